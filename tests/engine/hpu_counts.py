@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 # Writes that copy or are dropped, calls that are dropped, integers that are chosen wrongly.
 WRITES = range(12, 17)
 # Calls of a layer before there are buckets: sizes of outputs, and steps whose memory is measured.
-BEFORE_BUCKETS = 8
+BEFORE_BUCKETS = 5
 
 
 def broken_duties() -> dict[str, int]:

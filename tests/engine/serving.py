@@ -41,6 +41,10 @@ class Answer:
     gaps: list[float]
     cached_tokens: int
 
+    def first(self, count: int) -> Answer:
+        """The answer to the same request for so many tokens."""
+        return Answer(self.tokens[:count], self.logprobs[:count], self.gaps[:count], self.cached_tokens)
+
 
 class Engine:
     """vLLM's engine with our worker, in process.

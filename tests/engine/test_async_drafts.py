@@ -77,7 +77,7 @@ def test_a_step_reads_the_device_once(tiny_text_model: Path, tmp_path: Path, exp
         outputs = engine.generate([[5, 6, 7], [8, 9]], params(max_tokens=21))
         assert [len(output.outputs[0].token_ids) for output in outputs] == [21, 21]
         records = len(read_phase_log(log)[1])
-        assert_equal(Watched(engine).serve(ASKED), [expected[index] for index in DRAFTED])
+        assert_equal(Watched(engine).serve(ASKED[:7]), [expected[index] for index in DRAFTED[:7]])
     reads = [record.host_reads for record in read_phase_log(log)[1][:records]]
     # a prompt, and four tokens in each step
     assert reads == [1] * (1 + 20 // (NUM_DRAFTS + 1))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine import test_admission as admitted
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_compaction import ASKED, OPTIONS, SMALL, Watched, assert_served
+from tests.engine.test_compaction import MANY, OPTIONS, SMALL, Watched, assert_served
 from tests.engine.test_partial_hits import gsa
 from tests.engine.test_swap import ARRIVALS, LENGTH, PROMPTS, Poisoned, assert_swapped, preemption
 from tests.engine.test_swap import SMALL as SMALL_FOR_SWAPS
@@ -36,7 +36,7 @@ def roomy(tiny_llama: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def wanted(roomy: Engine) -> list[Answer]:
-    return [roomy.greedy([one.prompt], one.max_tokens)[0] for one in ASKED]
+    return [roomy.greedy([one.prompt], one.max_tokens)[0] for one in MANY]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_blocks_move_and_are_copied(tiny_llama: Path, wanted: list[Answer], kind
     with Engine(tiny_llama, ucm, **options) as engine:
         assert engine.core.batch_queue_size == 2
         watched = Watched(engine)
-        assert_served(watched.serve(ASKED), wanted)
+        assert_served(watched.serve(MANY), wanted)
         assert engine.preemptions
         totals = engine.core.scheduler.block_rules.totals
         assert totals.copies

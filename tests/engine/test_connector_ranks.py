@@ -17,6 +17,7 @@ from vllm.config import KVTransferConfig
 from tests.engine.broken_connector import BrokenOnOneRank
 from tests.engine.rank_faults import heal_loads, hold_loads, loading, lose_blocks, lost_loads
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
+from tests.engine.test_multi_connector import multi, offloading, shared
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.engine.worker_processes import EngineOfWorkers
 from tests.store.redis_server import RedisServer, needs_redis
@@ -335,14 +336,11 @@ def test_orders_reach_both_ranks(tiny_llama: Path) -> None:
         assert swaps.cost.rates.are_known
 
 
-@pytest.mark.parametrize("sizes", [{}, STAGES], ids=["heads", "layers"])
-def test_offloaded_blocks_come_back_to_both_ranks(
-    tiny_llama: Path, expected: list[Answer], sizes: dict[str, Any]
-) -> None:
+def test_offloaded_blocks_come_back_to_both_ranks(tiny_llama: Path, expected: list[Answer]) -> None:
     """vLLM's OffloadingConnector, beside a sparse method: all blocks are chosen, because it may leave one token of a
     prompt to a sparse step."""
-    config = KVTransferConfig(kv_role="kv_both", **offloading())
-    with Ranked(tiny_llama, gsa(1.0), kv_transfer_config=config, num_gpu_blocks_override=17, **sizes) as engine:
+    config = KVTransferConfig(**offloading())
+    with Ranked(tiny_llama, gsa(1.0), kv_transfer_config=config, num_gpu_blocks_override=17) as engine:
         assert_same(engine.alone(PROMPTS, OUTPUTS), expected)
         again = engine.alone(PROMPTS, OUTPUTS)
         assert_same(again, expected)
@@ -350,17 +348,9 @@ def test_offloaded_blocks_come_back_to_both_ranks(
 
 
 def test_stages_beside_another_connector(tiny_llama: Path, expected: list[Answer], tmp_path: Path) -> None:
-    """covers: D9. Both store; requests get their blocks from the first that has them."""
-    ours = transfer(tmp_path)
-    child = {
-        "kv_connector": "UcmConnector",
-        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": ours.kv_connector_extra_config,
-    }
-    extra = {"connectors": [{**offloading(), "kv_role": "kv_both"}, child]}
-    config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
-    with Ranked(tiny_llama, kv_transfer_config=config, num_gpu_blocks_override=17, **STAGES) as engine:
+    """covers: D9. Both store; requests get their blocks from the first that has them, beside a sparse method."""
+    config = multi(offloading(), ours(tmp_path))
+    with Ranked(tiny_llama, gsa(1.0), kv_transfer_config=config, num_gpu_blocks_override=17, **STAGES) as engine:
         assert_same(engine.greedy(PROMPTS, OUTPUTS), expected)
         again = engine.alone(PROMPTS, OUTPUTS)
         assert_same(again, expected)
@@ -368,30 +358,21 @@ def test_stages_beside_another_connector(tiny_llama: Path, expected: list[Answer
         engine.settle()
 
 
-def offloading() -> dict[str, Any]:
-    """All blocks to host memory."""
-    extra = {"cpu_bytes_to_use": 64 << 20, "offload_prompt_only": False, "block_size": BLOCK}
-    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+def ours(folder: Path) -> dict[str, Any]:
+    """As the child of another connector."""
+    return {
+        "kv_connector": "UcmConnector",
+        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": transfer(folder).kv_connector_extra_config,
+    }
 
 
 def test_a_load_of_another_child_that_fails_on_one_rank(
     tiny_llama: Path, expected: list[Answer], tmp_path: Path
 ) -> None:
     """covers: C8 D3. Both ranks have computed with what is not there, and neither stores it."""
-    ours: dict[str, Any] = {
-        "kv_connector": "UcmConnector",
-        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": transfer(tmp_path).kv_connector_extra_config,
-    }
-    broken = {
-        "kv_connector": BrokenOnOneRank.__name__,
-        "kv_connector_module_path": BrokenOnOneRank.__module__,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "shared")},
-    }
-    extra = {"connectors": [broken, ours]}
-    config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    config = multi(shared(tmp_path, BrokenOnOneRank), ours(tmp_path))
     with Ranked(tiny_llama, kv_transfer_config=config, enable_prefix_caching=False) as engine:
         assert_same(engine.alone(PROMPTS, OUTPUTS), expected)
         engine.settle()

@@ -177,7 +177,7 @@ def test_two_stages(tmp_path: Path) -> None:
     }
     with EngineOfWorkers(model, ucm, pipeline_parallel_size=2, num_gpu_blocks_override=80, **OPTIONS) as engine:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
-        found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
+        found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], 18)
         assert engine.preemptions == 0
         assert engine.most_in_flight == 2
         engine.step()

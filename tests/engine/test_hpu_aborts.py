@@ -36,7 +36,7 @@ def serve(model: str, store: str) -> dict[str, Any]:
     that an aborted request had been given before."""
     rng = random.Random(5)
     stored, *prompts = ([rng.randrange(3, VOCAB) for _ in range(size)] for size in (STORED, *[OTHER] * PROMPTS))
-    graphs = {"graphs": {"warm_up": "full", "max_graphs": 4}}
+    graphs = {"graphs": {"warm_up": "full", "max_graphs": 3}}
     # a busy machine must not make a miss of a slow answer
     config = transfer({**file_store(Path(store)), "deadline": 30.0}, lookup_deadline=30.0, load_deadline=30.0)
     with Engine(Path(model), graphs, kv_transfer_config=config, **OPTIONS) as engine:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 1, 100)]
-GRAPHS = 4
+GRAPHS = 2
 # The engine in a process of its own, as it is served: only there nobody has started the card before the worker.
 SERVED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 

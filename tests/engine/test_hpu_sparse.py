@@ -30,11 +30,11 @@ OPTIONS: dict[str, Any] = {
 }
 WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2, "sparse_ratio": 0.4}
 # the least that leaves a choice, for a prompt and for decodes with and without chosen blocks; each is compiled
-MAX_GRAPHS = 15
+MAX_GRAPHS = 7
 # the largest alone, which every step takes
 FEW_GRAPHS = 4
 # beside three for remainders of prompts
-GRAPHS_OF_MEMORY_MODE = 6
+GRAPHS_OF_MEMORY_MODE = 4
 METHODS: dict[str, dict[str, Any]] = {
     "GSA": {**WINDOWS, "dense_layers": [0], "summary": "minmax"},
     "ESA": WINDOWS,
@@ -99,21 +99,16 @@ def check_layers(found: dict[str, int], kinds: int) -> None:
     assert 0 < found["graphs"] <= most, "there are two layers: graphs of their own would be more"
 
 
-def test_tokens_and_compilations(tiny_llama: Path, tmp_path: Path) -> None:
-    """covers: B1 C16 C17"""
-    found = run_on_card(serve, tmp_path, model=str(tiny_llama), methods=COMPARED).result
-    for method, run in found.items():
-        with Engine(tiny_llama, ucm(method), **OPTIONS) as engine:
-            expected = engine.staggered(PROMPTS, [0, 1, 3, 7], 12)
-        assert_same([Answer(**answer) for answer in run["answers"]], expected)
-        assert run["served"] == run["warm"], method
-        assert run["selected"] > 0
-        assert run["sent"] == [0], "the first step tells the scheduler the buckets"
-        assert run["warm"][1] > 0
-        if COMPARED[method] == MAX_GRAPHS:
-            check_layers(run["layers"], kinds=1 + ("dense_layers" in METHODS[method]))
-        assert run["broken"] == {}, method
-        assert run["remains"] == [], method
+MEMORY_MODE: dict[str, Any] = {
+    **ucm("ESA"),
+    "memory_mode": {
+        "enabled": True,
+        "resident_ratio": 0.4,
+        "refresh_steps": 3,
+        "history_decay": 0.0,
+        "max_missed": 1.0,
+    },
+}
 
 
 def memory_mode_engine(model: str, options: dict[str, Any]) -> Engine:
@@ -156,18 +151,43 @@ def serve_memory_mode(model: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_memory_mode_compiles_nothing_once_warm(tiny_llama: Path, tmp_path: Path) -> None:
+def serve_all(model: str) -> dict[str, Any]:
+    """Both, in one process."""
+    return {"methods": serve(model, COMPARED), "memory mode": serve_memory_mode(model, MEMORY_MODE)}
+
+
+@pytest.fixture(scope="module")
+def on_card(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = run_on_card(serve_all, tmp_path_factory.mktemp("sparse"), model=str(tiny_llama)).result
+    return found
+
+
+def test_tokens_and_compilations(tiny_llama: Path, on_card: dict[str, Any]) -> None:
+    """covers: B1 C16 C17"""
+    for method, run in on_card["methods"].items():
+        with Engine(tiny_llama, ucm(method), **OPTIONS) as engine:
+            expected = engine.staggered(PROMPTS, [0, 1, 3, 7], 12)
+        assert_same([Answer(**answer) for answer in run["answers"]], expected)
+        assert run["served"] == run["warm"], method
+        assert run["selected"] > 0
+        assert run["sent"] == [0], "the first step tells the scheduler the buckets"
+        assert run["warm"][1] > 0
+        if COMPARED[method] == MAX_GRAPHS:
+            check_layers(run["layers"], kinds=1 + ("dense_layers" in METHODS[method]))
+        assert run["broken"] == {}, method
+        assert run["remains"] == [], method
+
+
+def test_memory_mode_compiles_nothing_once_warm(tiny_llama: Path, on_card: dict[str, Any]) -> None:
     """covers: B1. Blocks leave and come back, and prompts come from a store, in part, by recipes that were compiled
     before; their first tokens are those of the CPU at true shapes."""
-    mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
-    options = {**ucm("ESA"), "memory_mode": mode}
-    found = run_on_card(serve_memory_mode, tmp_path, model=str(tiny_llama), options=options).result
+    found = on_card["memory mode"]
     assert found["lengths"] == [MEMORY_MODE_TOKENS] * len(PROMPTS) * 2
     assert found["stored"] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     assert found["totals"]["released"]
     assert found["totals"]["loaded"]
     assert found["served"] == found["warm"]
     assert found["left"]
-    with memory_mode_engine(str(tiny_llama), options) as engine:
+    with memory_mode_engine(str(tiny_llama), MEMORY_MODE) as engine:
         assert_same([Answer(**answer) for answer in found["first"]], answers_after_partial_loads(engine))
         assert engine.core.scheduler.offload.totals.stored == found["left"]

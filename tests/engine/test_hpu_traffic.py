@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,63 +18,78 @@ from tests.engine.hpu_process import run_on_card
 # starts engines on the simulated card
 pytestmark = pytest.mark.slow
 
-STEPS, SPARSE_STEPS = 24, 30
-# with selected blocks there are twice as many phases
-MAX_GRAPHS, MAX_SPARSE_GRAPHS = 8, 15
-# mix, sparse method, drafts, scale; of the mixes those that differ most: `test_no_recompilation.py` has the others
-DENSE = [[mix, "none", 0, 1] for mix in ("chat", "long-context")]
-SPARSE = [["chat", "KVStar", 3, 2]]
+
+class Case(NamedTuple):
+    """An engine with the limits of a mix, scaled, and so many steps. With selected blocks there are twice as many
+    phases."""
+
+    mix: str
+    sparse: str = "none"
+    drafts: int = 0
+    scale: int = 1
+    steps: int = 24
+    max_graphs: int = 6
 
 
-def drive(cases: list[list[Any]], steps: int, max_graphs: int) -> dict[str, Any]:
-    """Counts of each case (mix, sparse method, drafts, scale): an engine with its limits, warm, and then so many
-    steps."""
+# of the mixes those that differ most: `test_no_recompilation.py` has the others
+DENSE = [Case(mix) for mix in ("chat", "long-context")]
+SPARSE = Case("chat", "KVStar", 3, 2, steps=30, max_graphs=15)
+
+
+def drive(cases: list[list[Any]]) -> list[dict[str, Any]]:
+    """Counts of each case: an engine with its limits, warm, and then its steps."""
     from benchmarks.mix_server import serving
     from benchmarks.recompilation import run
 
-    found = {}
-    for mix, sparse, drafts, scale in cases:
-        graphs = {"mode": "auto", "warm_up": "full", "max_graphs": max_graphs}
+    found = []
+    for case in (Case(*given) for given in cases):
+        graphs = {"mode": "auto", "warm_up": "full", "max_graphs": case.max_graphs}
         with (
             tempfile.TemporaryDirectory() as folder,
-            serving(mix, Path(folder), graphs, sparse, drafts, scale) as server,
+            serving(case.mix, Path(folder), graphs, case.sparse, case.drafts, case.scale) as server,
         ):
             from habana_frameworks.torch.simulator import card
 
             warm = card.compilations, card.compiled_graphs, card.bypasses
-            counts = run(server, steps)
-            found[f"{mix} {sparse}"] = {
-                **counts._asdict(),
-                "warm": warm,
-                "served": (card.compilations, card.compiled_graphs, card.bypasses),
-                "broken": broken_duties(),
-                "remains": remains(),
-            }
+            counts = run(server, case.steps)
+            found.append(
+                {
+                    **counts._asdict(),
+                    "warm": warm,
+                    "served": (card.compilations, card.compiled_graphs, card.bypasses),
+                    "broken": broken_duties(),
+                    "remains": remains(),
+                }
+            )
     return found
 
 
-def check(name: str, counts: dict[str, Any], steps: int, max_graphs: int) -> None:
-    assert counts["served"] == counts["warm"], name
-    assert counts["broken"] == {}, name
-    assert counts["remains"] == [], name
-    assert counts["warm"][1] >= counts["graphs"] >= max_graphs - 4, name
-    assert counts["runs"] >= steps, name
-    assert counts["buckets"] >= 3, name
+@pytest.fixture(scope="module")
+def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]]:
+    """All engines, one after the other."""
+    cases = [*DENSE, SPARSE]
+    found = run_on_card(drive, tmp_path_factory.mktemp("traffic"), cases=cases).result
+    return dict(zip(cases, found, strict=True))
 
 
-def test_mixes(tmp_path: Path) -> None:
+def check(case: Case, counts: dict[str, Any]) -> None:
+    assert counts["served"] == counts["warm"], case
+    assert counts["broken"] == {}, case
+    assert counts["remains"] == [], case
+    assert counts["warm"][1] >= counts["graphs"] >= case.max_graphs - 4, case
+    assert counts["runs"] >= case.steps, case
+    assert counts["buckets"] >= 3, case
+
+
+@pytest.mark.parametrize("case", DENSE, ids=[case.mix for case in DENSE])
+def test_mixes(case: Case, driven: dict[Case, dict[str, Any]]) -> None:
     """covers: B1 B2 B3 B5"""
-    found = run_on_card(drive, tmp_path, cases=DENSE, steps=STEPS, max_graphs=MAX_GRAPHS).result
-    assert len(found) == len(DENSE)
-    for name, counts in found.items():
-        check(name, counts, STEPS, MAX_GRAPHS)
+    check(case, driven[case])
 
 
-def test_a_sparse_method_with_drafts(tmp_path: Path) -> None:
+def test_a_sparse_method_with_drafts(driven: dict[Case, dict[str, Any]]) -> None:
     """covers: B1 B3 C16. Choices are made and used again, and drafts verified, in graphs that were compiled before."""
-    found = run_on_card(drive, tmp_path, cases=SPARSE, steps=SPARSE_STEPS, max_graphs=MAX_SPARSE_GRAPHS).result
-    assert len(found) == len(SPARSE)
-    for name, counts in found.items():
-        check(name, counts, SPARSE_STEPS, MAX_SPARSE_GRAPHS)
-        assert counts["sparse"] >= SPARSE_STEPS / 2, name
-    assert found["chat KVStar"]["drafts"] > found["chat KVStar"]["accepted"] > 0
+    counts = driven[SPARSE]
+    check(SPARSE, counts)
+    assert counts["sparse"] >= SPARSE.steps / 2
+    assert counts["drafts"] > counts["accepted"] > 0

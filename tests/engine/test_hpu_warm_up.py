@@ -38,7 +38,7 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 7, "top_k": 20},
 ]
 ROUNDS = 3
-MAX_GRAPHS, SKELETON = 14, 2
+MAX_GRAPHS, SKELETON = 11, 2
 GAP = 2.0
 IDLE = {"warm_up": "idle", "max_graphs": MAX_GRAPHS, "skeleton": SKELETON}
 THREAD = "ucm-warm-up"
@@ -144,9 +144,13 @@ def shut_down_early(model: str) -> dict[str, Any]:
     return {"warming": warming, "after": after, "cold": len(cold), "still": static.execution.ready.cold == cold}
 
 
-def start_and_serve(model: str) -> dict[str, Any]:
-    """Both, in one process."""
-    return {"gaps": serve_in_gaps(model), "early": shut_down_early(model)}
+SKELETON_ALONE = {"graphs": {"warm_up": "skeleton", "max_graphs": 24}}
+
+
+def start_and_serve(model: str, text_model: str) -> dict[str, Any]:
+    """All of them, in one process."""
+    mixed = serve_mixed(text_model, SKELETON_ALONE)
+    return {"mixed": mixed, "gaps": serve_in_gaps(model), "early": shut_down_early(model)}
 
 
 def _compiling_us() -> int:
@@ -164,19 +168,19 @@ def _compilations() -> int:
     return int(card.compilations)
 
 
-def test_the_skeleton_alone_serves_everything(tiny_text_model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def served(tiny_llama: Path, tiny_text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    models = {"model": str(tiny_llama), "text_model": str(tiny_text_model)}
+    return run_on_card(start_and_serve, tmp_path_factory.mktemp("idle"), **models)
+
+
+def test_the_skeleton_alone_serves_everything(served: Finished, tiny_text_model: Path) -> None:
     """Same tokens as on the cpu device, whatever is asked of the sampler, and nothing is compiled. covers: B1 B5 B6"""
     wanted, _, _ = serve_mixed(str(tiny_text_model), {})
-    ucm = {"graphs": {"warm_up": "skeleton", "max_graphs": 24}}
-    rounds, cold, compilations = run_on_card(serve_mixed, tmp_path, model=str(tiny_text_model), ucm=ucm).result
+    rounds, cold, compilations = served.result["mixed"]
     assert rounds == wanted
     assert cold > 16
     assert compilations == 0
-
-
-@pytest.fixture(scope="module")
-def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return run_on_card(start_and_serve, tmp_path_factory.mktemp("idle"), model=str(tiny_llama))
 
 
 def test_requests_never_wait_for_the_rest(served: Finished, tiny_llama: Path) -> None:
@@ -196,7 +200,7 @@ def test_requests_never_wait_for_the_rest(served: Finished, tiny_llama: Path) ->
 
 
 def test_serving_starts_long_before_the_end_of_the_warm_up(served: Finished) -> None:
-    """After 3 of 14 graphs, and what is compiled once for all; of 64 graphs it is a tenth. covers: B6"""
+    """After 3 of 11 graphs, and what is compiled once for all; of 64 graphs it is a tenth. covers: B6"""
     found = served.result["gaps"]
     assert 0 < found["skeleton_us"] <= 0.35 * found["full_us"]
 

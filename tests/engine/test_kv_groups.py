@@ -151,7 +151,7 @@ def test_on_the_simulated_card(tmp_path: Path) -> None:
     run = run_on_hpu(
         folder,
         tmp_path,
-        {"graphs": {"max_graphs": 4, "warm_up": "full"}},
+        {"graphs": {"max_graphs": 3, "warm_up": "full"}},
         rounds=2,
         prompts=asked,
         skip_tokenizer_init=True,

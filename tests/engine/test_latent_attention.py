@@ -25,7 +25,8 @@ from vllm_gaudi_ucm.vllm_api.attention import take_kv_b_proj
 
 pytestmark = pytest.mark.slow  # starts engines
 
-TOKENS = 64
+# what is preempted needs room for answers; what is not, more than a block of them
+TOKENS, LONGER = 64, 20
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -54,9 +55,9 @@ def answers(model: Path) -> list[Answer]:
         assert {blocks.shape[1:] for blocks in engine.cached_blocks()} == {(16, 1, 24 + 8)}
         found = engine.greedy(prompts(), TOKENS)
         engine.check_idle()
-        again = engine.alone(prompts()[1:3], TOKENS)
+        again = engine.alone(prompts()[1:3], LONGER)
         assert all(answer.cached_tokens for answer in again)
-        assert_same(again, found[1:3])
+        assert_same(again, [answer.first(LONGER) for answer in found[1:3]])
     ReferenceModel(model).assert_greedy(prompts(), found)
     return found
 
@@ -98,8 +99,9 @@ def test_beside(name: str, model: Path, answers: list[Answer], monkeypatch: pyte
     divided = []
     divides = LatentSizes.divides
     monkeypatch.setattr(LatentSizes, "divides", lambda *args: divided.append(divides(*args)) or divided[-1])
+    count = TOKENS if name == "swaps" else LONGER
     with Engine(model, ucm, **{"max_num_batched_tokens": 64, "max_num_seqs": 4, **options}) as engine:
-        assert_same(engine.greedy(prompts(), TOKENS), answers)
+        assert_same(engine.greedy(prompts(), count), [answer.first(count) for answer in answers])
     # in this process chunks of prompts have keys of their own
     assert any(divided) or options.get("tensor_parallel_size") or "ucm_sparse_method" in ucm
 
@@ -109,10 +111,10 @@ def test_stored_blocks(model: Path, answers: list[Answer], tmp_path: Path) -> No
     for number in range(2):
         config = transfer(file_store(tmp_path))
         with Engine(model, kv_transfer_config=config, max_num_batched_tokens=64, max_num_seqs=4) as engine:
-            found = engine.greedy(prompts(), TOKENS)
+            found = engine.greedy(prompts(), LONGER)
             for _ in range(3):
                 engine.step()
-        assert_same(found, answers)
+        assert_same(found, [answer.first(LONGER) for answer in answers])
         assert bool(found[1].cached_tokens) == bool(number)
 
 
@@ -152,7 +154,7 @@ def test_new_tokens_have_keys_of_their_own_where_they_are_many() -> None:
 
 def test_on_the_card(model: Path, answers: list[Answer], tmp_path: Path) -> None:
     """Through torch.compile, the default there; the simulated card checks what a graph may write."""
-    graphs = {"warm_up": "skeleton", "skeleton": 2, "max_graphs": 6}
+    graphs = {"warm_up": "skeleton", "skeleton": 1, "max_graphs": 4}
     options = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20, "dtype": "float32"}
     run = run_on_hpu(model, tmp_path, {"graphs": graphs}, 1, prompts(), **options)
     expected = [Answer(one.tokens[:8], one.logprobs[:8], one.gaps[:8], 0) for one in answers]

@@ -55,16 +55,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_model(tmp_path_factory.mktemp("models") / request.param, config_of(request.param))
 
 
-@pytest.mark.parametrize("ucm", [{}, static()], ids=["true shapes", "buckets"])
+@pytest.mark.parametrize("ucm", [{}, static(max_graphs=8)], ids=["true shapes", "buckets"])
 def test_tokens_of_transformers(model: Path, ucm: dict[str, Any]) -> None:
     """In chunks, mixed with decodes, then with prefix hits."""
     with Engine(model, ucm, num_gpu_blocks_override=100, **OPTIONS) as engine:
         answers = engine.greedy(PROMPTS, OUTPUTS)
-        again = engine.greedy(PROMPTS, OUTPUTS)
+        again = engine.greedy(PROMPTS, 8)
         engine.check_idle()
     # the kernels of Transformers that take no mask of a soft cap ignore it
     ReferenceModel(model, "eager").assert_greedy(PROMPTS, answers, near=NEAR)
-    assert_same(again, answers)
+    assert_same(again, [answer.first(8) for answer in answers])
     assert again[5].cached_tokens == 144
 
 

@@ -58,13 +58,13 @@ def test_blocks_leave_and_come_back(tiny_llama: Path, static: bool, caching: boo
     """covers: C8 C10. In chunks, with shared prefixes; nothing that is away is read, and what returns is what left."""
     with Engine(tiny_llama, ucm(static=static), **OPTIONS, enable_prefix_caching=caching) as engine:
         watched = WatchedEngine(engine)
-        outputs = watched.generate(PROMPTS, 60)
+        outputs = watched.generate(PROMPTS, 40)
         check_finite(outputs)
         totals = watched.offload.totals
         assert totals.released
         assert totals.found if caching else totals.loaded
         assert not totals.failed
-        assert [len(found) for found in generated(outputs)] == [60] * len(PROMPTS)
+        assert [len(found) for found in generated(outputs)] == [40] * len(PROMPTS)
         engine.check_idle()
 
 
@@ -184,7 +184,7 @@ def test_preempted_requests_compute_everything_again(tiny_llama: Path, static: b
     growing = [tokens(80 + 3 * count) for count in range(6)]
     with Engine(tiny_llama, ucm(static=static), **OPTIONS, num_gpu_blocks_override=30) as engine:
         watched = WatchedEngine(engine)
-        check_finite(watched.generate(growing, 90))
+        check_finite(watched.generate(growing, 60))
         assert engine.preemptions
         assert watched.offload.totals.released
         engine.check_idle()

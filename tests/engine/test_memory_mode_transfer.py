@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # starts engines
 
 BLOCK = 16
 PROMPTS = [tokens(20), tokens(200), tokens(260), COMMON + tokens(60), COMMON + tokens(61)]
-OUTPUTS = 40
+OUTPUTS = 24
 
 
 class Served:

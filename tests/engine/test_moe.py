@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def test_buckets(models: dict[str, Path], answers: dict[str, list[Answer]], fami
         (first, *_) = (m for m in engine.runner.decoder.model.modules() if isinstance(m, RoutedExperts))
         chosen = first.quant_method.experts.implementation.name
         assert chosen == ("cpu" if recipes == "off" else "reference")
-        assert_same(engine.greedy(PROMPTS, 64), answers[family])
+        assert_same(engine.greedy(PROMPTS, 20), [answer.first(20) for answer in answers[family]])
 
 
 def test_padded_rows_take_no_expert(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +111,7 @@ def test_sparse_attention_beside_experts(models: dict[str, Path], answers: dict[
     options = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
     ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**options, "sparse_ratio": 1.0}}}
     with Engine(models["qwen3_moe"], ucm, **TIGHT) as engine:
-        assert_same(engine.greedy(PROMPTS, 64), answers["qwen3_moe"])
+        assert_same(engine.greedy(PROMPTS, 20), [answer.first(20) for answer in answers["qwen3_moe"]])
 
 
 @pytest.mark.parametrize(("family", "whole"), [("qwen2_moe", False), ("qwen3_moe", True)])
@@ -122,7 +121,7 @@ def test_two_workers(models: dict[str, Path], answers: dict[str, list[Answer]], 
     with Engine(models[family], ucm, tensor_parallel_size=2, enable_expert_parallel=whole, **TIGHT) as engine:
         counts = engine.llm.collective_rpc(local_experts)
         assert counts == ([4, 4] if whole else [6, 6])
-        assert_same(engine.greedy(PROMPTS, 64), answers[family])
+        assert_same(engine.greedy(PROMPTS, 20), [answer.first(20) for answer in answers[family]])
 
 
 def local_experts(worker: Any) -> int:
@@ -140,10 +139,7 @@ def test_simulated_card(models: dict[str, Path], answers: dict[str, list[Answer]
     options = {**TIGHT, "kv_cache_memory_bytes": 4 << 20, "skip_tokenizer_init": True, "max_num_seqs": 4}
     asked = {"ucm": {"graphs": graphs}, "options": options, "prompts": prompts, "max_tokens": 16, "rounds": 2}
     found = run_on_card(serve, tmp_path, lazy=lazy, model=str(models[family]), **asked).result
-    expected = [
-        dataclasses.replace(a, **{n: getattr(a, n)[:16] for n in ("tokens", "logprobs", "gaps")})
-        for a in answers[family][:3]
-    ]
+    expected = [answer.first(16) for answer in answers[family][:3]]
     for round_ in found["rounds"]:
         assert_same([Answer(**answer) for answer in round_], expected)
     assert found["layers"]["ServedMoeRunner"] == (2 if lazy else 1)

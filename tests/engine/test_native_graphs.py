@@ -41,10 +41,11 @@ def counts(engine: Engine) -> dict[str, int]:
     return {way: int(series._cells[series._index]) for way, series in found.items()}
 
 
-def served(model: Path, ucm: dict[str, Any], **options: Any) -> tuple[list[Answer], dict[str, int]]:
-    """Random arrivals, with chunked prompts beside decodes and preemptions, twice."""
+def served(model: Path, ucm: dict[str, Any], rounds: int = 2, **options: Any) -> tuple[list[Answer], dict[str, int]]:
+    """Random arrivals, with chunked prompts beside decodes and preemptions, in another order the second time."""
     with Engine(model, ucm, max_num_seqs=6, max_num_batched_tokens=48, **options) as engine:
-        answers = [*engine.staggered(PROMPTS, ARRIVALS, 30), *engine.staggered(PROMPTS, ARRIVALS[::-1], 30)]
+        orders = (ARRIVALS, ARRIVALS[::-1])[:rounds]
+        answers = [answer for arrivals in orders for answer in engine.staggered(PROMPTS, arrivals, 30)]
         engine.check_idle()
         assert (graphs_of(engine) is None) == (ucm == OFF)
         return answers, counts(engine)
@@ -56,12 +57,14 @@ def test_graphs_change_no_bit(family: str, tmp_path: Path) -> None:
     latent attention is not asked for graphs."""
     model = make_model(tmp_path, make_config(family))
     options = {"num_gpu_blocks_override": 24, "max_model_len": 256}
-    expected, without = served(model, OFF, **options)
-    found, ways = served(model, {}, **options)
+    # their norms and activations are torch's, or their routing to experts is
+    is_ordinary = family in {"opt", "gpt2"} | MIXTURES
+    rounds = 1 if is_ordinary else 2
+    expected, without = served(model, OFF, rounds, **options)
+    found, ways = served(model, {}, rounds, **options)
     assert found == expected
     assert without == {}
-    if family in {"opt", "gpt2"} | MIXTURES:
-        # their norms and activations are torch's, or their routing to experts is
+    if is_ordinary:
         assert ways["replayed"] == ways["captured"] == 0
     else:
         assert ways["replayed"] > 3 * (ways["captured"] + ways["ordinary"]), ways

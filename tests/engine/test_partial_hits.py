@@ -213,7 +213,7 @@ def test_random_aborts(tiny_llama: Path, wanted: list[Answer], seed: int) -> Non
 
 def on_the_card(model: str) -> dict[str, Any]:
     """The same requests, on the simulated card, with graphs."""
-    ucm = {**ON, "graphs": {"max_graphs": 5, "warm_up": "full"}}
+    ucm = {**ON, "graphs": {"max_graphs": 3, "warm_up": "full"}}
     # nothing is poisoned: that would be recipes of the test
     with Engine(Path(model), ucm, **SMALL) as engine:
         from habana_frameworks.torch.simulator import card

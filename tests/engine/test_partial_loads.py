@@ -109,7 +109,7 @@ def loaded_whole(tiny_llama: Path) -> Iterator[tuple[list[Answer], list[list[int
     with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=transfer(memory_store())) as engine:
         engine.greedy([PROMPT, OTHER, *TAILED], 1)
         forget_stored(engine)
-        found = engine.greedy([PROMPT, OTHER, *TAILED], 30)
+        found = engine.greedy([PROMPT, OTHER, *TAILED], 12)
         forget_stored(engine)
         yield found, generated(engine.generate([PROMPT], SEEDED))
 
@@ -130,7 +130,7 @@ def test_a_first_step_that_missed_too_much_is_repeated(
             served.forget()
             before = totals.repeated
             engine.core.scheduler.scheduler_config.long_prefill_token_threshold = chunk
-            found = engine.greedy(prompts, 30)
+            found = engine.greedy(prompts, 12)
             assert totals.repeated == before + len(prompts)
             assert_same(found, loaded_whole[0])
             assert [answer.cached_tokens for answer in found] == [(len(p) - 1) // BLOCK * BLOCK for p in prompts]

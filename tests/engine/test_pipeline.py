@@ -229,7 +229,7 @@ ON_CARD = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "max_model_len": 25
 
 def serve_on_cards(model: str) -> dict[str, Any]:
     """Answers of two rounds, and what each card has compiled before and after them."""
-    graphs = {"graphs": {"warm_up": "full", "max_graphs": 4}, **ESA}
+    graphs = {"graphs": {"warm_up": "full", "max_graphs": 3}, **ESA}
     with EngineOfWorkers(Path(model), graphs, pipeline_parallel_size=2, **ON_CARD) as engine:
         before = engine.on_workers(compiled)
         rounds = [[answer.__dict__ for answer in engine.greedy(DENSE_AT_FIRST, 8)] for _ in range(2)]

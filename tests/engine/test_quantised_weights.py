@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -127,51 +127,74 @@ def test_two_workers(tmp_path: Path) -> None:
     assert_rounded(rounded_reference(meant, quantised, MIXED, ranks=2), PROMPTS, answers)
 
 
-def serve_on_card(model: str, ucm: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    with Engine(Path(model), ucm, max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20) as engine:
-        answers = [dataclasses.asdict(answer) for answer in engine.greedy(PROMPTS, max_tokens)]
-        served = engine.runner.decoder.model
-        dtypes = {str(weight.dtype) for weight in served.parameters()}
-        experts = {str(weight.dtype) for name, weight in served.named_parameters() if ".experts." in name}
-        return {"answers": answers, "dtypes": sorted(dtypes), "experts": sorted(experts)}
+def serve_on_card(runs: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
+    """Of each run (model, options, tokens of an answer), one after the other."""
+    found = {}
+    for name, (model, ucm, max_tokens) in runs.items():
+        with Engine(Path(model), ucm, max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20) as engine:
+            answers = [dataclasses.asdict(answer) for answer in engine.greedy(PROMPTS, max_tokens)]
+            served = engine.runner.decoder.model
+            dtypes = {str(weight.dtype) for weight in served.parameters()}
+            experts = {str(weight.dtype) for name, weight in served.named_parameters() if ".experts." in name}
+            found[name] = {"answers": answers, "dtypes": sorted(dtypes), "experts": sorted(experts)}
+    return found
 
 
 # Rows stay as they are: everything but 8-bit floats with a scale per output.
 EXACT_ON_CARD = {pattern: scheme.replace("fp8 per channel", "mxfp4") for pattern, scheme in MIXED.items()}
 EXACT_ON_CARD[r".*layers\.0\.self_attn\.[qkv]_proj"] = "fp8 per block"
+EIGHT_BITS = {r".*\.[qkv]_proj": "fp8 per tensor", r".*\.(o|gate|up|gate_up|down)_proj": "fp8 per channel"}
+EXPERT_CODES = {r".*\.mlp\.experts.*": "fp8 per channel"}
+COMPILED = {"graphs": {"warm_up": "skeleton", "max_graphs": 2}}
 
 
-def test_exact_products_on_a_card(plain: Path, tmp_path: Path) -> None:
+class OnCard(NamedTuple):
+    """What was served, and the values that are meant."""
+
+    found: dict[str, Any]
+    meant: Path
+
+
+@pytest.fixture(scope="module")
+def on_card(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, OnCard]:
+    """Of each model, in one process."""
+    folder = tmp_path_factory.mktemp("card")
+    mixed = make_model(folder / "mixed", make_config("qwen3_moe", mlp_only_layers=[1]))
+    experts = make_model(folder / "experts", make_config("qwen3_moe"))
+    cases: dict[str, tuple[Path, dict[str, str], dict[str, Any], int]] = {
+        "exact products": (plain, EXACT_ON_CARD, COMPILED, 8),
+        "floats of eight bits": (mixed, EIGHT_BITS, {"graphs": {"mode": "off"}}, 1),
+        "experts of eight bits": (experts, EXPERT_CODES, {**COMPILED, "quantised_experts": "codes"}, 1),
+    }
+    runs: dict[str, list[Any]] = {}
+    meant = {}
+    for name, (model, schemes, ucm, max_tokens) in cases.items():
+        quantised, meant[name] = write_quantised(model, folder / name, *compressed_tensors(schemes))
+        runs[name] = [str(quantised), ucm, max_tokens]
+    found = run_on_card(serve_on_card, folder, runs=runs).result
+    return {name: OnCard(found[name], meant[name]) for name in cases}
+
+
+def test_exact_products_on_a_card(on_card: dict[str, OnCard]) -> None:
     """In regions of torch.compile: weights of 4 bits stay as they are, others are written out."""
-    quantised, meant = write_quantised(plain, tmp_path, *compressed_tensors(EXACT_ON_CARD))
-    ucm = {"graphs": {"warm_up": "skeleton", "max_graphs": 2}}
-    found = run_on_card(serve_on_card, tmp_path, model=str(quantised), ucm=ucm, max_tokens=8).result
+    found, meant = on_card["exact products"]
     assert found["dtypes"] == ["torch.float32", "torch.int32"]
     ReferenceModel(meant).assert_greedy(PROMPTS, [Answer(**answer) for answer in found["answers"]])
 
 
-def test_floats_of_eight_bits_on_a_card(tmp_path: Path) -> None:
+def test_floats_of_eight_bits_on_a_card(on_card: dict[str, OnCard]) -> None:
     """At true shapes. Rows are rounded to three bits there: logits are near, as where rounding is everywhere.
 
     Experts, in one of two layers, become plain weights.
     """
-    config = make_config("qwen3_moe", mlp_only_layers=[1])
-    plain = make_model(tmp_path / "random", config)
-    schemes = {r".*\.[qkv]_proj": "fp8 per tensor", r".*\.(o|gate|up|gate_up|down)_proj": "fp8 per channel"}
-    quantised, meant = write_quantised(plain, tmp_path, *compressed_tensors(schemes))
-    ucm = {"graphs": {"mode": "off"}}
-    found = run_on_card(serve_on_card, tmp_path, model=str(quantised), ucm=ucm, max_tokens=1).result
+    found, meant = on_card["floats of eight bits"]
     assert found["dtypes"] == ["torch.float32", "torch.float8_e4m3fn"]
     assert_near(found, meant)
 
 
-def test_experts_of_eight_bits_on_a_card(tmp_path: Path) -> None:
+def test_experts_of_eight_bits_on_a_card(on_card: dict[str, OnCard]) -> None:
     """Codes in regions of torch.compile: half the bytes of bfloat16."""
-    plain = make_model(tmp_path / "random", make_config("qwen3_moe"))
-    config, choose = compressed_tensors({r".*\.mlp\.experts.*": "fp8 per channel"})
-    quantised, meant = write_quantised(plain, tmp_path, config, choose)
-    ucm = {"graphs": {"warm_up": "skeleton", "max_graphs": 2}, "quantised_experts": "codes"}
-    found = run_on_card(serve_on_card, tmp_path, model=str(quantised), ucm=ucm, max_tokens=1).result
+    found, meant = on_card["experts of eight bits"]
     assert found["experts"] == ["torch.float32", "torch.float8_e4m3fn"]
     assert_near(found, meant)
 

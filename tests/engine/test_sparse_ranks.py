@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow  # starts engines
 RNG = random.Random(4)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (5, 60, 130, 220)]
 MAX_TOKENS = 24
+ON_CARD_TOKENS = 10
 OPTIONS: dict[str, Any] = {
     "max_model_len": 320,
     "max_num_seqs": 4,
@@ -33,8 +34,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "ESA": WINDOWS,
     "KVStar": {**WINDOWS, "checkpoint_interval": 3, "lock_duration": 9, "summary": "hash"},
 }
-STATIC = {"mode": "eager", "max_graphs": 16, "warm_up": "full", "recipe_check": "fail"}
-COMPILED = {"mode": "auto", "max_graphs": 6, "warm_up": "full"}
+STATIC = {"mode": "eager", "max_graphs": 8, "warm_up": "full", "recipe_check": "fail"}
+# some are cold when the first requests come
+COMPILED = {"mode": "auto", "max_graphs": 5, "skeleton": 2}
 # the workers compare in each step what they run
 CHECKED: dict[str, Any] = {"distributed": {"check_ranks": True}}
 
@@ -75,42 +77,57 @@ def test_locks_and_drafts(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 def card_counts(worker: Any) -> dict[str, Any]:
-    """In a worker: compilations and graphs of its own card, and how many of these are of layers."""
+    """In a worker: compilations and graphs of its own card, how many of these are of layers, and which are warm."""
     from habana_frameworks.torch.simulator import card
 
-    forward = worker.model_runner.static.execution.ready.buckets.forward
+    ready = worker.model_runner.static.execution.ready
     return {
         "card": [card.compilations, card.compiled_graphs, card.bypasses],
         "layers": count_layer_graphs(),
-        "buckets": len(forward),
-        "selected": max(bucket.selected_blocks for bucket in forward),
+        "buckets": len(ready.buckets.forward),
+        "selected": max(bucket.selected_blocks for bucket in ready.buckets.forward),
         "broken": broken_duties(),
+        "warm": sorted(map(str, ready.state.warm_keys)),
+        "cold": len(ready.cold),
     }
 
 
 def serve(model: str) -> dict[str, Any]:
-    """Answers of two cards, and the counts of each when warm and in the end. Memory mode scores all blocks, and has
-    room for all of them."""
+    """Answers of two cards while graphs are cold; warms the rest as the engine's loop does between requests, and
+    answers again. Beside them the counts of each card. Memory mode scores all blocks, and has room for all of them."""
     scored = {"memory_mode": {"enabled": True, "resident_ratio": 1.0, "refresh_steps": 3}}
     config = ucm("ESA", graphs=COMPILED, **CHECKED, **scored)
     with Engine(Path(model), config, **OPTIONS, tensor_parallel_size=2) as engine:
-        warm = engine.llm.collective_rpc(card_counts)
-        answers = engine.greedy(PROMPTS, MAX_TOKENS)
-        served = engine.llm.collective_rpc(card_counts)
+        rounds = [engine.greedy(PROMPTS, ON_CARD_TOKENS)]
+        counts = {"before": engine.llm.collective_rpc(card_counts)}
+        for _ in range(2000):
+            if not engine.core.scheduler.has_requests():
+                break
+            engine.core.step()
+        counts["warm"] = engine.llm.collective_rpc(card_counts)
+        rounds.append(engine.greedy(PROMPTS, ON_CARD_TOKENS))
+        counts["after"] = engine.llm.collective_rpc(card_counts)
         assert engine.core.scheduler.offload.totals.scored
-    return {"answers": [dataclasses.asdict(answer) for answer in answers], "warm": warm, "served": served}
+    return {"rounds": [[dataclasses.asdict(answer) for answer in answers] for answers in rounds], **counts}
 
 
 def test_two_cards_compile_nothing_once_warm(tiny_llama: Path, tmp_path: Path) -> None:
-    """covers: B1. The all-reduce of scores is a part of a layer's region, which is still one for both layers; that of
-    the scores of memory mode is no part of a graph."""
+    """covers: B1. Compiled regions hold the collectives; both workers warm the same graphs between the same two steps.
+    The all-reduce of scores is a part of a layer's region, which is still one for both layers; that of the scores of
+    memory mode is no part of a graph."""
     found = run_on_card(serve, tmp_path, model=str(tiny_llama)).result
     with Engine(tiny_llama, ucm("ESA"), **OPTIONS) as engine:
-        assert_same([Answer(**answer) for answer in found["answers"]], engine.greedy(PROMPTS, MAX_TOKENS))
-    assert found["warm"] == found["served"]
+        for answers in found["rounds"]:
+            assert_same([Answer(**answer) for answer in answers], engine.greedy(PROMPTS, ON_CARD_TOKENS))
+    for moment in ("before", "warm", "after"):
+        first, second = found[moment]
+        assert first["warm"] == second["warm"]
+        assert first["broken"] == second["broken"] == {}
+    assert all(counts["cold"] > 0 for counts in found["before"])
+    assert found["warm"] == found["after"]
     for counts in found["warm"]:
+        assert counts["cold"] == 0
         assert counts["card"][0] > 0
         assert counts["selected"] > 0
         # before there are buckets one step is measured; layers with graphs of their own would be twice as many
         assert 0 < counts["layers"] < 2 * (counts["buckets"] + 1)
-        assert counts["broken"] == {}

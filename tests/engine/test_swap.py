@@ -294,7 +294,7 @@ def test_refused_by_name(tiny_llama: Path) -> None:
 
 def swap_on_the_card(model: str) -> dict[str, Any]:
     """The same requests, on the simulated card."""
-    ucm = {**preemption("swap"), "graphs": {"max_graphs": 12, "warm_up": "skeleton"}}
+    ucm = {**preemption("swap"), "graphs": {"max_graphs": 4, "warm_up": "skeleton", "skeleton": 1}}
     with Poisoned(Path(model), ucm, **SMALL) as engine:
         answers = engine.staggered(PROMPTS[:8], ARRIVALS[:8], LENGTH)
         engine.check_all_free()

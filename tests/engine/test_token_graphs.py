@@ -138,7 +138,7 @@ def serve(model: str, ucm: dict[str, Any], options: dict[str, Any]) -> dict[str,
 
 def test_compile_mode_on_the_simulated_card(tiny_llama: Path, of_blocks: list[Answer], tmp_path: Path) -> None:
     """covers: A18. Tiles with ranges in compiled regions: nothing is compiled after the start."""
-    ucm = by_token(300, warm_up="skeleton", skeleton=2, max_graphs=6)
+    ucm = by_token(300, warm_up="skeleton", skeleton=1, max_graphs=4)
     run = run_on_card(serve, tmp_path, model=str(tiny_llama), ucm=ucm, options=OPTIONS).result
     assert run["kind"] == "compile"
     assert_same([Answer(**answer) for answer in run["answers"]], of_blocks, near_ties=0)

@@ -59,6 +59,7 @@ CHANGES: dict[str, Change] = {
     "container": (lambda a: torch.cat([a, a]), (x(),), lambda a: torch.cat([a, a, a]), (x(),)),
     "number written": (lambda a: a[:2].__setitem__(0, 1.0), (x(),), lambda a: a[:2].__setitem__(0, 2.0), (x(),)),
     "size of a result": (torch.nonzero, (torch.tensor([0, 1]),), torch.nonzero, (torch.tensor([1, 1]),)),
+    "copy for a view": (lambda a: a.reshape(24) + 1, (x(4, 6),), lambda a: a.reshape(24) + 1, (x(6, 4).t(),)),
     "host read": (lambda a: a.sum(), (x(),), lambda a: a.sum().item(), (x(),)),
 }
 
