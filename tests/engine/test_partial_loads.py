@@ -238,6 +238,10 @@ def test_a_share_that_may_be_missed_is_no_reason_to_repeat(tiny_llama: Path) -> 
         assert not totals.kept
 
 
+# What a slow look-up has had prefetched would be found in host memory, whatever the store has lost.
+LITTLE = {"prefetch_cache_size": 1}
+
+
 def stored_prompt(served: Served) -> None:
     served.serve([PROMPT], 2)
     served.forget()
@@ -245,7 +249,9 @@ def stored_prompt(served: Served) -> None:
 
 def test_records_of_summaries_that_are_gone(tiny_llama: Path, fault_store: FaultStore) -> None:
     """covers: C8. Missing, or missing although the store said otherwise: the load is whole; they are saved again."""
-    with Engine(tiny_llama, ucm(), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"})) as engine:
+    with Engine(
+        tiny_llama, ucm(), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"}, prefetch=LITTLE)
+    ) as engine:
         served = Served(engine)
         stored_prompt(served)
         counts, totals = served.worker.load_counts, served.watched.offload.totals
@@ -266,7 +272,9 @@ def test_records_of_summaries_that_are_gone(tiny_llama: Path, fault_store: Fault
 
 def test_blocks_that_cannot_be_loaded(tiny_llama: Path, fault_store: FaultStore) -> None:
     """covers: C8. Blocks before it may be absent, so all are loaded, and it is computed with what follows it."""
-    with Engine(tiny_llama, ucm(), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"})) as engine:
+    with Engine(
+        tiny_llama, ucm(), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"}, prefetch=LITTLE)
+    ) as engine:
         served = Served(engine)
         stored_prompt(served)
         fault_store.lost = {fault_store.asked[18]}
