@@ -167,12 +167,13 @@ def select(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
     cuda.keep_or_replace(fresh, fresh, *per_span[:3], 256)
 
 
-def select_fused(dtype: torch.dtype) -> None:
+def select_fused(dtype: torch.dtype, summary_dtype: torch.dtype | None = None) -> None:
     """As `select`, of a decode and of a verification, with the list that attention reads."""
     cuda_fused._multiprocessors = lambda device: 132  # type: ignore[assignment]
     cuda_fused.starts_early = lambda device: True  # type: ignore[assignment]
     fused, ids, kind = BLOCK_SELECTION.make("cuda_fused"), torch.zeros(300, dtype=torch.int64), SummaryKind.BOX_MEAN
-    summaries = torch.zeros(kind.shape(9, 128, 8, 128), dtype=dtype)
+    summaries = torch.zeros(kind.shape(9, 128, 8, 128), dtype=summary_dtype or dtype)
+    assert fused.write(torch.zeros(9, 128, 8, 128, dtype=dtype), ids[:2], summaries, kind)
     query, spans, table = torch.zeros(10, 32, 128, dtype=dtype), ids[:3].clone(), torch.zeros(769, dtype=torch.int64)
     for rows in (1, 5):
         ready = fused.prepare(ids, spans, spans, rows, spans, spans, 77)
@@ -254,6 +255,8 @@ def main(dtype: torch.dtype) -> None:
     select(dtype)
     select_fused(dtype)
     if dtype.itemsize < 4:
+        # summaries of 8-bit floats beside keys of 16 bits
+        select_fused(dtype, E4M3)
         spilled = [name for name, cubin in cubins.items() if name.startswith(WITHOUT_SPILLS) and uses_local(cubin)]
         if spilled:
             raise SystemExit(f"{spilled} use local memory")

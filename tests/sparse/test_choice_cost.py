@@ -162,3 +162,18 @@ def test_the_scheduler_knows_the_sizes_of_its_server(
     assert [meta is not None and bool(meta.requests) for meta in metas[1:]] == 2 * [sparse_steps == "always"]
     assert metas[-1] is not None
     assert metas[-1].dense_steps == dense_steps
+
+
+@pytest.mark.parametrize("method", ["GSA", "KVStar"])
+def test_narrow_summaries_are_read_as_bytes(tmp_path: Path, method: str) -> None:
+    """What a choice costs counts one byte for each element of a summary, whatever the keys have."""
+    read = []
+    for dtype in ("auto", "fp8"):
+        options = {"min_tokens": 20, "summary_dtype": dtype}
+        scheduler = scheduler_of(tmp_path, {"ucm_sparse_method": method, "ucm_sparse_config": {method: options}})
+        cost = scheduler.sparse.selecting_method.choice_cost
+        assert cost is not None
+        read.append(cost.summary_bytes)
+    itemsize = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype.itemsize
+    assert itemsize > 1
+    assert read[0] == pytest.approx(read[1] * itemsize)
