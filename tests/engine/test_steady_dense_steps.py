@@ -56,13 +56,28 @@ def counted(engine: Engine) -> Counter[str]:
     return counts
 
 
+def counted_runs(graphs: Any) -> list[int]:
+    """Rows of the steps that run without a graph."""
+    rows: list[int] = []
+    run = graphs._run
+
+    def call(step: Any, metadata: Any) -> Any:
+        rows.append(len(step.token_ids))
+        return run(step, metadata)
+
+    graphs._run = call
+    return rows
+
+
 @pytest.mark.parametrize("method", ["GSA", "KVStar"])
 def test_dense_steps_look_at_blocks_where_one_begins_or_ends(tiny_llama: Path, method: str) -> None:
     with Engine(tiny_llama, ucm(method), **OPTIONS) as engine:
         pays = Pays(1)
         engine.core.scheduler.sparse.selecting_method.register_choice_cost(pays)
         counts = counted(engine)
-        graphs = engine.runner.parts.steps.execution._graphs
+        execution: Any = engine.runner.parts.steps.execution
+        graphs = execution._graphs
+        ordinary = counted_runs(graphs)
         found = engine.greedy(PROMPTS[:1], 100)
         steps, followed = counts["step"], counts["_follow"]
         assert engine.core.scheduler.sparse.selecting_method.dense_steps >= 99
@@ -70,8 +85,8 @@ def test_dense_steps_look_at_blocks_where_one_begins_or_ends(tiny_llama: Path, m
         assert followed <= 1 + 2 * (100 // BLOCK + 1) < steps / 4
         assert pays.asked <= 2 * (100 // BLOCK + 1)
         assert counts["totals"] == 0
-        # graphs without a choice, and no other
-        assert graphs is not None
+        # the prompt, and a decode that is compared with its graph; steps that fill a block have the same one
+        assert ordinary == [90, 1]
         assert not any(key.selects for key in graphs._graphs)
         # all that is full has its summary
         assert engine.runner.parts.sparse is not None

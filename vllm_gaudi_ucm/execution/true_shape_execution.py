@@ -90,6 +90,8 @@ class TrueShapeExecution:
         self._inputs: StepInputs
         self._metadata: StepMetadata
         self._selection: LayerSelection | None = None
+        # to be summarised behind the layers
+        self._full_blocks: torch.Tensor | None = None
         self._hidden: torch.Tensor
         self._lockstep = decoder.lockstep
         # of the longest step of all engines that share out experts
@@ -106,14 +108,18 @@ class TrueShapeExecution:
         inputs, shape = self._tensors.stage(plan, token_ids, summary_blocks)
         if self._carried is not None and token_ids.min() < 0:
             inputs = inputs._replace(token_ids=self._carried.fill_in(inputs.token_ids))
-        self._inputs = inputs
+        self._inputs, self._full_blocks = inputs, None
+        in_layers = inputs.summary_blocks
+        if self._graphs is not None and self._sparse is not None and self._sparse.summarises_behind(plan.selection):
+            # the graph of a dense engine then computes the step
+            self._full_blocks, in_layers = inputs.summary_blocks, None
         metadata = step_metadata(
             inputs.slots,
             inputs.parts,
             self._block_size,
             self._implementation,
             self._sparse,
-            inputs.summary_blocks,
+            in_layers,
             inputs.selection,
             reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
             room=self._room,
@@ -137,7 +143,7 @@ class TrueShapeExecution:
             counters = None if self._sparse is None or self._selection is None else self._sparse.counters
             self._hidden = self._graphs.hidden(inputs, metadata, counters)
         if self._sparse is not None:
-            self._sparse.end_forward(self._selection)
+            self._sparse.end_forward(self._selection, self._full_blocks)
 
     def follow(self) -> None:
         assert self._lockstep is not None, "no other engines"

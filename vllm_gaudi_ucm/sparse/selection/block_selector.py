@@ -93,6 +93,7 @@ class BlockSelector:
         self._limits = limits
         self._numbers = range(first_layer, first_layer + len(layers)) if numbers is None else numbers
         self.leaders = layer_leaders(len(layers), reuse_layers, dense_layers, first_layer)
+        self._keys = [layer.keys for layer in layers]
         self._summaries = [new_summaries(layer.keys, kind, narrow=narrow) for layer in layers]
         device = layers[0].keys.device
         self.scorer = None if kept is None else self._scorer(layers, kept)
@@ -146,6 +147,11 @@ class BlockSelector:
     def counts(self) -> DeviceCounts:
         """Reads the device: not to be called while graphs are captured, nor in every step."""
         return DeviceCounts(*self.checks.tolist(), *self.recall.tolist())
+
+    def summarise(self, blocks: torch.Tensor) -> None:
+        """Writes the summaries of blocks (int64 [n]) in all layers, behind a step that chooses none."""
+        for layer, keys in zip(self.layers, self._keys, strict=True):
+            layer.summarise(keys, blocks)
 
     @property
     def summaries(self) -> list[torch.Tensor]:

@@ -209,15 +209,22 @@ class SparseWorker:
         if self.selector is not None:
             self.selector.compile(region)
 
+    def summarises_behind(self, selection: object) -> bool:
+        """Whether full blocks may get their summaries behind the layers: nobody needs them in the step, and nobody
+        watches. selection: the step's choices, None without any."""
+        return selection is None and self.selector is not None and not self.watches_layers
+
     def begin_forward(self, selection: LayerSelection | None) -> None:
         """Before the layers run, inside of the step's graph where there is one. selection: the step's choices."""
         if self.selector is not None and selection is not None:
             self.selector.begin(selection)
 
-    def end_forward(self, selection: LayerSelection | None) -> None:
-        """When the layers have run."""
+    def end_forward(self, selection: LayerSelection | None, full_blocks: torch.Tensor | None = None) -> None:
+        """When the layers have run. full_blocks: int64 [n], where they have not summarised these themselves."""
         if self.selector is not None and selection is not None:
             self.selector.end(selection)
+        if self.selector is not None and full_blocks is not None:
+            self.selector.summarise(full_blocks)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Before a step is planned. Requests that finish, begin or resume have no choice stored: ids are used again."""
