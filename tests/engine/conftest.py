@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,9 @@ def in_process() -> Iterator[None]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         # three collections before a freeze that tests do not want: see tests/import_heap.py
         patch.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None)
+        # two more of each model that is loaded, and one of each shutdown; an engine of a test collects when it ends
+        for module in ("model_executor.model_loader.base_loader", "distributed.parallel_state"):
+            patch.setattr(f"vllm.{module}.gc", SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None))
         patch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", WarmContext)
         patch.setattr("vllm.utils.network_utils._get_open_port", port_of_ranks)
         yield

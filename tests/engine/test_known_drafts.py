@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts engines
 
-NUM_DRAFTS, REQUESTS, TOKENS, ACCEPTANCE = 4, 6, 300, 0.6
+NUM_DRAFTS, REQUESTS, TOKENS, ACCEPTANCE = 4, 6, 160, 0.6
 STATIC: dict[str, Any] = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full", "max_shared_blocks": 256}}
 KVSTAR: dict[str, Any] = {
     "ucm_sparse_method": "KVStar",
@@ -97,8 +97,8 @@ def test_tokens_are_right_and_the_rate_is_as_asked(
         assert (watched.queued > 0.8 * watched.schedules) == is_async
     # what a step was is told when the device has the next one to compute
     assert not is_async or sum(early) < 0.1 * len(early)
-    assert verified.seen > 900
-    assert verified.right / verified.seen == pytest.approx(ACCEPTANCE, abs=0.06)
+    assert verified.seen > 480
+    assert verified.right / verified.seen == pytest.approx(ACCEPTANCE, abs=0.08)
     reads = [record.host_reads for record in read_phase_log(log)[1]]
     # of the tokens; the next forward reads drafts on the device
     assert not is_async or set(reads) == {1}
