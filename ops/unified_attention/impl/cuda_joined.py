@@ -42,19 +42,26 @@ def joined_lists(plan: CudaPlan, rows: int) -> Joined:
 
 def join(unique: UniquePart, selected: SelectedPart, block_size: int, rows: int) -> Joined:
     """A list for each of the step's rows: its unique blocks, then those chosen for it."""
-    chosen_lo = torch.zeros_like(selected.hi)
-    seen = torch.cat(
-        (
-            unique.hi.clamp(max=block_size) > unique.lo.clamp(min=0),
-            (selected.hi > 0) & (selected.num_rows > 0)[selected.spans],
-        )
+    chosen_seen = (selected.hi > 0) & (selected.num_rows > 0)[selected.spans]
+    slice_ = torch.arange(unique.rows.shape[0], device=unique.rows.device)
+    return sorted_by_owner(
+        torch.cat((unique.rows, selected.first_rows[selected.spans])),
+        torch.cat((unique.hi.clamp(max=block_size) > unique.lo.clamp(min=0), chosen_seen)),
+        rows,
+        torch.cat((slice_ if unique.blocks is None else unique.blocks, selected.blocks)),
+        torch.cat((unique.lo, torch.zeros_like(selected.hi))).int(),
+        torch.cat((unique.hi, selected.hi)).int(),
+        slice(unique.rows.shape[0], None),
     )
-    owners = torch.cat((unique.rows, selected.first_rows[selected.spans]))
-    order, by_row, offsets = sort_by_owner(owners, seen, rows)
-    slice_ = torch.arange(unique.rows.shape[0], device=order.device)
-    blocks = torch.cat((slice_ if unique.blocks is None else unique.blocks, selected.blocks))[order]
-    lo, hi = torch.cat((unique.lo, chosen_lo)).int()[order], torch.cat((unique.hi, selected.hi)).int()[order]
+
+
+def sorted_by_owner(
+    owners: Tensor, seen: Tensor, count: int, blocks: Tensor, lo: Tensor, hi: Tensor, chosen: slice
+) -> Joined:
+    """Entries of so many lists, by their owners; chosen: which of them are those of the selected part."""
+    order, by_owner, offsets = sort_by_owner(owners, seen, count)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.shape[0], device=order.device)
-    lists = Lists(order, blocks, lo, hi, by_row, offsets)
-    return Joined(lists, SelectedList(blocks, place[unique.rows.shape[0] :].contiguous()))
+    blocks = blocks[order]
+    lists = Lists(order, blocks, lo[order], hi[order], by_owner, offsets)
+    return Joined(lists, SelectedList(blocks, place[chosen].contiguous()))

@@ -11,18 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.selected_list import SelectedList
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import Joined
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import Joined, sorted_by_owner
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, power_of_two
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import selected_lists, tiled
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     STAGE,
     CudaPlan,
-    Lists,
     Tile,
     Tiles,
     programs_of,
-    sort_by_owner,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.own import attend_own, divide_columns, list_own, place_own
@@ -101,16 +98,17 @@ def _join(shared: SharedPart, selected: SelectedPart, block_size: int) -> OwnAnd
     choices.scatter_(0, span, torch.arange(count, dtype=span.dtype, device=span.device))
     choice = choices[owner]
     joins = (division.users == 1) & (choice < count)
-    seen = torch.cat(((selected.hi > 0) & (selected.num_rows > 0)[selected.spans], joins))
-    order, by_span, offsets = sort_by_owner(torch.cat((selected.spans, choice)), seen, count)
-    lo, hi = (ranges.gather(0, owner[None])[0].int() for ranges in (shared.lo, shared.hi))
-    lo, hi = torch.cat((torch.zeros_like(selected.hi).int(), lo)), torch.cat((selected.hi.int(), hi))
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
-    blocks = torch.cat((selected.blocks, shared.blocks))[order]
-    lists = Lists(order, blocks, lo[order], hi[order], by_span, offsets)
-    chosen = SelectedList(blocks, place[: selected.blocks.shape[0]].contiguous())
-    return OwnAndChosen(Joined(lists, chosen), division._replace(users=torch.where(joins, 0, division.users)))
+    lo, hi = (ranges.gather(0, owner[None])[0] for ranges in (shared.lo, shared.hi))
+    joined = sorted_by_owner(
+        torch.cat((selected.spans, choice)),
+        torch.cat(((selected.hi > 0) & (selected.num_rows > 0)[selected.spans], joins)),
+        count,
+        torch.cat((selected.blocks, shared.blocks)),
+        torch.cat((torch.zeros_like(selected.hi), lo)).int(),
+        torch.cat((selected.hi, hi)).int(),
+        slice(selected.blocks.shape[0]),
+    )
+    return OwnAndChosen(joined, division._replace(users=torch.where(joins, 0, division.users)))
 
 
 def own_tile(layer: Layer) -> Tile:

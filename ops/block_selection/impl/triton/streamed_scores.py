@@ -107,11 +107,11 @@ def stream_boxes(
             base = tl.where(new == float("-inf"), 0.0, new)
             sum_of = sum_of * tl.exp(top - base) + tl.exp(found - base)
             top = new
-        all_top = tl.max(top, 0)
-        sums_of_all = tl.sum(tl.exp(top - tl.where(all_top == float("-inf"), 0.0, all_top)[None, :]) * sum_of, 0)
+        nothing = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        all_top, sum_of_all = _add(nothing, tl.zeros([BLOCK_N], tl.float32), top, sum_of, 0)
         line = (part + span) * ROWS * HEADS + lane * HEADS + head
         tl.store(tops + line, all_top, mask=lane < ROWS)
-        tl.store(sums + line, sums_of_all, mask=lane < ROWS)
+        tl.store(sums + line, sum_of_all, mask=lane < ROWS)
         at = until
 
 
