@@ -6,7 +6,6 @@ Otherwise it is as new as any: it has an environment, a log and children of its 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,8 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["tests.warm_imports"])
+from tests.fork_server import WARM, ProcessOnCpu
 
 
 class WarmProcess:
@@ -27,6 +25,7 @@ class WarmProcess:
         log: takes everything that the process and its children print.
         env: the whole environment.
         cwd: where it runs.
+        on_cpu: it has found its device, too, which is the CPU, and has imported vLLM.
     """
 
     def __init__(
@@ -37,9 +36,11 @@ class WarmProcess:
         log: Path,
         env: Mapping[str, str],
         cwd: Path,
+        on_cpu: bool = False,
     ) -> None:
         log.touch()
-        self._process = WARM.Process(target=_run, args=(function, arguments, str(log), dict(env), str(cwd)))
+        kind: Any = ProcessOnCpu if on_cpu else WARM.Process
+        self._process = kind(target=_run, args=(function, arguments, str(log), dict(env), str(cwd)))
         self._process.start()
 
     @property
@@ -71,6 +72,13 @@ class WarmProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def is_on_cpu() -> bool:
+    """Whether vLLM has found no other device here."""
+    from vllm.platforms import current_platform  # not before a process has the environment that decides
+
+    return bool(current_platform.device_type == "cpu")
 
 
 def _run(function: Callable[..., None], arguments: tuple[Any, ...], log: str, env: dict[str, str], cwd: str) -> None:

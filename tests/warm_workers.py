@@ -1,4 +1,4 @@
-"""What a worker of an engine on the CPU imports, vLLM included: loaded once, then workers fork from it.
+"""What servers and workers on the CPU import, vLLM included: loaded once, then they fork from it.
 
 `warm_imports` is for processes of any device; here the platform's plugins are asked, and answer for the CPU.
 """
@@ -14,6 +14,9 @@ gc.disable()
 os.environ["VLLM_GAUDI_UCM_DEVICE"] = "cpu"
 for name in (
     "vllm.entrypoints.llm",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.llama",
     "vllm.v1.executor.multiproc_executor",
     "vllm_gaudi_ucm.platform.worker",
     "vllm_gaudi_ucm.runner.model_runner",

@@ -108,7 +108,7 @@ def test_logit_bias_and_bad_words_and_allowed_tokens(text_engine: Engine) -> Non
     assert one(text_engine, logit_bias={first: -100.0}).token_ids[0] != first
     assert set(one(text_engine, logit_bias={777: 100.0}).token_ids) == {777}
     assert set(one(text_engine, allowed_token_ids=[50, 60, 70]).token_ids) <= {50, 60, 70}
-    word = text_engine.llm.get_tokenizer().decode([first]).strip()
+    word = text_engine.llm.get_tokenizer().decode([first])
     assert word not in one(text_engine, bad_words=[word]).text
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.server import OFFLINE, Server, start_server
-from tests.warm_process import WarmProcess
+from tests.warm_process import WarmProcess, is_on_cpu
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,8 @@ def run_warm(name: str, *arguments: str, folder: Path) -> str:
     own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     env = {**own, **OFFLINE, "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     log = folder / "printed.txt"
-    process = WarmProcess(run_program, (str(EXAMPLES / name), *arguments), log=log, env=env, cwd=folder)
+    command = (str(EXAMPLES / name), *arguments)
+    process = WarmProcess(run_program, command, log=log, env=env, cwd=folder, on_cpu=is_on_cpu())
     assert process.finish(SECONDS) == 0, log.read_text()[-6000:]
     return log.read_text()
 
@@ -97,8 +98,8 @@ def test_own_sparse_method(tiny_text_model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_own_store(tiny_text_model: Path, tmp_path: Path) -> None:
     printed = run_warm("own_store.py", "--model", str(tiny_text_model), folder=tmp_path)
-    stored = dict(re.findall(r"^(first|again): (\d+) of 284 tokens were stored$", printed, re.M))
-    assert stored == {"first": "0", "again": "272"}
+    found = re.findall(r"^(first|again): (\d+) of 325 tokens were stored$", printed, re.M)
+    assert dict(found) == {"first": "0", "again": "320"}, printed[-2000:]
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))

@@ -32,14 +32,14 @@ class Job:
 
 
 def mixed_jobs(count: int = 32) -> list[Job]:
-    """Prompts of 3 to 700 tokens, every fourth behind the same two blocks of system prompt; 4 to 22 new tokens."""
+    """Prompts of 3 to 700 tokens, every fourth behind the same two blocks of system prompt; 3 to 13 new tokens."""
     jobs = []
     for index in range(count):
         topic = TOPICS[index % len(TOPICS)]
         head = SYSTEM if index % 4 == 1 else f"Question {index}. " * (0, 1, 3, 9)[index % 4]
         if index % 16 == 7:
             head = f"Notes on {topic}, page {index}: a list of words, dates and names. " * 40
-        jobs.append(Job(f"{head}Tell me about {topic}:", 4 + index * 7 % 19))
+        jobs.append(Job(f"{head}Tell me about {topic}:", 3 + index * 7 % 11))
     return jobs
 
 

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.server.server import MAX_MODEL_LEN, MODEL_NAME, Server
+from tests.server.server import HTTP, MAX_MODEL_LEN, MODEL_NAME, Server
 
 PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"model": MODEL_NAME, "temperature": 0}
@@ -23,7 +22,7 @@ def complete(client: OpenAI, prompt: Any = PROMPT, **options: Any) -> Any:
 
 
 def test_health_models_and_metrics(server: Server, client: OpenAI) -> None:
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert HTTP.get(f"{server.url}/health").status_code == 200
     (model,) = client.models.list().data
     assert (model.id, model.max_model_len) == (MODEL_NAME, MAX_MODEL_LEN)  # type: ignore[attr-defined]
     before = server.metric("vllm:generation_tokens_total")

@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.server.jobs import Alone, mixed_jobs
-from tests.server.server import MAX_MODEL_LEN, MODEL_NAME, Server
+from tests.server.server import HTTP, MAX_MODEL_LEN, MODEL_NAME, Server
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -87,7 +87,7 @@ def next_request_works(client: OpenAI) -> Callable[[], None]:
 def test_bad_request(server: Server, next_request_works: Callable[[], None], case: str) -> None:
     """covers: D5 (user data never raises in the engine)"""
     path, body, words = BAD[case]
-    response = httpx.post(server.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    response = HTTP.post(server.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["code"] == 400
@@ -103,7 +103,7 @@ def test_unknown_model(client: OpenAI, next_request_works: Callable[[], None]) -
 
 
 def test_unknown_path(server: Server) -> None:
-    assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
+    assert HTTP.get(f"{server.url}/v1/nothing").status_code == 404
 
 
 def test_bad_structured_output_beside_a_stream(async_client: Callable[[], AsyncOpenAI], alone: Alone) -> None:

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.server.jobs import Alone, Job, mixed_jobs
-from tests.server.server import MODEL_NAME, Server
+from tests.server.server import HTTP, MODEL_NAME, Server
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # many requests at once
@@ -56,7 +56,7 @@ def test_32_concurrent_requests(server: Server, async_client: Callable[[], Async
 
 def test_disconnected_client_is_aborted(server: Server, client: OpenAI, alone: Alone) -> None:
     """covers: A7 (an aborted request gives its blocks back)"""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=60) as response:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=60) as response:
         lines = response.iter_lines()
         first = json.loads(next(line for line in lines if line).removeprefix("data: "))
         assert first["choices"][0]["text"]
@@ -70,7 +70,7 @@ def test_disconnected_client_is_aborted(server: Server, client: OpenAI, alone: A
 def test_client_that_gives_up_waiting_is_aborted(server: Server) -> None:
     """A request that is not streamed ends with its connection, too, and without any output yet."""
     try:
-        httpx.post(f"{server.url}/v1/completions", json=ENDLESS, timeout=1.0)
+        HTTP.post(f"{server.url}/v1/completions", json=ENDLESS, timeout=1.0)
     except httpx.ReadTimeout:
         assert server.wait_idle() < 30
     else:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.reference_model import ReferenceModel
 from tests.server.conftest import CLIENT_OPTIONS
-from tests.server.server import MODEL_NAME, Server, start_server
+from tests.server.server import HTTP, MODEL_NAME, Server, start_server
 from vllm_gaudi_ucm.observability.phase_log import of_engine, read_phase_log
 
 pytestmark = pytest.mark.slow  # starts a server of its own
@@ -41,7 +40,7 @@ def answers(server: Server, engine: int) -> list[list[int]]:
 
 def decodes(server: Server) -> dict[str, float]:
     """Steps of decodes alone, by engine."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
+    text = HTTP.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     steps = [sample for sample in samples if sample.name == "gaudi_ucm_steps_total"]
     return {sample.labels["engine"]: sample.value for sample in steps if sample.labels["phase"] == "--u"}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-import httpx
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.server import MODEL_NAME, Server
+from tests.server.server import HTTP, MODEL_NAME, Server
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
 
 pytestmark = pytest.mark.skipif(
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 def read_metrics(server: Server) -> dict[tuple[str, str], float]:
     """The plugin's samples by name and value of the last label (none: empty)."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
+    text = HTTP.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert any(sample.name.startswith("vllm:") for sample in samples), "vLLM's own metrics are gone"
     ours = [sample for sample in samples if sample.name.startswith("gaudi_ucm_")]

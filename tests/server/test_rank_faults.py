@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.engine.tiny_models import make_config, make_model
-from tests.server.server import MODEL_NAME, Server, start_server
+from tests.server.server import HTTP, MODEL_NAME, Server, start_server
 
 pytestmark = pytest.mark.slow  # starts servers of its own
 
@@ -49,7 +49,7 @@ def stop(server: Server) -> None:
 
 def run_out_of_memory(server: Server) -> None:
     call = {"method": "run_out_of_memory", "args": [RANK]}
-    httpx.post(f"{server.url}/collective_rpc", json=call, timeout=30).raise_for_status()
+    HTTP.post(f"{server.url}/collective_rpc", json=call, timeout=30).raise_for_status()
 
 
 FAULTS = [
@@ -62,7 +62,7 @@ FAULTS = [
 def tokens_of_a_stream(server: Server) -> Iterator[bytes]:
     body = {"model": MODEL_NAME, "prompt": [5, 9, 31], "max_tokens": 16000, "ignore_eos": True, "stream": True}
     timeout = httpx.Timeout(240, read=240)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=timeout) as answer:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=timeout) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 yield line.removeprefix("data: ").encode()

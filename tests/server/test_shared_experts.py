@@ -3,18 +3,15 @@ others compute meanwhile, and all end together."""
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from transformers import AutoConfig
 
 from tests.engine.reference_model import ReferenceModel
-from tests.engine.tiny_models import make_config, make_model
-from tests.server.server import MODEL_NAME, Server, start_server
+from tests.server.server import HTTP, MODEL_NAME, Server, start_server
+from tests.text_model import make_text_model
 from vllm_gaudi_ucm.observability.phase_log import of_engine, read_phase_log
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # starts a server of its own
@@ -32,21 +29,11 @@ KINDS: list[tuple[str, int, tuple[str, ...], dict[str, Any]]] = [
 ]
 
 
-def text_model(family: str, demo: Path, folder: Path) -> Path:
-    """A tiny model with the demo's vocabulary, without which a server has no tokenizer."""
-    given = AutoConfig.from_pretrained(demo)
-    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    model = make_model(folder, make_config(family, **{name: getattr(given, name) for name in names}))
-    for file in demo.glob("tokenizer*"):
-        shutil.copy(file, model)
-    return model
-
-
 def answer(server: Server, engine: int, prompt: list[int], tokens: int = TOKENS) -> list[int]:
     asked = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     header = {"X-data-parallel-rank": str(engine)}
     url = f"{server.url}/v1/completions"
-    found = httpx.post(url, json={**asked, "return_token_ids": True}, headers=header, timeout=60).raise_for_status()
+    found = HTTP.post(url, json={**asked, "return_token_ids": True}, headers=header, timeout=60).raise_for_status()
     tokens_found: list[int] = found.json()["choices"][0]["token_ids"]
     return tokens_found
 
@@ -55,7 +42,7 @@ def abort(server: Server, engine: int) -> None:
     """Leaves in the middle of an answer."""
     asked = {"model": MODEL_NAME, "prompt": PROMPTS[2], "max_tokens": 150, "ignore_eos": True, "stream": True}
     header = {"X-data-parallel-rank": str(engine)}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, headers=header, timeout=60) as reply:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=asked, headers=header, timeout=60) as reply:
         next(reply.iter_lines())
 
 
@@ -63,7 +50,7 @@ def abort(server: Server, engine: int) -> None:
 def test_tokens_are_those_of_one_engine(
     smollm2: Path, tmp_path: Path, family: str, experts: int, options: tuple[str, ...], more: dict[str, Any]
 ) -> None:
-    model = text_model(family, smollm2, tmp_path / "model")
+    model = make_text_model(smollm2, tmp_path / "model", family)
     reference = ReferenceModel(model)
     expected = [reference.generate(prompt, TOKENS) for prompt in PROMPTS]
     server = start_server(model, tmp_path, *DIVIDED, *SMALL, *options, **more)

@@ -1,7 +1,7 @@
 """The registry: our methods, third parties' methods, and what is refused."""
 
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +107,7 @@ def test_method_of_a_third_party() -> None:
 def test_method_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named by an entry point: every process knows it, and none imports it before it is used."""
     point = EntryPoint("Newest", f"{HERE}:Newest", ENTRY_POINTS)
-    monkeypatch.setattr(registry_module, "entry_points", lambda group: [point] if group == ENTRY_POINTS else [])
+    monkeypatch.setattr(registry_module, "_installed", lambda path: EntryPoints([point]))
     assert UcmSparseFactory.known_methods() == ["GSA", "ESA", "KVStar", "Newest"]
     method = UcmSparseFactory.create_sparse_method("KVStar", SCHEDULER, {"base_method": "Newest", "weight": 3.0})
     assert method.selecting_method.options.model_dump()["weight"] == 3.0
