@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.connector.fault_store import FaultStore
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
+from tests.import_heap import leave_out_collections
 from tests.ports import port_of_ranks
 from tests.warm_context import WarmContext
 
@@ -21,11 +21,7 @@ def in_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        # three collections before a freeze that tests do not want: see tests/import_heap.py
-        patch.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None)
-        # two more of each model that is loaded, and one of each shutdown; an engine of a test collects when it ends
-        for module in ("model_executor.model_loader.base_loader", "distributed.parallel_state"):
-            patch.setattr(f"vllm.{module}.gc", SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None))
+        leave_out_collections()
         patch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", WarmContext)
         patch.setattr("vllm.utils.network_utils._get_open_port", port_of_ranks)
         yield

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.import_heap import freeze_imports
+from tests.import_heap import freeze_imports, leave_out_collections
 from tests.warm_process import WarmProcess
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,7 @@ def _call(request: str) -> None:
     gc.disable()
     scenario = getattr(importlib.import_module(asked["module"]), asked["name"])
     freeze_imports()
+    leave_out_collections()
     if os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
         _fork_workers()
     result = scenario(**asked["arguments"])
