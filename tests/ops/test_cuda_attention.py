@@ -248,6 +248,15 @@ def test_a_broken_element_is_nan_in_all_of_a_row() -> None:
     test_garbage.test_one_bad_element_of_a_key_is_nan_or_has_no_weight(implementation="cuda")
 
 
+def test_garbage_beside_many_heads_is_left_out_each_time() -> None:
+    """covers: A9, D8. One program computes the tiles of all heads again: its warps must agree on which these are."""
+    batch = build(_scaled(16), Shape(8, 1, 64, 64, 16, torch.bfloat16))
+    first = attend(batch, "cuda")
+    assert first.isfinite().all()
+    for _ in range(examples(60)):
+        assert torch.equal(attend(batch, "cuda"), first)
+
+
 def test_tiles_without_new_tokens() -> None:
     """A loop that has nothing to do must not start near the largest integer: its next step is negative, and is read
     ahead. Keys of 192 elements are read by pointers, which reach anywhere."""

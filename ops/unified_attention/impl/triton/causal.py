@@ -340,9 +340,10 @@ def repair_causal(
     index = begin + tl.arange(0, LOOKED_AT)
     flags = tl.load(broken + index, mask=index < tiles * HEADS, other=0)
     if tl.max(flags, 0) > 0:
+        tl.store(broken + index, tl.zeros([LOOKED_AT], tl.int32), mask=index < tiles * HEADS)
         for pair in range(begin, tl.minimum(begin + LOOKED_AT, tiles * HEADS)):
-            if tl.load(broken + pair) > 0:
-                tl.store(broken + pair, 0)
+            # not from memory: a warp that is late would find what another has reset, and leave the others alone
+            if tl.max(tl.where(index == pair, flags, 0), 0) > 0:
                 tile, head = pair // HEADS, pair % HEADS
                 kv_head = head // GROUP
                 lowest, stop = tl.load(bounds + tile * 3), tl.load(bounds + tile * 3 + 2)
