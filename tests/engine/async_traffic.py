@@ -14,7 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.serving import NEAR_TIE, Engine
 
-STATIC: dict[str, Any] = {"graphs": {"mode": "eager", "max_graphs": 10, "warm_up": "full", "recipe_check": "fail"}}
+STATIC: dict[str, Any] = {"graphs": {"mode": "eager", "max_graphs": 10, "warm_up": "full"}}
 IDLE: dict[str, Any] = {"graphs": {"mode": "eager", "max_graphs": 15, "warm_up": "idle"}}
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def remains() -> list[str]:
     """Tensors that still hold what a compile-only warm-up has left (duty 22)."""
     from habana_frameworks.torch.simulator.garbage import garbage
 
+    gc.collect()
     return [str(found) for found in garbage.find()]
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # starts engines
 
 RNG = random.Random(11)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (5, 34, 70, 165, 48)]
-STATIC = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full", "recipe_check": "fail"}}
+STATIC = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full"}}
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 SHAPES = pytest.mark.parametrize("ucm", [{}, STATIC], ids=["true shapes", "static"])
 

@@ -54,7 +54,10 @@ def expected(synchronous: Watched) -> list[list[Found]]:
     return synchronous.serve(MIX)
 
 
-@pytest.fixture(scope="module", params=[{}, STATIC], ids=["true shapes", "static"])
+RECIPES = {"graphs": {**STATIC["graphs"], "recipe_check": "fail"}}
+
+
+@pytest.fixture(scope="module", params=[{}, RECIPES], ids=["true shapes", "static"])
 def asynchronous(tiny_text_model: Path, request: pytest.FixtureRequest) -> Iterator[Watched]:
     with start(tiny_text_model, request.param, is_async=True) as engine:
         assert engine.core.batch_queue_size == 2

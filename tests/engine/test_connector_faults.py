@@ -30,7 +30,7 @@ def tokens(count: int) -> list[int]:
 COMMON = tokens(64)
 # aligned and not, shorter than a block, one block and a token, shared prefixes
 PROMPTS = [tokens(5), tokens(16), tokens(17), tokens(96), COMMON + tokens(30), COMMON + tokens(16), COMMON]
-STATIC = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full", "recipe_check": "fail"}}
+STATIC = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full"}}
 # the next step is planned while one runs
 AHEAD: dict[str, Any] = {"scheduler": {"async_scheduling": True}}
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 96}

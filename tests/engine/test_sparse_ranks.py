@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ESA": WINDOWS,
     "KVStar": {**WINDOWS, "checkpoint_interval": 3, "lock_duration": 9, "summary": "hash"},
 }
-STATIC = {"mode": "eager", "max_graphs": 8, "warm_up": "full", "recipe_check": "fail"}
+STATIC = {"mode": "eager", "max_graphs": 8, "warm_up": "full"}
 # some are cold when the first requests come
 COMPILED = {"mode": "auto", "max_graphs": 5, "skeleton": 2}
 # the workers compare in each step what they run

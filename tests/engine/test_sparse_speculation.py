@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 48,
     "num_gpu_blocks_override": 70,
 }
-STATIC = {"mode": "eager", "recipe_check": "fail", "max_graphs": 20, "warm_up": "full"}
+STATIC = {"mode": "eager", "max_graphs": 20, "warm_up": "full"}
 WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 LOCK = {"checkpoint_interval": 4, "lock_duration": 12}
 

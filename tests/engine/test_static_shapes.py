@@ -251,7 +251,7 @@ def test_structured_outputs(tiny_text_model: Path) -> None:
     params[1:1] = [SamplingParams(temperature=0.0, max_tokens=9)]
     params += [SamplingParams(temperature=0.0, max_tokens=9, logprobs=2)]
     found = []
-    for ucm in ({}, static("skeleton", max_graphs=6)):
+    for ucm in ({}, static("skeleton", max_graphs=6, recipe_check="off")):
         options = {**OPTIONS, "max_num_seqs": 4, "skip_tokenizer_init": False}
         with Engine(tiny_text_model, ucm, **options, structured_outputs_config={"backend": "xgrammar"}) as engine:
             outputs = engine.generate(SHORT[:4], params)
