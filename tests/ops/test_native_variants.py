@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ops.native_variant import VARIANTS, why_not
+from tests.warm_process import WarmProcess
 from vllm_gaudi_ucm.ops.native import build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,10 @@ pytestmark = [
 ]
 
 
+def run_tests(arguments: list[str]) -> None:
+    sys.exit(pytest.main(arguments))
+
+
 @pytest.mark.parametrize(
     ("name", "files", "least"),
     [
@@ -52,16 +56,16 @@ def test_a_build_passes_the_tests_of_the_kernels(name: str, files: tuple[str, ..
     if reason := why_not(VARIANTS[name]):
         pytest.skip(reason)
     plugins = ["-p", "tests.ops.native_variant", "--native-variant", name, "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--timeout=250", "-k", "not cuda and not pairs"]
-    command += [f"tests/ops/{file}.py" for file in files]
     # sanitizers speak on the real stderr
+    options = ["-q", *plugins, "--timeout=250", "-k", "not cuda and not pairs", "--capture=sys"]
+    arguments = [*options, *(f"tests/ops/{file}.py" for file in files)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [*command, "--capture=sys"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    passed, skipped = (re.search(rf"(\d+) {word}", done.stdout) for word in ("passed", "skipped"))
+    log = tmp_path / "log.txt"
+    status = WarmProcess(run_tests, (arguments,), log=log, env=environment, cwd=ROOT).finish(280)
+    printed = log.read_text()
+    assert status == 0, printed[-6000:]
+    passed, skipped = (re.search(rf"(\d+) {word}", printed) for word in ("passed", "skipped"))
     assert passed is not None
-    assert int(passed[1]) >= least, done.stdout[-3000:]
-    assert skipped is None, done.stdout[-3000:]
+    assert int(passed[1]) >= least, printed[-3000:]
+    assert skipped is None, printed[-3000:]
     assert len(list((tmp_path / "vllm-gaudi-ucm" / "native").glob("*.so"))) == 1
