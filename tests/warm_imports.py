@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import os
 
 from tests.ports import port_of_ranks
@@ -31,8 +32,28 @@ for name in (
     "numba",
     "redis",
     "pytest",
+    # imported by vLLM's engines while they start
+    "ray",
+    "compressed_tensors",
+    "cv2",
+    "einops",
+    "google.rpc.error_details_pb2",
+    "jsonschema",
+    "llguidance",
+    "loguru",
+    "msgspec",
+    "openai_harmony",
+    "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "partial_json_parser",
+    "rich.progress",
+    "setuptools",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
+    "sympy.combinatorics",
 ):
-    importlib.import_module(name)
+    if importlib.util.find_spec(name.partition(".")[0]):
+        importlib.import_module(name)
 importlib.import_module("vllm.utils.network_utils")._get_open_port = port_of_ranks
 gc.freeze()
 gc.enable()

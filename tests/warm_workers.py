@@ -17,6 +17,7 @@ for name in (
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.executor.multiproc_executor",
     "vllm_gaudi_ucm.platform.worker",
     "vllm_gaudi_ucm.runner.model_runner",
