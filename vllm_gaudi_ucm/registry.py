@@ -121,13 +121,13 @@ class Registry(Generic[T]):
 
     def _entry_points(self) -> Iterator[EntryPoint]:
         if self._group is not None:
-            yield from _installed(tuple(sys.path)).select(group=self._group)
+            yield from _installed(self._group, tuple(sys.path))
 
 
-@lru_cache(maxsize=1)
-def _installed(path: tuple[str, ...]) -> EntryPoints:
-    """Entry points of all packages on `path`, which is `sys.path`: reading them takes 20 ms, and a start asks often."""
-    return entry_points()
+@lru_cache(maxsize=16)
+def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:
+    """Those of all packages on `path`, which is `sys.path`: reading them takes 20 ms, and a start asks often."""
+    return entry_points(group=group)
 
 
 def _show(thing: object) -> str:

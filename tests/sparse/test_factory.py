@@ -107,7 +107,9 @@ def test_method_of_a_third_party() -> None:
 def test_method_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named by an entry point: every process knows it, and none imports it before it is used."""
     point = EntryPoint("Newest", f"{HERE}:Newest", ENTRY_POINTS)
-    monkeypatch.setattr(registry_module, "_installed", lambda path: EntryPoints([point]))
+    monkeypatch.setattr(
+        registry_module, "_installed", lambda group, path: EntryPoints([point] if group == ENTRY_POINTS else [])
+    )
     assert UcmSparseFactory.known_methods() == ["GSA", "ESA", "KVStar", "Newest"]
     method = UcmSparseFactory.create_sparse_method("KVStar", SCHEDULER, {"base_method": "Newest", "weight": 3.0})
     assert method.selecting_method.options.model_dump()["weight"] == 3.0
