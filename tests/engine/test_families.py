@@ -15,7 +15,7 @@ from tests.engine.hpu_process import run_on_card
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.test_connector import file_store, transfer
-from tests.engine.tiny_models import FAMILIES, VOCAB, make_config, make_model
+from tests.engine.tiny_models import FAMILIES, MIXTURES, VOCAB, make_config, make_model
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -48,9 +48,9 @@ TIGHT: dict[str, Any] = {
 }
 ON_CARD: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 128}
 # see test_hpu_engine.py, test_moe.py, test_latent_attention.py
-ON_CARD_ELSEWHERE = {"llama", "mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v32"}
-# their layers compile to what those of llama, qwen3_moe and deepseek_v32 do, but for biases and norms
-ON_CARD_ALIKE = {"mistral", "qwen2", "olmoe", "glm_moe_dsa"}
+ON_CARD_ELSEWHERE = {"llama", "mixtral", "qwen2_moe", "deepseek_v2"}
+# but for biases and norms, their layers are those of llama, qwen3_moe and deepseek_v3
+ON_CARD_ALIKE = {"mistral", "qwen2", "olmoe", "deepseek_v32", "glm_moe_dsa"}
 LENGTH = 48
 # of answers that lose no block, and find none: more than a block, and a few
 LONGER, FEW = 20, 8
@@ -81,7 +81,7 @@ def serve(model: Path, ucm: dict[str, Any], **options: Any) -> tuple[str, list[A
 # less those that have files of their own: test_same_outputs.py and others, test_latent_attention.py
 OTHERS = sorted(set(FAMILIES) - {"llama", "deepseek_v2"})
 # experts change nothing of where keys and values lie: mixtral is one for all
-ATTENDING = [name for name in OTHERS if name not in ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")]
+ATTENDING = [name for name in OTHERS if name not in MIXTURES - {"mixtral"}]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
