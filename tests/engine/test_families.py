@@ -64,6 +64,11 @@ def prompts(count: int = 6, longest: int = 200) -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
+# on the simulated card
+FAMILIES_ON_CARD = sorted(set(FAMILIES) - ON_CARD_ELSEWHERE - ON_CARD_ALIKE)
+CARD_PROMPTS = [prompt[:100] for prompt in prompts(4)]
+
+
 def serve(model: Path, ucm: dict[str, Any], **options: Any) -> tuple[str, list[Answer]]:
     """vLLM's class of the model, and answers: of all prompts, in chunks and with preempted requests; then twice of the
     longest, the second time with its blocks in the cache."""
@@ -161,18 +166,22 @@ def serve_all(models: dict[str, str], prompts: list[list[int]]) -> dict[str, Any
     return {"families": found, "broken": broken_duties()}
 
 
-def test_on_the_simulated_card(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def on_card(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("card")
+    models = {name: str(make_model(folder / name, make_config(name))) for name in FAMILIES_ON_CARD}
+    found = run_on_card(serve_all, folder, models=models, prompts=CARD_PROMPTS).result
+    return {**found, "models": models}
+
+
+@pytest.mark.parametrize("name", FAMILIES_ON_CARD)
+def test_on_the_simulated_card(name: str, on_card: dict[str, Any]) -> None:
     """Through torch.compile, the default there: once warm nothing is compiled, chunks and prefix hits included."""
-    asked = [prompt[:100] for prompt in prompts(4)]
-    names = sorted(set(FAMILIES) - ON_CARD_ELSEWHERE - ON_CARD_ALIKE)
-    models = {name: str(make_model(tmp_path / name, make_config(name))) for name in names}
-    found = run_on_card(serve_all, tmp_path, models=models, prompts=asked).result
-    assert found["broken"] == {}
-    for name, (first, second, compiled) in found["families"].items():
-        reference = ReferenceModel(Path(models[name]))
-        answers = [Answer(**answer) for answer in first + second]
-        reference.assert_greedy([*asked, asked[1]], answers)
-        assert compiled == 0, name
+    first, second, compiled = on_card["families"][name]
+    answers = [Answer(**answer) for answer in first + second]
+    ReferenceModel(Path(on_card["models"][name])).assert_greedy([*CARD_PROMPTS, CARD_PROMPTS[1]], answers)
+    assert compiled == 0
+    assert on_card["broken"] == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
