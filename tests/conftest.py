@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.import_heap import freeze_imports, freeze_rest, thaw_imports
+from tests.import_heap import freeze_imports, freeze_rest
 from tests.work_order import RoomScheduling, rank
 from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
 
@@ -53,10 +53,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if nextitem is not None and nextitem.path != item.path:
         freeze_rest()
-
-
-def pytest_unconfigure() -> None:
-    thaw_imports()
 
 
 @pytest.hookimpl(optionalhook=True)

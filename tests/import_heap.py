@@ -6,6 +6,7 @@ An engine asks for a full collection five times between its start and its end. E
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 from types import SimpleNamespace
@@ -22,6 +23,9 @@ def freeze_imports() -> None:
     gc.freeze()
     for name in ("freeze", "unfreeze"):
         setattr(gc, name, lambda: None)
+    # Before the process ends: libraries complain of objects that nobody collected. Not earlier: pytest collects five
+    # times when it ends.
+    atexit.register(_unfreeze)
     # what a test makes is small beside what was imported: one look for each thousand new objects is too often
     gc.set_threshold(100_000)
     gc.enable()
@@ -46,8 +50,3 @@ def leave_out_collections() -> None:
     for module in ("model_executor.model_loader.base_loader", "distributed.parallel_state"):
         left = SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None)
         vars(importlib.import_module(f"vllm.{module}"))["gc"] = left
-
-
-def thaw_imports() -> None:
-    """Before the process ends: libraries complain of objects that nobody collected."""
-    _unfreeze()
