@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps(), st.data())
 def test_a_row_sees_every_position_but_those_of_absent_blocks(step: Step, data: st.DataObject) -> None:
     """covers: C8. Some requests choose among some of their other blocks, which are then no part of the rest."""

@@ -41,7 +41,7 @@ def check(tiles: RowTiles, bounds: list[int], rows: int, reach: int) -> None:
     assert (seen == 1).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 300), LENGTHS, st.integers(0, 3000), st.integers(0, 9))
 def test_a_step_fits_every_bucket_that_is_no_smaller(
     single: int, lengths: list[int], more_rows: int, more_reach: int

@@ -35,7 +35,7 @@ def assert_same(found: Any, expected: Any, name: str = "plan") -> None:
         assert found == expected, name
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(RANDOMS, st.sampled_from([1, 2, 4, 16]), st.floats(0, 0.4), st.sampled_from([None, Window(9), Window(7, True)]))
 def test_any_history_of_steps_gives_the_plans_of_plan_batch(
     rng: random.Random, block_size: int, restlessness: float, window: Window | None

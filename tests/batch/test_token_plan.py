@@ -13,7 +13,7 @@ from tests.batch.token_steps import TokenStep, by_token, token_steps
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(token_steps())
 def test_each_row_sees_each_position_of_its_request_once(step: TokenStep) -> None:
     """covers: A1 A2 A3 A5"""
@@ -46,7 +46,7 @@ def test_an_entry_is_a_range_of_one_tile_and_no_row_has_it_twice(step: TokenStep
         assert (plan.shared.hi <= step.block_size).all()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps())
 def test_contiguous_slots_are_planned_as_blocks(step: Step) -> None:
     """covers: A13 A14"""

@@ -32,7 +32,7 @@ def cached_pairs(plan: UnifiedPlan, step: Step) -> list[tuple[int, int, int]]:
     return [*shared_pairs(plan, step), *unique_pairs(plan, step)]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(step=steps(), tokens=st.integers(1, 70), chunked=st.booleans(), causal_slice=st.sampled_from([1, 3, 512]))
 def test_each_row_sees_what_its_window_leaves_once(step: Step, tokens: int, chunked: bool, causal_slice: int) -> None:
     """Windows of 1, of less than a block, of a block and beyond the context among them."""

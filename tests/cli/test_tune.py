@@ -86,7 +86,7 @@ def test_all_later_steps_find_a_bucket(mix: str) -> None:
     """covers: B1."""
     simulation, _, _ = traffic(mix)
     buckets = tuned(mix).buckets
-    for record in Simulation(MIXES[mix], COST, seed=11).steps(LATER):
+    for record in Simulation(MIXES[mix], COST, seed=11).steps(LATER // 3):
         assert dominates(buckets.lookup(record.bucket), record.bucket)
     assert simulation.mix.limits == buckets.limits
 

@@ -27,7 +27,7 @@ from vllm_gaudi_ucm.speculation.proposer import SampledStep
 pytestmark = pytest.mark.slow  # starts engines
 
 NUM_DRAFTS = 3
-STATIC: dict[str, Any] = {"graphs": {"mode": "eager", "max_graphs": 4, "warm_up": "full"}}
+STATIC: dict[str, Any] = {"graphs": {"mode": "eager", "max_graphs": 3, "warm_up": "full"}}
 METHODS: dict[str, dict[str, Any]] = {
     "GSA": {"reuse_steps": 3},
     "KVStar": {"checkpoint_interval": 3, "lock_duration": 9, "update_threshold": 1},

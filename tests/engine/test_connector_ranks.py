@@ -42,7 +42,7 @@ def tokens(count: int) -> list[int]:
 COMMON = tokens(64)
 PROMPTS = [tokens(5), tokens(17), tokens(96), COMMON + tokens(30), tokens(80), tokens(150)]
 ALL_HIT = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
-OUTPUTS = 12
+OUTPUTS = 8
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 96}
 STAGES: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 
@@ -157,7 +157,7 @@ def test_two_ranks_share_a_folder(tiny_llama: Path, expected: list[Answer], tmp_
         keys, shards = engine.prompt_keys(), engine.side._setup.shards
     assert {shard.kv_heads for shard in shards} == {((0, 1, 2),), ((1, 2, 2),)}
     assert all(path.exists() for shard in shards for path in records(tmp_path, shard, keys))
-    static = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full"}}
+    static = {"graphs": {"mode": "eager", "max_graphs": 4, "warm_up": "full"}}
     # few, so that loads soon write what other requests had
     with Ranked(tiny_llama, {**gsa(1.0), **static}, **options, num_gpu_blocks_override=48) as engine:
         found = engine.greedy(PROMPTS, OUTPUTS)
@@ -345,17 +345,6 @@ def test_offloaded_blocks_come_back_to_both_ranks(tiny_llama: Path, expected: li
         again = engine.alone(PROMPTS, OUTPUTS)
         assert_same(again, expected)
         assert again[5].cached_tokens >= 128
-
-
-def test_stages_beside_another_connector(tiny_llama: Path, expected: list[Answer], tmp_path: Path) -> None:
-    """covers: D9. Both store; requests get their blocks from the first that has them, beside a sparse method."""
-    config = multi(offloading(), ours(tmp_path))
-    with Ranked(tiny_llama, gsa(1.0), kv_transfer_config=config, num_gpu_blocks_override=17, **STAGES) as engine:
-        assert_same(engine.greedy(PROMPTS, OUTPUTS), expected)
-        again = engine.alone(PROMPTS, OUTPUTS)
-        assert_same(again, expected)
-        assert again[5].cached_tokens >= 128
-        engine.settle()
 
 
 def ours(folder: Path) -> dict[str, Any]:

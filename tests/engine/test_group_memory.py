@@ -24,11 +24,11 @@ from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 
 pytestmark = pytest.mark.slow  # starts engines
 
-TOKENS = 40
+TOKENS = 24
 LENGTHS = (1, 110, WINDOW + 3, 90, 16, 64)
 # blocks that hold one request of the longest length, and not all of the prompts
-TIGHT = {"gemma3_text": 44, "gpt_oss": 22}
-OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "max_model_len": 176}
+TIGHT = {"gemma3_text": 44, "gpt_oss": 18}
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "max_model_len": 144}
 SWAP = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
 
 
@@ -50,7 +50,7 @@ def reference(model: Path) -> ReferenceModel:
 
 def tight(model: Path, ucm: dict[str, Any], mode: str = "off", **options: Any) -> Poisoned:
     blocks = next(count for name, count in TIGHT.items() if name in str(model))
-    ucm = {**ucm, "graphs": {"mode": mode, "max_graphs": 8}}
+    ucm = {**ucm, "graphs": {"mode": mode, "max_graphs": 4}}
     found = Poisoned(model, ucm, **{**OPTIONS, "num_gpu_blocks_override": blocks, **options})
     assert len(found.core.scheduler.kv_cache_config.kv_cache_groups) > 1
     with torch.inference_mode():
@@ -113,7 +113,8 @@ def test_exact_admission_never_preempts(model: Path, reference: ReferenceModel) 
         engine.check_idle()
 
 
-@pytest.mark.parametrize("mode", ["off", "eager"])
+# of two models and two modes a pair each: all four are above, and blocks move alike
+@pytest.mark.parametrize(("model", "mode"), [("gemma3_text", "eager"), ("gpt_oss", "off")], indirect=["model"])
 def test_blocks_move_down_in_every_group(model: Path, reference: ReferenceModel, mode: str) -> None:
     """Requests that end leave gaps, and tables of all groups follow what moves."""
     with tight(model, {"kv_cache": {"compaction": True}}, mode, num_gpu_blocks_override=400) as engine:
@@ -124,7 +125,7 @@ def test_blocks_move_down_in_every_group(model: Path, reference: ReferenceModel,
         engine.check_idle()
 
 
-@pytest.mark.parametrize("mode", ["off", "eager"])
+@pytest.mark.parametrize(("model", "mode"), [("gemma3_text", "off"), ("gpt_oss", "eager")], indirect=["model"])
 def test_a_draft_model_has_groups_of_its_own(
     model: Path, reference: ReferenceModel, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,10 +138,10 @@ def test_a_draft_model_has_groups_of_its_own(
         steps, step = [], engine.step
         monkeypatch.setattr(engine, "step", lambda: steps.append(0) or step())
         *windows, whole = held_at_the_end(engine, prompts()[1][:100])
-        # of the prompt three, of 64 tokens one for four
-        assert len(steps) <= 3 + 16 + 2
-        # of 164 tokens; a window has those that are drafted, too
-        assert whole == 11
+        # of the prompt three, of 40 tokens one for four
+        assert len(steps) <= 3 + 10 + 2
+        # of 140 tokens; a window has those that are drafted, too
+        assert whole == 9
         assert max(windows) <= 4
         engine.check_all_free()
 
@@ -155,31 +156,38 @@ def test_a_draft_model_of_another_shape(tmp_path: Path) -> None:
         ReferenceModel(model, "eager").assert_greedy(prompts(), served(engine))
 
 
-def test_two_workers(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two windows, then full attention: for engines of two workers, where each layer of each worker takes its time."""
+    config = window_config("gemma3_text", num_hidden_layers=3, sliding_window_pattern=3)
+    return make_model(tmp_path_factory.mktemp("models") / "gemma3_text", config)
+
+
+def test_two_workers(of_three_layers: Path) -> None:
     """Each has a part of the heads of every group, in host memory, too; all run the same bucket."""
-    model = make_model(tmp_path / "gemma3_text", window_config("gemma3_text"))
-    ucm = {**SWAP, "distributed": {"check_ranks": True}, "graphs": {"mode": "eager", "max_graphs": 8}}
-    with EngineOfWorkers(model, ucm, tensor_parallel_size=2, num_gpu_blocks_override=44, **OPTIONS) as engine:
+    ucm = {**SWAP, "distributed": {"check_ranks": True}, "graphs": {"mode": "eager", "max_graphs": 4}}
+    with EngineOfWorkers(of_three_layers, ucm, tensor_parallel_size=2, num_gpu_blocks_override=22, **OPTIONS) as engine:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
         found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
         assert engine.core.scheduler.block_rules.totals.swapped_in > 2
-    ReferenceModel(model, "eager").assert_greedy(prompts(), found)
+    ReferenceModel(of_three_layers, "eager").assert_greedy(prompts(), found)
 
 
-def test_two_stages(tmp_path: Path) -> None:
+def test_two_stages(of_three_layers: Path) -> None:
     """The first has windows alone, and reads no block of the group that has full attention."""
-    model = make_model(tmp_path / "gemma3_text", window_config("gemma3_text"))
     ucm = {
         "scheduler": {"admission": "exact"},
         "kv_cache": {"compaction": True},
-        "graphs": {"mode": "eager", "max_graphs": 8},
+        "graphs": {"mode": "eager", "max_graphs": 4},
         "distributed": {"check_ranks": True},
     }
-    with EngineOfWorkers(model, ucm, pipeline_parallel_size=2, num_gpu_blocks_override=80, **OPTIONS) as engine:
+    with EngineOfWorkers(
+        of_three_layers, ucm, pipeline_parallel_size=2, num_gpu_blocks_override=40, **OPTIONS
+    ) as engine:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
         found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], 18)
         assert engine.preemptions == 0
         assert engine.most_in_flight == 2
         engine.step()
         engine.check_idle()
-    ReferenceModel(model, "eager").assert_greedy(prompts(), found)
+    ReferenceModel(of_three_layers, "eager").assert_greedy(prompts(), found)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
+from tests.engine.rank_faults import side_of
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
-from tests.engine.test_connector_ranks import failed_blocks, spoil, transfer
+from tests.engine.test_connector_ranks import failed_blocks, ours, spoil, transfer
 from tests.engine.test_group_memory import LENGTHS, OPTIONS, SWAP, TOKENS, prompts
-from tests.engine.test_multi_connector import offloading
+from tests.engine.test_multi_connector import multi, offloading
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
 from tests.engine.worker_processes import EngineOfWorkers
@@ -32,11 +33,11 @@ WINDOW_LAYER, WHOLE_LAYER = "sliding_attention", "full_attention"
 # of each the layers that a block has room for on two stages, and blocks that do not hold all requests
 MODELS: dict[str, tuple[dict[str, Any], list[int], int]] = {
     # windows alone on the first stage: groups of one layer
-    "gemma3_text": ({}, [1, 1], 64),
+    "gemma3_text": ({}, [1, 1], 58),
     # five layers, of which two see whole contexts
-    "gpt_oss": ({"num_hidden_layers": 5, "layer_types": [WINDOW_LAYER, WHOLE_LAYER] * 2 + [WINDOW_LAYER]}, [1, 1], 36),
+    "gpt_oss": ({"num_hidden_layers": 5, "layer_types": [WINDOW_LAYER, WHOLE_LAYER] * 2 + [WINDOW_LAYER]}, [1, 1], 29),
     # two layers of one group and one of another on the first stage, one layer of each of two groups on the other one
-    "uneven": ({"num_hidden_layers": 5, "layer_types": [WHOLE_LAYER] * 2 + [WINDOW_LAYER] * 3}, [2, 1], 36),
+    "uneven": ({"num_hidden_layers": 5, "layer_types": [WHOLE_LAYER] * 2 + [WINDOW_LAYER] * 3}, [2, 1], 29),
 }
 
 
@@ -83,7 +84,7 @@ def host_slots(worker: Any) -> tuple[int, int]:
 def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode: str) -> None:
     """Each stage has a part of every slot in host memory, of as many layers as a block has room for there."""
     _, layers, blocks = MODELS[model.name]
-    ucm = {**SWAP, "graphs": {"mode": mode, "max_graphs": 8}, "kv_cache": {"compaction": True}}
+    ucm = {**SWAP, "graphs": {"mode": mode, "max_graphs": 4}, "kv_cache": {"compaction": True}}
     with stages(model, ucm, num_gpu_blocks_override=blocks) as engine:
         engine.on_workers(poison)
         reference.assert_greedy(prompts(), served(engine))
@@ -106,44 +107,70 @@ def test_stages_share_a_folder(model: Path, reference: ReferenceModel, tmp_path:
     """Each stage stores its part of a block of every group. What one stage lacks, both compute again."""
     _, layers, blocks = MODELS[model.name]
     options = {"kv_transfer_config": transfer(tmp_path), "num_gpu_blocks_override": blocks}
-    expected_hits = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
-    for is_second in (False, True):
-        with stages(model, {}, **options) as engine:
-            engine.on_workers(poison)
-            if is_second:
-                found = engine.alone(prompts(), FEW)
-                reference.assert_greedy(prompts(), found)
-                assert [answer.cached_tokens for answer in found] == expected_hits
-                assert engine.llm.collective_rpc(failed_blocks) == [0, 0]
-            # beside steps in flight, and preempted
-            reference.assert_greedy(prompts(), served(engine))
-            side = our_connector(engine.core.scheduler.connector).scheduler_side
-            shards = side._setup.shards
-            page = shards[0].block_bytes // layers[0]
-            assert [shard.block_bytes for shard in shards] == [page * number for number in layers]
-            engine.step()
-            engine.check_idle()
-    if model.name != "uneven":
-        return  # what is spoiled is found by its file, whatever layers it has
-    stored = sorted(path for path in (tmp_path / "blocks").rglob("*") if path.is_file() and path.stat().st_size > page)
-    for path in stored[::4]:
-        spoil(path)
     with stages(model, {}, **options) as engine:
         engine.on_workers(poison)
+        _check_served(engine, reference, layers)
+        if model.name != "uneven":
+            # the same server has forgotten all; a second one is the same for any layers
+            _forget(engine)
+            _check_loaded(engine, reference)
+            return
+    with stages(model, {}, **options) as engine:
+        engine.on_workers(poison)
+        _check_loaded(engine, reference)
+        page = _check_served(engine, reference, layers)
+        in_files = (path for path in (tmp_path / "blocks").rglob("*") if path.is_file())
+        for path in sorted(path for path in in_files if path.stat().st_size > page)[::4]:
+            spoil(path)
+        _forget(engine)
         reference.assert_greedy(prompts(), engine.greedy(prompts(), FEW))
         assert max(engine.llm.collective_rpc(failed_blocks)) > 0
 
 
+def _check_served(engine: EngineOfWorkers, reference: ReferenceModel, layers: list[int]) -> int:
+    """Beside steps in flight, and preempted; bytes of a layer of a block."""
+    reference.assert_greedy(prompts(), served(engine))
+    shards = our_connector(engine.core.scheduler.connector).scheduler_side._setup.shards
+    page = shards[0].block_bytes // layers[0]
+    assert [shard.block_bytes for shard in shards] == [page * number for number in layers]
+    engine.step()
+    engine.check_idle()
+    return page
+
+
+def _check_loaded(engine: EngineOfWorkers, reference: ReferenceModel) -> None:
+    """All that is stored, and nothing that fails."""
+    found = engine.alone(prompts(), FEW)
+    reference.assert_greedy(prompts(), found)
+    assert [answer.cached_tokens for answer in found] == [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+    assert engine.llm.collective_rpc(failed_blocks) == [0, 0]
+
+
+def _forget(engine: EngineOfWorkers) -> None:
+    """What blocks of the device hold, and which blocks were seen in the store: the files alone are left."""
+    engine.on_workers(settle_saves)
+    assert engine.core.scheduler.reset_prefix_cache()
+    our_connector(engine.core.scheduler.connector).scheduler_side.known.clear()
+    engine.on_workers(poison)
+
+
+def settle_saves(worker: Any) -> None:
+    """Of a worker: everything is stored."""
+    assert side_of(worker).saver.flush(60.0)
+
+
 @pytest.mark.parametrize("model", ["gemma3_text", "uneven"], indirect=True)
-def test_blocks_come_back_from_vllms_connector(reference: ReferenceModel, model: Path) -> None:
-    """A block has as many layers on both stages where several groups are kept."""
+def test_blocks_come_back_from_vllms_connector(reference: ReferenceModel, model: Path, tmp_path: Path) -> None:
+    """covers: D9. A block has as many layers on both stages where several groups are kept. Beside ours both store, and
+    requests get their blocks from the first that has them."""
     _, layers, blocks = MODELS[model.name]
-    config = KVTransferConfig(**offloading())
-    options = {"kv_transfer_config": config, "num_gpu_blocks_override": blocks}
+    options: dict[str, Any] = {"num_gpu_blocks_override": blocks}
     if len(set(layers)) > 1:
+        options["kv_transfer_config"] = KVTransferConfig(**offloading())
         with pytest.raises(UnsupportedFeatureError, match=r"OffloadingConnector with stages of 3, 2 layers"):
             stages(model, {}, **options)
         return
+    options["kv_transfer_config"] = multi(offloading(), ours(tmp_path))
     with stages(model, {}, **options) as engine:
         engine.on_workers(poison)
         for _ in range(2):

@@ -46,7 +46,7 @@ class Compared:
     def on_workers(self, look: Any) -> None:
         self.engine.core.model_executor.collective_rpc(look)
 
-    def serve(self, prompts: Sequence[list[int]], together: bool, outputs: int = 12) -> None:
+    def serve(self, prompts: Sequence[list[int]], together: bool, outputs: int = 8) -> None:
         serve = self.engine.greedy if together else self.engine.alone
         answers = serve(prompts, outputs)
         self.seen.append((answers, msgspec.structs.replace(self.scheduler.offload.totals)))
@@ -85,7 +85,7 @@ def run(model: Path, folder: Path, workers: int) -> list[tuple[list[Answer], Off
             one.serve([prompt], together=False)
         one.on_workers(heal_loads)
         one.on_workers(partial(spoil_copies, rank=one.last))
-        one.serve(AGAIN, together=True, outputs=30)
+        one.serve(AGAIN, together=True, outputs=20)
         one.settle()
         return one.seen
 

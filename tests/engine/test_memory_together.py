@@ -36,9 +36,9 @@ def tokens(count: int) -> list[int]:
 
 COMMON = tokens(2 * BLOCK + 5)
 PROMPTS = [tokens(RNG.randint(5, 90)) if index % 2 else COMMON + tokens(RNG.randint(1, 30)) for index in range(12)]
-LENGTHS = [RNG.choice([6, 6, 6, 70, 90]) for _ in range(40)]
-LENGTHS[8:20] = [90] * 12  # many long ones after many short ones, which nobody expects
-MOST = 100
+LENGTHS = [RNG.choice([6, 6, 6, 50, 60]) for _ in range(40)]
+LENGTHS[8:20] = [60] * 12  # many long ones after many short ones, which nobody expects
+MOST = 70
 ALIKE = [COMMON + tokens(1 + index % 5) for index in range(8)]
 
 
@@ -104,12 +104,11 @@ def test_predicted_admission_and_swap(tiny_llama: Path, wanted: list[Answer]) ->
         assert totals.recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_all_of_them_with_aborts(tiny_llama: Path, wanted: list[Answer], tmp_path: Path, seed: int) -> None:
+def test_all_of_them_with_aborts(tiny_llama: Path, wanted: list[Answer], tmp_path: Path) -> None:
     """And the phase log has what their orders were."""
     log = tmp_path / "phases.jsonl"
     with Watched(tiny_llama, {**ALL, "phase_log": str(log)}, **SMALL) as engine:
-        found = engine.served(random.Random(seed))
+        found = engine.served(random.Random(0))
         assert len(found) > len(LENGTHS) / 2
         assert_answers(found, wanted)
         totals = engine.totals
@@ -142,7 +141,7 @@ def on_the_card(model: str) -> dict[str, Any]:
             return begin_step(scheduler_output)
 
         memory.begin_step = counting  # type: ignore[method-assign]
-        answers = engine.staggered(ALIKE, [0] + [6] * (len(ALIKE) - 1), 70)
+        answers = engine.staggered(ALIKE, [0] + [6] * (len(ALIKE) - 1), 48)
         totals = engine.core.scheduler.block_rules.totals
         return {
             "tokens": [answer.tokens for answer in answers],
@@ -155,7 +154,7 @@ def on_the_card(model: str) -> dict[str, Any]:
 def test_all_of_them_on_the_simulated_card(tiny_llama: Path, tmp_path: Path) -> None:
     """No number of blocks that are copied together is a new recipe."""
     with Engine(tiny_llama, **OPTIONS) as engine:
-        wanted = [answer.tokens for answer in engine.greedy(ALIKE, 70)]
+        wanted = [answer.tokens for answer in engine.greedy(ALIKE, 48)]
     found = run_on_card(on_the_card, tmp_path, model=str(tiny_llama)).result
     assert found["tokens"] == wanted
     assert found["least"] > 0
@@ -164,7 +163,7 @@ def test_all_of_them_on_the_simulated_card(tiny_llama: Path, tmp_path: Path) -> 
 
 
 def test_all_of_them_at_static_shapes(tiny_llama: Path, wanted: list[Answer]) -> None:
-    graphs = {"mode": "eager", "max_graphs": 14, "warm_up": "full", "recipe_check": "fail"}
+    graphs = {"mode": "eager", "max_graphs": 7, "warm_up": "full", "recipe_check": "fail"}
     with Watched(tiny_llama, {**ALL, "graphs": graphs}, **SMALL) as engine:
         found = engine.served(count=24)
         assert len(found) == 24

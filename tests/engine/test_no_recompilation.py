@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts engines
 
-STEPS, SPARSE_STEPS = 120, 80
+STEPS, SPARSE_STEPS = 80, 60
 GRAPHS = {"recipe_check": "fail", "warm_up": "full", "max_graphs": 14}
 # a sparse method has twice as many phases
 SPARSE_GRAPHS = {**GRAPHS, "max_graphs": 20}

@@ -13,7 +13,7 @@ from vllm import LLM
 from tests.engine.serving import TINY_OPTIONS, Engine, greedy_params
 from tests.warm_process import WarmProcess
 
-# starts a cluster, whose processes import everything for themselves
+# starts a cluster, whose workers import everything for themselves
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +28,7 @@ VARIABLES = {"PT_HPU_LAZY_MODE": "0", "HCCL_SOCKET_IFNAME": "lo", "VLLM_GAUDI_UC
 
 def serve_on_ray(model: str, result: str) -> None:
     """Tensor parallelism over two nodes, in a process of its own."""
+    import ray
     from ray.cluster_utils import Cluster
 
     node: dict[str, Any] = {
@@ -36,6 +37,7 @@ def serve_on_ray(model: str, result: str) -> None:
         "node_ip_address": ADDRESS,
         "object_store_memory": 80 << 20,
         "include_dashboard": False,
+        "no_monitor": True,
     }
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
@@ -49,6 +51,7 @@ def serve_on_ray(model: str, result: str) -> None:
         found = {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seen": seen}
         Path(result).write_text(json.dumps(found))
     finally:
+        ray.shutdown()  # a node that has a driver is not shut down
         cluster.shutdown()
 
 
@@ -59,15 +62,19 @@ def test_two_nodes_give_the_tokens_of_one_worker(tiny_llama: Path, tmp_path: Pat
     result, log = tmp_path / "result.json", tmp_path / "log"
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     env = kept | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        # one process fewer that imports everything: to Ray this one is the driver
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": ADDRESS,
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"])),
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray lowers the priority of its workers, who would wait for every other test
         "RAY_worker_niceness": "0",
+        # no worker before one is asked for: those of the engine have an environment of their own, and use none of these
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
     }
-    process = WarmProcess(serve_on_ray, (str(tiny_llama), str(result)), log=log, env=env, cwd=tmp_path)
+    process = WarmProcess(serve_on_ray, (str(tiny_llama), str(result)), log=log, env=env, cwd=tmp_path, on_cpu=True)
     assert process.finish(540) == 0, log.read_text(errors="replace")[-4000:]
     found = json.loads(result.read_text())
     assert found["tokens"] == expected

@@ -52,7 +52,8 @@ def test_together(tiny_llama: Path, expected: list[Answer]) -> None:
         engine.check_idle()
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [17, 32, 100, 512])
+# of 512, the default of these tests: above and below
+@pytest.mark.parametrize("max_num_batched_tokens", [17, 100])
 def test_any_chunk_size(tiny_llama: Path, expected: list[Answer], max_num_batched_tokens: int) -> None:
     """Partial chunks stand before, between and after requests that yield tokens. covers: A4 A8"""
     with Engine(tiny_llama, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16) as engine:
@@ -97,7 +98,7 @@ def test_preemption(tiny_llama: Path, long_outputs: list[Answer], caching: bool,
         assert engine.preemptions >= 5
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_arrival_order(tiny_llama: Path, expected: list[Answer], seed: int) -> None:
     rng = random.Random(seed)
     order = list(range(len(WORKLOAD)))

@@ -91,8 +91,12 @@ def wanted(tiny_llama: Path) -> Iterator[list[Answer]]:
         yield engine.alone(PROMPTS, LENGTH)
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
-@pytest.mark.parametrize("mode", ["swap", "auto"])
+# what is cheaper is chosen whatever the prefix cache holds
+@pytest.mark.parametrize(
+    ("mode", "caching"),
+    [("swap", True), ("swap", False), ("auto", True)],
+    ids=["swap-prefix cache", "swap-no prefix cache", "auto-prefix cache"],
+)
 def test_nothing_is_computed_again(tiny_llama: Path, wanted: list[Answer], mode: str, caching: bool) -> None:
     with Poisoned(tiny_llama, preemption(mode), **SMALL, enable_prefix_caching=caching) as engine:
         assert_same(engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
@@ -210,13 +214,13 @@ def test_auto_follows_what_was_measured(tiny_llama: Path, wanted: list[Answer]) 
             engine.check_all_free()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_aborts(tiny_llama: Path, wanted: list[Answer], seed: int) -> None:
     rng = random.Random(seed)
     with Poisoned(tiny_llama, preemption("swap"), **SMALL) as engine:
         finished: dict[str, Any] = {}
         aborted: set[str] = set()
-        for number in range(4 * len(PROMPTS)):
+        for number in range(3 * len(PROMPTS)):
             engine.add(str(number), PROMPTS[number % len(PROMPTS)], greedy_params(LENGTH))
             for _ in range(rng.randrange(8)):
                 finished.update((output.request_id, output) for output in engine.step() if output.finished)
@@ -229,7 +233,7 @@ def test_random_aborts(tiny_llama: Path, wanted: list[Answer], seed: int) -> Non
                     engine.check()
         while engine.llm.llm_engine.has_unfinished_requests():
             finished.update((output.request_id, output) for output in engine.step() if output.finished)
-        kept = [number for number in range(4 * len(PROMPTS)) if str(number) in finished and str(number) not in aborted]
+        kept = [number for number in range(3 * len(PROMPTS)) if str(number) in finished and str(number) not in aborted]
         assert kept
         assert aborted
         assert engine.totals.swapped_in > 5

@@ -26,6 +26,7 @@ PROMPTS = [
     [9],
     [(5 * i) % 250 + 3 for i in range(70)],
 ]
+TOKENS = 24
 # Steps take at most 64 tokens, so prompts are chunked; the cache holds 20 blocks of 16 tokens: requests are preempted.
 TIGHT: dict[str, Any] = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 21, "max_model_len": 256}
 
@@ -33,7 +34,7 @@ TIGHT: dict[str, Any] = {"max_num_batched_tokens": 64, "num_gpu_blocks_override"
 @pytest.fixture(scope="module")
 def one_worker(tiny_llama: Path) -> list[Answer]:
     with Engine(tiny_llama) as engine:
-        return engine.greedy(PROMPTS, 40)
+        return engine.greedy(PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,9 @@ def two_workers(tiny_llama: Path) -> Iterator[Engine]:
 
 
 def test_tokens_are_those_of_one_worker(two_workers: Engine, one_worker: list[Answer]) -> None:
-    assert_same(two_workers.greedy(PROMPTS, 40), one_worker)
+    assert_same(two_workers.greedy(PROMPTS, TOKENS), one_worker)
     assert two_workers.preemptions > 0
-    again = two_workers.greedy(PROMPTS[:1], 40)
+    again = two_workers.greedy(PROMPTS[:1], TOKENS)
     assert_same(again, one_worker[:1])
     assert again[0].cached_tokens >= 48
 
@@ -62,7 +63,7 @@ def test_random_sampling_agrees(two_workers: Engine) -> None:
 def test_aborts(two_workers: Engine, one_worker: list[Answer]) -> None:
     core = two_workers.llm.llm_engine
     for index, prompt in enumerate(PROMPTS):
-        two_workers.add(f"abort-{index}", prompt, greedy_params(40))
+        two_workers.add(f"abort-{index}", prompt, greedy_params(TOKENS))
     finished: dict[str, Any] = {}
     for step in range(200):
         if step == 4:
@@ -79,4 +80,4 @@ def test_more_workers_than_kv_heads(tiny_llama: Path, one_worker: list[Answer]) 
     """Two KV heads, four workers: each head is kept twice. With drafts of n-grams."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     with Engine(tiny_llama, CHECKED, tensor_parallel_size=4, speculative_config=drafts) as engine:
-        assert_same(engine.greedy(PROMPTS, 18), [answer.first(18) for answer in one_worker])
+        assert_same(engine.greedy(PROMPTS, 10), [answer.first(10) for answer in one_worker])

@@ -24,7 +24,7 @@ COMMON = [RNG.randrange(3, VOCAB) for _ in range(100)]
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(RNG.randint(1, 150))] for _ in range(6)]
 PROMPTS += [COMMON[:count] + [RNG.randrange(3, VOCAB) for _ in range(RNG.randint(1, 60))] for count in (37, 61, 83, 99)]
 ARRIVALS = [0, 0, 1, 2, 9, 9, 0, 3, 14, 21]
-MAX_TOKENS, TURNS, GONE = 24, 36, 16
+MAX_TOKENS, TURNS, GONE = 18, 24, 12
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 8, "block_size": 16}
 
 
@@ -32,7 +32,7 @@ def by_token(slots: int, **graphs: Any) -> dict[str, Any]:
     return {"kv_cache": {"granularity": "token", "max_total_token_num": slots}, "graphs": graphs}
 
 
-PADDED = {"mode": "eager", "recipe_check": "fail", "warm_up": "full", "max_graphs": 14}
+PADDED = {"mode": "eager", "recipe_check": "fail", "warm_up": "full", "max_graphs": 7}
 
 
 @pytest.fixture(scope="module")

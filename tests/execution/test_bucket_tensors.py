@@ -134,7 +134,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_tiles, "TILE_ROWS", 3)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(static=static_steps())
 def test_the_hpu_implementation_takes_the_tensors_of_a_bucket(static: Static) -> None:
     """covers: A2 A9 A10 A11 A15 B4. Also where the bucket bounds how far rows look back."""
@@ -145,7 +145,7 @@ def test_the_hpu_implementation_takes_the_tensors_of_a_bucket(static: Static) ->
     attends(static, split, "hpu")
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(static=static_steps())
 def test_every_real_row_gets_attention_over_its_own_past_and_pads_get_zeros(static: Static) -> None:
     """covers: A9 A10 A11 A19 B4. Host buffer and device tensor hold garbage before the step."""

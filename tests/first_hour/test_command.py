@@ -30,7 +30,9 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     assert run.report["machine"]["torch"]
     assert run.report["machine"]["device"] == "cpu"
     assert {path.name for path in run.output.iterdir()} == {JSON, PAGE, ARCHIVE}
-    assert (run.output / PAGE).read_text().count("<svg") == 1
+    page = (run.output / PAGE).read_text()
+    assert page.count("<svg") == 1
+    assert all(verdict in page for verdict in run.verdicts().values())
     with tarfile.open(run.output / ARCHIVE) as tar:
         files = [tar.extractfile(name) for name in tar.getnames()]
         whole = b"".join(file.read() for file in files if file is not None)
@@ -41,20 +43,18 @@ def test_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_part_of_each_kind_on_the_simulated_card(tmp_path: Path) -> None:
-    """All modes, a probe that serves, one that does not apply; the page, and the archive with the trace."""
+    """All modes, a probe that serves; the page, and the archive with the trace."""
     path = f"{PLANTED}:{ROOT}:{ON_CARD['PYTHONPATH']}"
     env = {**ON_CARD, "PYTHONPATH": path, "PLANTED_FAULT": "few_graphs"}
-    run = first_hour(tmp_path, env, "--only", "1,9,21,29")
+    run = first_hour(tmp_path, env, "--only", "1,12,29")
     assert run.status == 0, run.errors
     found = run.verdicts()
     assert found == {
         "1 stock": "answered",
         "1 lazy": "as expected",
-        "9 eager": "answered",
-        "9 compile": "answered",
-        "9 lazy": "as expected",
-        "21 eager": "does not apply here",
-        "21 compile": "does not apply here",
+        "12 eager": "answered",
+        "12 compile": "answered",
+        "12 lazy": "as expected",
         "29 compile": "answered",
     }
     assert run.report["machine"]["flavour"] == "upstream"

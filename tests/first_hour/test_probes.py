@@ -75,6 +75,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
     for fault, number, mode, _ in FAULTS_NAMED:
         if mode != "stock":
             units[mode].append(One(number, "", fault))
+    units["eager"].append(One(TWO_CARDS))
     found = Together(units, tmp_path_factory.mktemp("together"))
     yield found
     found.close()
@@ -92,6 +93,13 @@ def test_what_is_known_of_writes_through_aliases(together: Together) -> None:
     """And what nobody knows, where the simulated card does the worst."""
     answers = [together["compile", One(6, case)].data["answer"][0]["text"] for case in BY_NUMBER[6].cases]
     assert answers == ["kept", "kept", "dropped"]
+
+
+def test_one_card_where_two_are_needed(together: Together) -> None:
+    """Only its process can tell."""
+    result = together["eager", One(TWO_CARDS)]
+    assert result.verdict is Verdict.DOES_NOT_APPLY, said(result)
+    assert result.found == "1 card is visible, two are needed"
 
 
 @pytest.fixture(scope="module")

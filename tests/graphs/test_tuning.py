@@ -59,7 +59,7 @@ def every_choice(points: Shapes, counts: np.ndarray, k: int) -> float:
     return float((np.minimum(costs[choices].min(axis=1), costs[-1]) @ counts).min())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_small_cases_are_within_3_percent_of_every_choice(seed: int, k: int) -> None:
     """A join of any points is a join of at most four, one for each dimension."""
@@ -88,7 +88,7 @@ def least_seconds(objective: Objective, max_graphs: int) -> float:
     return min(totals)
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(0, 100, 25)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(0, 50, 25)], ids=str)
 def test_graphs_are_divided_between_forward_shapes_and_logits_rows_within_3_percent_of_every_choice(
     seeds: range,
 ) -> None:

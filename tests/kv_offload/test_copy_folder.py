@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from tests.kv_offload.test_copies import block, wait_for
 from tests.kv_offload.test_prefetch import config_of
 from tests.open_files import open_files
+from tests.warm_process import WarmProcess
 from vllm_gaudi_ucm.kv_offload import copies as copy_folder
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.options.errors import UcmConfigError
@@ -21,14 +21,11 @@ from vllm_gaudi_ucm.runner.sparse_setup import open_copies
 
 BLOCK_BYTES = 64
 ROWS = 4
-KILLED = """
-import os, sys
-from pathlib import Path
-from vllm_gaudi_ucm.kv_offload.copies import CopyFolder
-folder = CopyFolder(Path(sys.argv[1]))
-(folder.path / "copy").write_bytes(b"1")
-os._exit(9)
-"""
+
+
+def is_killed(path: Path) -> None:
+    (CopyFolder(path).path / "copy").write_bytes(b"1")
+    os._exit(9)
 
 
 def copies_in(folder: Path) -> CopyStore:
@@ -85,8 +82,8 @@ def test_what_a_killed_engine_has_left_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     living = copies_in(folder)
     save_all(living, 10)
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False, timeout=120)
-    assert killed.returncode == 9
+    killed = WarmProcess(is_killed, (folder,), log=tmp_path / "log.txt", env=os.environ, cwd=tmp_path)
+    assert killed.wait(120) == 9
     assert len(places(folder)) == 4, "two folders and their locks"
     (folder / "engines" / "0123456789abcdef").mkdir()
     (folder / "engines" / "not ours").mkdir()

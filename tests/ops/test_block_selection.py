@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, 
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, projection
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
 
-COMMON = settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
+COMMON = settings(deadline=None, derandomize=True, max_examples=30, suppress_health_check=list(HealthCheck))
 CPU = torch.device("cpu")
 
 

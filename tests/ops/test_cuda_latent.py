@@ -68,9 +68,10 @@ def test_the_token_table_of_any_step(step: TokenStep) -> None:
 
 def test_what_a_row_sees_makes_it_nan_and_nothing_else() -> None:
     """A broken rotary element breaks its rows as a broken latent does. covers: A9"""
+    requests, shape = [Request(9, 1), Request(8, 3), Request(0, 4)], replace(LATENT, pads=0)
+    clean = attend(build(requests, shape), "cuda", prepared=True)
     for element in (0, 39):
-        batch = build([Request(9, 1), Request(8, 3), Request(0, 4)], replace(LATENT, pads=0))
-        clean = attend(batch, "cuda", prepared=True)
+        batch = build(requests, shape)
         batch.key[5, 0, element] = math.nan
         found = attend(batch, "cuda", prepared=True)
         assert found[5:8].isnan().all()

@@ -78,7 +78,7 @@ def _requests_and_slot(draw: st.DrawFn) -> tuple[list[Request], int]:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @given(given=_requests_and_slot(), bad=st.sampled_from([math.nan, math.inf, -math.inf]), head=st.integers(0, 1))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_one_bad_element_of_a_value_is_nan_in_the_heads_that_read_it(
     implementation: str, given: tuple[list[Request], int], bad: float, head: int
 ) -> None:
@@ -94,7 +94,7 @@ def test_one_bad_element_of_a_value_is_nan_in_the_heads_that_read_it(
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @given(given=_requests_and_slot(), bad=st.sampled_from([math.nan, math.inf, -math.inf]), head=st.integers(0, 1))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_one_bad_element_of_a_key_is_nan_or_has_no_weight(
     implementation: str, given: tuple[list[Request], int], bad: float, head: int
 ) -> None:

@@ -56,7 +56,7 @@ def test_a_build_passes_the_tests_of_the_kernels(name: str, files: tuple[str, ..
     if reason := why_not(VARIANTS[name]):
         pytest.skip(reason)
     plugins = ["-p", "tests.ops.native_variant", "--native-variant", name, "-p", "no:cacheprovider", "-p", "no:xdist"]
-    # sanitizers speak on the real stderr
+    # what ends the process is said on the real stderr
     options = ["-q", *plugins, "--timeout=250", "-k", "not cuda and not pairs", "--capture=sys"]
     arguments = [*options, *(f"tests/ops/{file}.py" for file in files)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}

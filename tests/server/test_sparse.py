@@ -23,7 +23,7 @@ KVSTAR = {
     "local_window_sz": 1,
     "checkpoint_interval": 4,
 }
-PROMPT = " ".join(f"{number} times two is {2 * number}." for number in range(1, 60))
+PROMPT = " ".join(f"{number} times two is {2 * number}." for number in range(1, 30))
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.sim.forks import in_forks
+
 pytestmark = pytest.mark.slow  # starts processes
 ON_HOST = True
-SIM = Path(__file__).parents[1] / "sim_hpu"
-CHILDREN = Path(__file__).parents[1] / "children"  # what every process of a test has
 
-ENVIRONMENT = """
+# The bridge reads what a process was started with, which no test can change in one that runs.
+USERS = {"PT_HPU_LAZY_MODE": "0", "PT_HPU_WEIGHT_SHARING": "0"}
+PROGRAMS = {
+    "values of the user": """
 import os
 os.environ["RUNTIME_SCALE_PATCHING"] = "1"
 import habana_frameworks.torch
@@ -33,40 +33,42 @@ except RuntimeError as error:
 else:
     raise AssertionError("written over the user's value")
 assert os.environ["PT_HPU_LAZY_MODE"] == "0"
-"""
+""",
+    "written before": """
+import os
+os.environ['PT_HPU_WEIGHT_SHARING'] = '1'
+import habana_frameworks.torch
+""",
+    "another build": """
+import os
+os.environ["SIM_HPU_BUILD"] = "1.23.0.100"
+import habana_frameworks.torch, torch
+for name in ('softmax_fa2', 'block_softmax_adjustment', 'rms_norm'):
+    print(name, hasattr(torch.ops.hpu, name))
+""",
+}
 
 
-def child(program: str, **env: str) -> subprocess.CompletedProcess[str]:
-    watched = {"PT_HPU_WEIGHT_SHARING", "RUNTIME_SCALE_PATCHING", "VLLM_WORKER_MULTIPROC_METHOD"}
+@pytest.fixture(scope="module")
+def printed() -> dict[str, list[str]]:
+    """Lines of each program."""
+    watched = {"RUNTIME_SCALE_PATCHING", "VLLM_WORKER_MULTIPROC_METHOD"}
     inherited = {name: value for name, value in os.environ.items() if name not in watched}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**inherited, "PYTHONPATH": f"{SIM}:{CHILDREN}", **env},
-        text=True,
-        capture_output=True,
-        timeout=600,
-    )
+    return in_forks({name: (program, {}, []) for name, program in PROGRAMS.items()}, {**inherited, **USERS})
 
 
-def test_values_of_the_user_stay() -> None:
+def test_values_of_the_user_stay(printed: dict[str, list[str]]) -> None:
     """38"""
-    done = child(ENVIRONMENT, PT_HPU_LAZY_MODE="0", PT_HPU_WEIGHT_SHARING="0")
-    assert done.returncode == 0, done.stderr
+    assert printed["values of the user"] == ["done"]
 
 
-def test_a_value_written_before_the_bridge_is_imported() -> None:
+def test_a_value_written_before_the_bridge_is_imported(printed: dict[str, list[str]]) -> None:
     """38"""
-    program = "import os\nos.environ['PT_HPU_WEIGHT_SHARING'] = '1'\nimport habana_frameworks.torch"
-    done = child(program, PT_HPU_WEIGHT_SHARING="0")
-    assert "PT_HPU_WEIGHT_SHARING='1' over the user's '0'" in done.stderr, done.stderr
+    (error,) = printed["written before"]
+    assert "PT_HPU_WEIGHT_SHARING='1' over the user's '0'" in error
 
 
-def test_what_a_build_lacks() -> None:
+def test_what_a_build_lacks(printed: dict[str, list[str]]) -> None:
     """29: kernels of a younger build."""
-    program = (
-        "import habana_frameworks.torch, torch\n"
-        "for name in ('softmax_fa2', 'block_softmax_adjustment', 'rms_norm'):\n"
-        "    print(name, hasattr(torch.ops.hpu, name))"
-    )
-    done = child(program, SIM_HPU_BUILD="1.23.0.100")
-    assert done.stdout.splitlines() == ["softmax_fa2 False", "block_softmax_adjustment True", "rms_norm True"]
+    kernels = ["softmax_fa2 False", "block_softmax_adjustment True", "rms_norm True"]
+    assert printed["another build"] == [*kernels, "done"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.sim.forks import in_forks
 from tests.sim.regions import compiled
 
 SIM = Path(__file__).parents[1] / "sim_hpu"
@@ -45,9 +46,16 @@ print(is_lazy(), importlib.metadata.version("habana-torch-plugin"))
 def test_lazy_mode_needs_the_fork() -> None:
     """Duty 2."""
     program = "import habana_frameworks.torch.utils.internal as i; print(i.is_lazy())"
-    assert run_python(program, PT_HPU_LAZY_MODE="0") == "False"
-    assert "lazy mode needs the vendor's fork of torch" in run_python(program, PT_HPU_LAZY_MODE="1")
-    assert run_python(program, PT_HPU_LAZY_MODE="1", SIM_HPU_TORCH_FORK="1") == "True"
+    environments = {
+        "off": {"PT_HPU_LAZY_MODE": "0"},
+        "upstream": {"PT_HPU_LAZY_MODE": "1"},
+        "fork": {"PT_HPU_LAZY_MODE": "1", "SIM_HPU_TORCH_FORK": "1"},
+    }
+    programs = {name: (program, env, list[str]()) for name, env in environments.items()}
+    found = in_forks(programs, {"PATH": os.environ["PATH"]})
+    assert found["off"] == ["False", "done"]
+    assert "lazy mode needs the vendor's fork of torch" in found["upstream"][-1]
+    assert found["fork"] == ["True", "done"]
 
 
 @pytest.mark.parametrize("name", ["wrap_in_hpu_graph", "HPUGraph"])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.sim.forks import in_forks
+
 pytestmark = pytest.mark.slow  # starts processes
 
 ON_HOST = True
-SIM = Path(__file__).parents[1] / "sim_hpu"
-CHILDREN = Path(__file__).parents[1] / "children"  # what every process of a test has
 
 PROGRAM = """
 import json
@@ -32,30 +29,24 @@ print(json.dumps([stats["TotalHit"], stats["TotalMiss"], card.captures]))
 """
 
 
-def run_program(config: str, *sizes: int) -> list[int]:
-    """Hits, misses and captured graphs of a process that captures one graph for each size."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{SIM}:{CHILDREN}",
-        "PT_HPU_LAZY_MODE": "1",
-        "PT_HPU_ENABLE_CACHE_METRICS": "1",
-        "SIM_HPU_TORCH_FORK": "1",
-        "PT_HPU_RECIPE_CACHE_CONFIG": config,
+STARTED_WITH = {"PT_HPU_LAZY_MODE": "1", "PT_HPU_ENABLE_CACHE_METRICS": "1", "SIM_HPU_TORCH_FORK": "1"}
+
+
+def test_recipes_on_disk(tmp_path: Path) -> None:
+    """Hits, misses and captured graphs of processes that capture one graph for each size: the second start hits."""
+    kept, deleted = tmp_path / "kept", tmp_path / "deleted"
+    programs: dict[str, tuple[str, dict[str, str], list[str]]] = {
+        name: (PROGRAM, {"PT_HPU_RECIPE_CACHE_CONFIG": config}, list(sizes))
+        for name, config, sizes in (
+            ("first", f"{kept},false,1024", "122"),
+            ("second", f"{kept},false,1024", "123"),
+            ("deletes on exit", f"{deleted},true,1024", "1"),
+        )
     }
-    command = [sys.executable, "-c", PROGRAM, *map(str, sizes)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    found: list[int] = json.loads(done.stdout)
-    return found
-
-
-def test_a_second_start_hits(tmp_path: Path) -> None:
-    config = f"{tmp_path / 'recipes'},false,1024"
-    assert run_program(config, 1, 2, 2) == [0, 2, 2]
-    assert run_program(config, 1, 2, 3) == [2, 1, 3]
-
-
-def test_delete_on_exit(tmp_path: Path) -> None:
-    folder = tmp_path / "recipes"
-    assert run_program(f"{folder},true,1024", 1) == [0, 1, 1]
-    assert not folder.exists()
+    assert in_forks(programs, {**os.environ, **STARTED_WITH}) == {
+        "first": ["[0, 2, 2]", "done"],
+        "second": ["[2, 1, 3]", "done"],
+        "deletes on exit": ["[0, 1, 1]", "done"],
+    }
+    assert kept.exists()
+    assert not deleted.exists()

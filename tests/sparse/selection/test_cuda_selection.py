@@ -27,11 +27,16 @@ def layer(attention: str, choice: str, *, static: bool, max_rows: int, options: 
 
 
 @pytest.mark.parametrize(
-    ("choice", "options"),
-    [("cuda", OPTIONS), ("cuda_fused", OPTIONS), ("cuda_fused", NARROW)],
-    ids=["cuda", "cuda_fused", "cuda_fused, 8-bit summaries"],
+    ("choice", "options", "static", "drafts"),
+    [
+        ("cuda", OPTIONS, True, 0),
+        ("cuda", OPTIONS, False, 2),
+        ("cuda_fused", OPTIONS, True, 0),
+        # what differs with 8-bit summaries is in the kernels of scores, which test_cuda_narrow_caches.py runs
+        ("cuda_fused", NARROW, False, 2),
+    ],
+    ids=["cuda", "cuda, drafts", "cuda_fused", "cuda_fused, drafts, 8-bit summaries"],
 )
-@pytest.mark.parametrize(("static", "drafts"), [(True, 0), (False, 2)])
 def test_cuda_choices_and_attention_equal_the_references(
     choice: str, options: BlockOptions, static: bool, drafts: int
 ) -> None:
