@@ -7,17 +7,14 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.warm_process import WarmProcess
 from vllm_gaudi_ucm import PLATFORM_CLASS
 from vllm_gaudi_ucm.cli import main
-from vllm_gaudi_ucm.cli.doctor import plugin as plugin_section
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -39,35 +36,11 @@ def checked(code: int, printed: str, errors: str) -> tuple[int, dict[str, Any]]:
     return code, report
 
 
-class Asked:
-    """A child process of the doctor that forks: as `subprocess.Popen`, of which the doctor uses this much."""
-
-    def __init__(self, module: str, *question: str) -> None:
-        assert module == plugin_section.__name__
-        folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
-        self._stdout, self._log = folder / "stdout", folder / "log"
-        arguments = (str(self._stdout), question)
-        self._process = WarmProcess(answer, arguments, log=self._log, env=os.environ, cwd=Path.cwd())
-        self.returncode: int | None = None
-
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        self.returncode = self._process.wait(timeout)
-        return self._stdout.read_text(), self._log.read_text()
-
-
-def answer(stdout: str, question: tuple[str, ...]) -> None:
-    """The child's side."""
-    with open(stdout, "w") as file:
-        os.dup2(file.fileno(), 1)
-    sys.exit(plugin_section.main(question))
-
-
 def diagnose(printed: str, options: tuple[str, ...]) -> None:
     """What the command line does, in a process that has imported what it needs. printed: a file for stdout."""
     with open(printed, "w") as file:
         os.dup2(file.fileno(), 1)
-    with mock.patch.object(plugin_section, "start", Asked):
-        sys.exit(main.main(["doctor", "--json", *options]))
+    sys.exit(main.main(["doctor", "--json", *options]))
 
 
 def doctor(folder: Path, *options: str, **variables: str) -> tuple[int, dict[str, Any]]:

@@ -3,15 +3,15 @@ token changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine import test_admission as admitted
-from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
-from tests.engine.test_compaction import ASKED, OPTIONS, SMALL, Watched, assert_served
+from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.test_compaction import MANY, OPTIONS, SMALL, Watched, assert_served
 from tests.engine.test_partial_hits import gsa
 from tests.engine.test_swap import ARRIVALS, LENGTH, PROMPTS, Poisoned, assert_swapped, preemption
 from tests.engine.test_swap import SMALL as SMALL_FOR_SWAPS
@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 pytestmark = pytest.mark.slow  # starts engines
 
 AHEAD: dict[str, Any] = {"scheduler": {"async_scheduling": True}}
-STATIC = {"mode": "eager", "max_graphs": 6}
+STATIC = {"mode": "eager", "max_graphs": 12}
 BLOCKS: dict[str, Any] = {**AHEAD, "kv_cache": {"compaction": True, "partial_hits": True}}
 
 
@@ -34,19 +34,14 @@ def roomy(tiny_llama: Path) -> Iterator[Engine]:
         yield engine
 
 
-def with_lengths(engine: Engine, prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Answer]:
-    """All prompts at once, with as many tokens as each is to get."""
-    return [answer_of(output) for output in engine.generate(prompts, [greedy_params(length) for length in lengths])]
-
-
 @pytest.fixture(scope="module")
 def wanted(roomy: Engine) -> list[Answer]:
-    return with_lengths(roomy, [one.prompt for one in ASKED], [one.max_tokens for one in ASKED])
+    return [roomy.greedy([one.prompt], one.max_tokens)[0] for one in MANY]
 
 
 @pytest.fixture(scope="module")
 def wanted_of_swaps(roomy: Engine) -> list[Answer]:
-    return roomy.greedy(PROMPTS, LENGTH)
+    return roomy.alone(PROMPTS, LENGTH)
 
 
 @pytest.mark.parametrize("kind", ["true shapes", "static", "drafts", "sparse", "sparse static"])
@@ -63,7 +58,7 @@ def test_blocks_move_and_are_copied(tiny_llama: Path, wanted: list[Answer], kind
     with Engine(tiny_llama, ucm, **options) as engine:
         assert engine.core.batch_queue_size == 2
         watched = Watched(engine)
-        assert_served(watched.serve(ASKED), wanted)
+        assert_served(watched.serve(MANY), wanted)
         assert engine.preemptions
         totals = engine.core.scheduler.block_rules.totals
         assert totals.copies
@@ -101,12 +96,14 @@ def test_preempted_requests_come_back(tiny_llama: Path, wanted_of_swaps: list[An
 @pytest.mark.parametrize("with_drafts", [False, True], ids=["tokens", "drafts"])
 def test_exact_admission_never_preempts(tiny_llama: Path, roomy: Engine, with_drafts: bool) -> None:
     """Not even where a step ahead has room for the drafts of two."""
-    answers = with_lengths(roomy, admitted.PROMPTS, admitted.LENGTHS)
+    answers = [
+        roomy.greedy([prompt], length)[0] for prompt, length in zip(admitted.PROMPTS, admitted.LENGTHS, strict=True)
+    ]
     options = {**admitted.SMALL, "speculative_config": drafts_of(tiny_llama) if with_drafts else None}
     ucm = {"scheduler": {"admission": "exact", "async_scheduling": True}}
     with Engine(tiny_llama, ucm, **options) as engine:
         assert engine.core.batch_queue_size == 2
-        params = [greedy_params(length) for length in admitted.LENGTHS]
+        params = [admitted.greedy_params(length) for length in admitted.LENGTHS]
         found = admitted.serve(engine, params)
         assert found == {f"r{index}": answer.tokens for index, answer in enumerate(answers)}
         assert engine.core.scheduler.block_rules.totals.admission_waits
@@ -125,7 +122,7 @@ def test_a_slot_for_each_token(tiny_llama: Path, roomy: Engine, kind: str) -> No
     options = {"max_num_batched_tokens": 48, "speculative_config": drafts_of(tiny_llama) if kind == "drafts" else None}
     with Engine(tiny_llama, ucm, max_model_len=256, **options) as engine:
         assert engine.core.batch_queue_size == 2
-        assert_same(engine.staggered(prompts, admitted.ARRIVALS, LENGTH), roomy.greedy(prompts, LENGTH))
+        assert_same(engine.staggered(prompts, admitted.ARRIVALS, LENGTH), roomy.alone(prompts, LENGTH))
         assert engine.preemptions
         for _ in range(3):
             engine.step()
