@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.ops.batch import Batch, Request, Shape, build, sparse_requests_strategy
@@ -94,6 +94,7 @@ def test_one_bad_element_of_a_value_is_nan_in_the_heads_that_read_it(
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @given(given=_requests_and_slot(), bad=st.sampled_from([math.nan, math.inf, -math.inf]), head=st.integers(0, 1))
+@example(given=([Request(8, 1, prefix=2, dropped=frozenset({0, 1}))], 20), bad=math.inf, head=0)
 @settings(max_examples=examples(40), deadline=None)
 def test_one_bad_element_of_a_key_is_nan_or_has_no_weight(
     implementation: str, given: tuple[list[Request], int], bad: float, head: int
@@ -112,15 +113,13 @@ def test_one_bad_element_of_a_key_is_nan_or_has_no_weight(
     reads[:, 2 * head : 2 * head + 2] = sees[:, None]
     expected[reads & (~may_be_weightless | found.isnan().all(-1))] = math.nan
     # the only key of a row had all the weight, very low as its score was; without a weight nothing is left
-    expected[reads & may_be_weightless & ~found.isnan().all(-1) & _sees_one_token(batch, len(found))[:, None]] = 0.0
+    expected[reads & may_be_weightless & ~found.isnan().all(-1) & _sees_one_token(batch)[:, None]] = 0.0
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-def _sees_one_token(batch: Batch, num_rows: int) -> torch.Tensor:
-    """bool [rows]: the first row of a request without a context sees itself alone."""
-    sees = torch.zeros(num_rows, dtype=torch.bool)
-    sees[[first for first, request in zip(batch.first_row, batch.requests, strict=True) if request.cached == 0]] = True
-    return sees
+def _sees_one_token(batch: Batch) -> torch.Tensor:
+    """bool [rows]: also where all other blocks of a request were dropped."""
+    return torch.tensor([seen is not None and len(seen[0]) == 1 for seen in batch.seen])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
