@@ -99,7 +99,7 @@ def expected(tiny_text_model: Path) -> tuple[list[list[Found]], list[list[Found]
 
 def test_two_workers(tiny_text_model: Path, expected: tuple[list[list[Found]], list[list[Found]]]) -> None:
     """Every kind of request, once the engine's loop has warmed all graphs; in every step both have the same tokens."""
-    ucm = {"graphs": {**IDLE["graphs"], "max_graphs": 4, "skeleton": 2}, **CHECKED}
+    ucm = {"graphs": {**IDLE["graphs"], "max_graphs": 6, "skeleton": 2}, **CHECKED}
     with start(tiny_text_model, ucm, True, ApartEngine, tensor_parallel_size=2) as engine:
         assert engine.core.batch_queue_size == 2
         for _ in range(2000):

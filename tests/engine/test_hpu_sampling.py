@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 4 << 20,
     "max_logprobs": 5,
 }
-GRAPHS = {"warm_up": "full", "max_graphs": 3}
+GRAPHS = {"warm_up": "full", "max_graphs": 5}
 
 # Of one greedy or random row per request; each is a batch of its own, and nothing of it runs on the host.
 CASES: dict[str, dict[str, Any]] = {

@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 STATIC = {"mode": "eager", "max_graphs": 8, "warm_up": "full"}
 # some are cold when the first requests come
-COMPILED = {"mode": "auto", "max_graphs": 4, "skeleton": 2}
+COMPILED = {"mode": "auto", "max_graphs": 5, "skeleton": 2}
 # the workers compare in each step what they run
 CHECKED: dict[str, Any] = {"distributed": {"check_ranks": True}}
 

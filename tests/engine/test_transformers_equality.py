@@ -31,11 +31,11 @@ def reference(smollm2: Path) -> ReferenceModel:
 
 @pytest.fixture(scope="module")
 def prompts(smol_engine: Engine) -> list[list[int]]:
-    """Twenty short ones, one of three steps and more, and one that is longer than a step beside it."""
+    """Twenty short ones, one beyond 2000 tokens, and one that is longer than a step beside it."""
     tokenizer = smol_engine.llm.get_tokenizer()
-    texts = [*SHORT, story(110, 1), story(60, 2)]
+    texts = [*SHORT, story(210, 1), story(60, 2)]
     found = [tokenizer.encode(text) for text in texts]
-    assert len(found[20]) > 2 * 512
+    assert len(found[20]) > 2000
     assert len(found[21]) > 512
     return found
 

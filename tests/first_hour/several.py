@@ -28,7 +28,6 @@ from vllm_gaudi_ucm.first_hour.result import Ending, Result, judge
 LIMIT_S = 280
 SERVE = (24, 27, 28)
 GRAPHS = 4  # of an engine of those; the command has twice as many compiled
-LEAST_GRAPHS = 2  # of one with a fault
 
 
 class One(NamedTuple):
@@ -113,7 +112,7 @@ def main(mode: str, folder: Path, ones: str) -> None:
             if one.number in SERVE:
                 from vllm_gaudi_ucm.first_hour.probes import serving
 
-                stack.enter_context(mock.patch.object(serving, "FEW_GRAPHS", LEAST_GRAPHS if one.fault else GRAPHS))
+                stack.enter_context(mock.patch.object(serving, "FEW_GRAPHS", GRAPHS))
                 if not one.fault:
                     lent = lent or _Lent(
                         serving.Server, sum(each.number in SERVE and not each.fault for each in all_ones)

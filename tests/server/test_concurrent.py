@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # many requests at once
 
-# Runs for minutes unless somebody ends it.
+# Runs for long unless somebody ends it.
 ENDLESS: dict[str, Any] = {"model": MODEL_NAME, "prompt": "Count: 1 2 3", "max_tokens": 1000, "ignore_eos": True}
 
 
