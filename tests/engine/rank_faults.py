@@ -91,6 +91,11 @@ def _offload(worker: Any) -> Any:
     return worker.model_runner.parts.sparse.offload
 
 
+def settle_saves(worker: Any) -> None:
+    """Everything is stored."""
+    assert side_of(worker).saver.flush(60.0)
+
+
 def settle_moves(worker: Any) -> None:
     """Memory mode from now on waits for the copies that are under way: what is where depends on no clock."""
     offload = _offload(worker)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
-from tests.engine.rank_faults import side_of
+from tests.engine.rank_faults import settle_saves
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
 from tests.engine.test_connector_ranks import failed_blocks, ours, spoil, transfer
@@ -152,11 +152,6 @@ def _forget(engine: EngineOfWorkers) -> None:
     assert engine.core.scheduler.reset_prefix_cache()
     our_connector(engine.core.scheduler.connector).scheduler_side.known.clear()
     engine.on_workers(poison)
-
-
-def settle_saves(worker: Any) -> None:
-    """Of a worker: everything is stored."""
-    assert side_of(worker).saver.flush(60.0)
 
 
 @pytest.mark.parametrize("model", ["gemma3_text", "uneven"], indirect=True)

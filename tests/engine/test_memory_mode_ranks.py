@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.engine.rank_faults import heal_loads, lose_blocks, settle_moves, side_of, spoil_copies
+from tests.engine.rank_faults import heal_loads, lose_blocks, settle_moves, settle_saves, spoil_copies
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_memory_mode import ucm
@@ -27,11 +27,6 @@ PROMPTS = [tokens(count) for count in (20, 130, 200)]
 AGAIN = [tokens(count) for count in (190, 250)]
 # of which one token, some, and a block are computed when the rest is stored
 STORED = [tokens(20 * BLOCK + 1), tokens(15 * BLOCK + 6), tokens(16 * BLOCK)]
-
-
-def flush(worker: Any) -> None:
-    """Everything is stored."""
-    assert side_of(worker).saver.flush(60.0)
 
 
 class Compared:
@@ -55,7 +50,7 @@ class Compared:
         """Everything is stored, and nothing is under way."""
         for _ in range(3):
             self.engine.step()
-        self.on_workers(flush)
+        self.on_workers(settle_saves)
         self.engine.check_idle()
         self.scheduler.offload.check_integrity()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 SIM = Path(__file__).parents[1] / "sim_hpu"
 CHILDREN = Path(__file__).parents[1] / "children"  # what every process of a test has
@@ -34,13 +35,18 @@ for name, (program, env, arguments) in json.loads(sys.argv[1]).items():
 """
 
 
-def in_forks(
-    programs: Mapping[str, tuple[str, Mapping[str, str], list[str]]], env: Mapping[str, str]
-) -> dict[str, list[str]]:
+class Program(NamedTuple):
+    """Python, what it adds to the environment, and its arguments."""
+
+    source: str
+    env: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+
+
+def in_forks(programs: Mapping[str, Program], env: Mapping[str, str]) -> dict[str, list[str]]:
     """What each prints, one after the other: its lines, and "done" or what it raised.
 
-    programs: by name, each with what it adds to the environment, and with its arguments. env: what all of them are
-    started with, which the bridge takes for the user's.
+    env: what all of them are started with, which the bridge takes for the user's.
     """
     env = {**env, "PYTHONPATH": f"{SIM}:{CHILDREN}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [sys.executable, "-c", PARENT, json.dumps(programs)]

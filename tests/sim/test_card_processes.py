@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.sim.forks import in_forks
+from tests.sim.forks import Program, in_forks
 
 pytestmark = pytest.mark.slow  # starts processes
 ON_HOST = True
@@ -54,7 +54,7 @@ def printed() -> dict[str, list[str]]:
     """Lines of each program."""
     watched = {"RUNTIME_SCALE_PATCHING", "VLLM_WORKER_MULTIPROC_METHOD"}
     inherited = {name: value for name, value in os.environ.items() if name not in watched}
-    return in_forks({name: (program, {}, []) for name, program in PROGRAMS.items()}, {**inherited, **USERS})
+    return in_forks({name: Program(program, {}) for name, program in PROGRAMS.items()}, {**inherited, **USERS})
 
 
 def test_values_of_the_user_stay(printed: dict[str, list[str]]) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.sim.forks import in_forks
+from tests.sim.forks import CHILDREN, SIM, Program, in_forks
 from tests.sim.regions import compiled
 
-SIM = Path(__file__).parents[1] / "sim_hpu"
-CHILDREN = Path(__file__).parents[1] / "children"  # what every process of a test has
 MODULES = (
     *("core", "hpu", "hpu.metrics", "utils.internal", "utils.experimental", "internal.bridge_config", "hpex.kernels"),
     *("hpex.normalization", "distributed.hccl"),
@@ -51,7 +48,7 @@ def test_lazy_mode_needs_the_fork() -> None:
         "upstream": {"PT_HPU_LAZY_MODE": "1"},
         "fork": {"PT_HPU_LAZY_MODE": "1", "SIM_HPU_TORCH_FORK": "1"},
     }
-    programs = {name: (program, env, list[str]()) for name, env in environments.items()}
+    programs = {name: Program(program, env) for name, env in environments.items()}
     found = in_forks(programs, {"PATH": os.environ["PATH"]})
     assert found["off"] == ["False", "done"]
     assert "lazy mode needs the vendor's fork of torch" in found["upstream"][-1]

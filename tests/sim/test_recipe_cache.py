@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.forks import in_forks
+from tests.sim.forks import Program, in_forks
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -35,8 +35,8 @@ STARTED_WITH = {"PT_HPU_LAZY_MODE": "1", "PT_HPU_ENABLE_CACHE_METRICS": "1", "SI
 def test_recipes_on_disk(tmp_path: Path) -> None:
     """Hits, misses and captured graphs of processes that capture one graph for each size: the second start hits."""
     kept, deleted = tmp_path / "kept", tmp_path / "deleted"
-    programs: dict[str, tuple[str, dict[str, str], list[str]]] = {
-        name: (PROGRAM, {"PT_HPU_RECIPE_CACHE_CONFIG": config}, list(sizes))
+    programs = {
+        name: Program(PROGRAM, {"PT_HPU_RECIPE_CACHE_CONFIG": config}, tuple(sizes))
         for name, config, sizes in (
             ("first", f"{kept},false,1024", "122"),
             ("second", f"{kept},false,1024", "123"),
