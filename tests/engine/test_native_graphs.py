@@ -14,6 +14,7 @@ from tests.engine.serving import Answer, Engine, greedy_params
 from tests.engine.tiny_models import FAMILIES, LATENT, MIXTURES, VOCAB, make_config, make_model
 from vllm_gaudi_ucm.execution.true_shape_execution import MOST_ROWS, NativeGraphs
 from vllm_gaudi_ucm.ops.native import library
+from vllm_gaudi_ucm.ops.packed_linear.api import pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library.native() is None, reason=library.why_not_native())]
 WAYS = ("replayed", "captured", "ordinary")
@@ -72,12 +73,17 @@ def test_graphs_change_no_bit(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2", "bfloat16"), ("llama", "float16")])
 def test_half_precision(family: str, dtype: str, tmp_path: Path) -> None:
-    """Also of a model whose projections have a bias."""
+    """Also of a model whose projections have a bias. A CPU with units for float16 leaves its products to oneDNN: more
+    than a graph holds operations of torch."""
     model = make_model(tmp_path, make_config(family, num_hidden_layers=5), getattr(torch, dtype))
+    packed = pack(torch.zeros(64, 64, dtype=getattr(torch, dtype)))
     expected, _ = served(model, OFF, dtype=dtype)
     found, ways = served(model, {}, dtype=dtype)
     assert found == expected
-    assert ways["replayed"] > 3 * (ways["captured"] + ways["ordinary"]), ways
+    if packed.pairs is None and not packed.is_fp32:
+        assert ways["replayed"] == ways["captured"] == 0
+    else:
+        assert ways["replayed"] > 3 * (ways["captured"] + ways["ordinary"]), ways
 
 
 def test_a_graph_that_gives_other_bits_is_never_used(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
