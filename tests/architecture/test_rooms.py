@@ -25,10 +25,15 @@ def allowed() -> dict[str, set[str]]:
 
 def sources() -> Iterator[tuple[str, Path]]:
     """Every module of the package, as (room, file)."""
-    for folder, prefix in FOLDERS.items():
+    for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
-            module = ".".join((prefix, *file.relative_to(ROOT / folder).with_suffix("").parts))
-            yield room_of(module.removesuffix(".__init__")), file
+            yield room_of(module_of(file).removesuffix(".__init__")), file
+
+
+def module_of(file: Path) -> str:
+    """Full name of the module in this file."""
+    folder, *parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join((FOLDERS[folder], *parts))
 
 
 def room_of(module: str) -> str:
@@ -36,16 +41,18 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "root"
 
 
-def imported(file: Path, *, types: bool = True) -> set[str]:
+@cache
+def imported(file: Path, *, types: bool = True, functions: bool = True) -> frozenset[str]:
     """Full names of modules; `from package import name` counts as `package.name`, which may be a module.
 
-    types: whether imports for type checking count.
+    types: whether imports for type checking count. functions: whether those in functions do.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     hidden: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            hidden |= set() if types else {id(inner) for inner in ast.walk(node)}
+        checks_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if (checks_types and not types) or (isinstance(node, ast.FunctionDef) and not functions):
+            hidden |= {id(inner) for inner in ast.walk(node)}
     names: set[str] = set()
     for node in ast.walk(tree):
         if id(node) in hidden:
@@ -54,7 +61,7 @@ def imported(file: Path, *, types: bool = True) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 @cache
@@ -135,3 +142,30 @@ def test_files_can_be_read_in_one_sitting() -> None:
     """One noun per file, and none above this."""
     long = {str(file): n for _, file in sources() if (n := len(file.read_text("utf-8").splitlines())) > MOST_LINES}
     assert not long
+
+
+A_SPLINTER = 40
+
+
+def test_helpers_of_one_file_stand_in_it() -> None:
+    """A small file that nothing but one other of its folder imports, and that would fit into it, is no noun of its own.
+
+    Imports in functions do not count: such a file brings what the other one must not load. An implementation of an
+    operation has a file of its own, however small.
+    """
+    files = [file for room, file in sources() if room != "ops" and file.name != "__init__.py"]
+    lines = {file: len(file.read_text("utf-8").splitlines()) for file in files}
+    importers: dict[str, set[Path]] = {}
+    for _, file in sources():
+        for name in imported(file, functions=False):
+            # a module, or a name in one
+            for module in (name, name.rpartition(".")[0]):
+                importers.setdefault(module, set()).add(file)
+    splinters = {}
+    for file, count in lines.items():
+        others = importers.get(module_of(file), set())
+        if count <= A_SPLINTER and len(others) == 1:
+            (other,) = others
+            if other.parent == file.parent and count + lines.get(other, MOST_LINES) <= MOST_LINES:
+                splinters[str(file.relative_to(ROOT))] = other.name
+    assert not splinters

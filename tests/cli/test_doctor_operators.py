@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.ops.gaudi_kernels import RMS_NORM, ROTARY, gaudi_software, rms_norm, rotary
 from vllm_gaudi_ucm.cli.doctor.check import Check
-from vllm_gaudi_ucm.cli.doctor.operators import UNFUSED, operator_checks
+from vllm_gaudi_ucm.cli.doctor.machine import UNFUSED, operator_checks
 from vllm_gaudi_ucm.ops.gaudi_operators import GAUDI_OPERATORS
 
 

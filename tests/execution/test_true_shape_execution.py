@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
+from vllm_gaudi_ucm.config.sections import AttentionConfig
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.native import library
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION

@@ -10,9 +10,8 @@ import sys
 import pytest
 
 from vllm_gaudi_ucm.cli.main import main
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER, PROBES
+from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER, PROBES, QUESTIONS
 from vllm_gaudi_ucm.first_hour.probe import MODES, Probe, units
-from vllm_gaudi_ucm.first_hour.questions import QUESTIONS
 
 # What has a meaning without a Gaudi.
 ANYWHERE = {2, 3, 5, 9, 11, 12, 14, 16, 17, 18, 19, 23, 25, 26, 27, 28, 29}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.memory.copy_sizes import MOST_TOGETHER, copy_sizes, largest_size
+from vllm_gaudi_ucm.memory.memory_worker import MOST_TOGETHER, copy_sizes, largest_size
 
 
 @given(st.integers(0, 300), st.sampled_from([1, 2, 4, 8, 16]))

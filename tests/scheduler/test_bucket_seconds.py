@@ -21,8 +21,7 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.protocol.attachments import attach_buckets, buckets_of
-from vllm_gaudi_ucm.scheduler.bucket_seconds import BucketSeconds
-from vllm_gaudi_ucm.scheduler.choice_cost import register_buckets
+from vllm_gaudi_ucm.scheduler.choice_cost import BucketSeconds, register_buckets
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost

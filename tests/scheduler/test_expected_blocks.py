@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
-from vllm_gaudi_ucm.scheduler.admission_rules import Exact, Predicted, make_rule
+from vllm_gaudi_ucm.scheduler.admission_rules import Exact, Predicted, SafetyMargin, make_rule
 from vllm_gaudi_ucm.scheduler.expected_blocks import expected_peak
 from vllm_gaudi_ucm.scheduler.future_blocks import Footprint, peak_blocks
 from vllm_gaudi_ucm.scheduler.output_lengths import MOST_SEEN, OutputLengths
-from vllm_gaudi_ucm.scheduler.safety_margin import SafetyMargin
 
 BLOCK = 4
 MOST = 400

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -15,15 +15,17 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from vllm_gaudi_ucm.config.distributed_config import DistributedConfig
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig, strategy_section
-from vllm_gaudi_ucm.config.kv_cache_config import KvCacheConfig
-from vllm_gaudi_ucm.config.preemption_config import PreemptionConfig
 from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
+from vllm_gaudi_ucm.config.sections import (
+    AttentionConfig,
+    CpuConfig,
+    DistributedConfig,
+    KvCacheConfig,
+    PreemptionConfig,
+)
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
-from vllm_gaudi_ucm.ops.registry import AUTO
-from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.options.errors import (
     Problem,
     UcmConfigError,
@@ -35,7 +37,6 @@ from vllm_gaudi_ucm.options.errors import (
 )
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.options.section import Section
-from vllm_gaudi_ucm.options.values import NameOf
 from vllm_gaudi_ucm.prefetch.options import EngineOptions, PrefetchOptions
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
@@ -43,9 +44,6 @@ from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
-
-if TYPE_CHECKING:
-    pass
 
 
 def block_options(config: UcmConfig) -> BlockOptions | None:
@@ -118,57 +116,6 @@ def refuse_others(config: UcmConfig) -> None:
         found.append(Problem(f"{ROOT}.preemption.mode", repr(config.preemption.mode), f"'recompute' {beside}"))
     if found:
         raise UcmConfigError(found)
-
-
-class AttentionConfig(Section):
-    """How Unified Attention computes its three parts."""
-
-    implementation: Annotated[str, NameOf(ATTENTION, AUTO)] = Field(
-        default="auto",
-        description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
-        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler; "
-        "`hpu` is laid out for Gaudi and runs everywhere; `cuda` is Triton on an NVIDIA GPU.",
-    )
-    contiguous_pa: Literal["auto"] | bool = Field(
-        default="auto",
-        description="Unique part: `true` reads one contiguous slice of the KV cache, `false` gathers blocks by id, "
-        "`auto` takes the cheaper one in every step.",
-    )
-    causal_slice: Annotated[int, Field(ge=16, le=8192)] = Field(
-        default=512,
-        description="Rows per slice of the causal part. Larger slices launch less work more efficiently, smaller ones "
-        "skip more of the masked keys.",
-    )
-
-
-class CpuConfig(Section):
-    """The CPU as the reference device."""
-
-    threads: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="Threads of torch in the worker. Without it torch's own choice, which `OMP_NUM_THREADS` sets.",
-    )
-    packed_weights: bool = Field(
-        default=True,
-        description="Reorder linear weights for oneDNN when the model is loaded: two to five times faster, for a "
-        "second copy of the output head and about a second of start-up.",
-    )
-    compact_weights: bool = Field(
-        default=True,
-        description="Keep packed weights whose values fit in fewer bits (16, or 4 or 8 bits and a scale for "
-        "every 32 inputs) in those too, for steps of few rows; in those alone where the CPU has a matrix unit or "
-        "AVX-512. No value changes; takes up to half of the weights' memory more, or as much less.",
-    )
-    matrix_unit: bool = Field(
-        default=True,
-        description="Multiply float32 on the CPU's matrix unit (AMX), where it has one, as sums of bfloat16 that are "
-        "as exact as float32 arithmetic: linear layers and attention. The last digits differ from those without it.",
-    )
-    native_graphs: bool = Field(
-        default=True,
-        description="Record the native kernels of a step of up to 64 rows the first time, and run them without Python "
-        "from the third time on. No bit changes.",
-    )
 
 
 class UcmConfig(Section):

@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
-    from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
+    from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.distributed.stage import Stage
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.decoder import Decoder

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
+from vllm_gaudi_ucm.first_hour.catalogue import QUESTIONS
 from vllm_gaudi_ucm.first_hour.plots import plot, why_no_plots
-from vllm_gaudi_ucm.first_hour.questions import QUESTIONS
 
 COLOURS = {
     "as expected": "#2e7d32",

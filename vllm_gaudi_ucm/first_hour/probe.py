@@ -23,7 +23,7 @@ class Probe:
     function: `module:function` in `first_hour/probes`.
     modes: each is a process of its own, as is each of the `cases`, so that a crash in one leaves the others.
     devices: where the question has a meaning.
-    questions: numbers of the open questions (`questions.py`) that it answers.
+    questions: numbers of the open questions (`QUESTIONS` of the catalogue) that it answers.
     limit_s: seconds after which a process is ended.
     falls_back: what runs outside of the compiled graph is what it asks for, and no error.
     """

@@ -11,7 +11,6 @@ import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.pair import alike, distinct, in_blocks
-from vllm_gaudi_ucm.memory.copy_sizes import copy_sizes, largest_size
 from vllm_gaudi_ucm.memory.swap_space import SwapSpace
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks
 from vllm_gaudi_ucm.protocol.memory_orders import attach_link_speed, memory_orders_of
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
+MOST_TOGETHER = 16
+"""Blocks of one copy on a Gaudi: five recipes, and a temporary of so many blocks of one layer."""
 
 Follower = Callable[["NDArray[np.int64]", "NDArray[np.int64]"], None]
 """(sources, targets), int64 [n] each: takes note that block `sources[i]` is `targets[i]` from now on."""
@@ -140,3 +141,16 @@ class MemoryWorker:
             for together in tensors:
                 copy_blocks(together, part[:, 0], part[:, 1])
             self._device.end_recipe()
+
+
+def copy_sizes(count: int, most: int) -> list[int]:
+    """`count` as powers of two up to `most`, itself one, the largest first: few copies, of few sizes, and no pads."""
+    sizes = [most] * (count // most)
+    rest = count % most
+    return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
+
+
+def largest_size(num_blocks: int) -> int:
+    """Of a copy in a cache of so many blocks, whose sources and targets are different ones."""
+    room = max(1, min(MOST_TOGETHER, num_blocks // 2))
+    return 1 << (room.bit_length() - 1)

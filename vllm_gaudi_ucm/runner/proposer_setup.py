@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.attention.groups import LayerGroups
-    from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
+    from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer

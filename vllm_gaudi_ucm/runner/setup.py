@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.attention.groups import LayerGroups
-    from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, UcmConfig
+    from vllm_gaudi_ucm.config.sections import AttentionConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind

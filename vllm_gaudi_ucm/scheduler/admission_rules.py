@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 from vllm_gaudi_ucm.scheduler.expected_blocks import expected_peak
 from vllm_gaudi_ucm.scheduler.future_blocks import Footprint, peak_blocks
 from vllm_gaudi_ucm.scheduler.output_lengths import OutputLengths
-from vllm_gaudi_ucm.scheduler.safety_margin import SafetyMargin
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
+
+FIRST_MARGIN = 0.5
+LEAST_MARGIN, MOST_MARGIN = 0.0, 3.0
+MARGIN_STEP = 0.25
 
 
 class AdmissionRule(Protocol):
@@ -84,6 +87,29 @@ class Predicted:
 
     def preempted(self) -> None:
         self._margin.preempted()
+
+
+class SafetyMargin:
+    """Standard deviations that `predicted` keeps beyond what it expects; they follow how often requests are preempted.
+
+    Up by MARGIN_STEP for a preemption, and down by so much less for an answer that between them they stay where
+    requests are preempted as often as they may be (stochastic approximation: Robbins and Monro, 1951).
+
+    Args:
+        rate: preemptions for each answer.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self.deviations = FIRST_MARGIN
+
+    def preempted(self) -> None:
+        """A request had to give its blocks to others."""
+        self.deviations = min(MOST_MARGIN, self.deviations + MARGIN_STEP)
+
+    def answered(self) -> None:
+        """An answer has ended while requests waited for room: without them it says nothing of a smaller margin."""
+        self.deviations = max(LEAST_MARGIN, self.deviations - self._rate * MARGIN_STEP)
 
 
 def make_rule(options: SchedulerConfig, block_size: int, *, in_step: bool) -> AdmissionRule | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEFAULT_SPECS, device_spec
-from vllm_gaudi_ucm.scheduler.bucket_seconds import BucketSeconds
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import LimitsError
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost
 from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
@@ -14,8 +15,29 @@ from vllm_gaudi_ucm.sparse.selection.sparse_worker import summary_share
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+    from vllm_gaudi_ucm.sparse.step_sizes import StepSizes
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
+
+
+class BucketSeconds:
+    """What a step takes in the bucket that it is padded to, see StepSeconds. Modelled, as the choice of buckets is;
+    all of them count as warm.
+
+    Args:
+        buckets: those of the workers, where nothing is read as a slice of the cache, and no token has a slot.
+    """
+
+    def __init__(self, buckets: BucketSet) -> None:
+        self._buckets = buckets
+
+    def __call__(self, sizes: StepSizes) -> float | None:
+        shape = ForwardShape.of(sizes.has_prompt, sizes.rows, sizes.shared, sizes.unique, sizes.selected)
+        try:
+            bucket = self._buckets.lookup(shape.step(0)).forward
+        except LimitsError:
+            return None
+        return float(self._buckets.cost.forward_seconds("c" in bucket.phase, *bucket.sizes))
 
 
 def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:

@@ -73,8 +73,9 @@ class KvStore(ABC):
     def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
         """Verified blocks in the store's own memory, without a copy: one context per key, None for a miss.
 
-        The block may be read inside its context. Every context must be exited, even where entering it failed. Counts
-        as loads. Returns None in place of a list where the store lends nothing.
+        The block may be read inside its context. Every context must be exited, also one that was never entered: a
+        `Loan` can be, a generator of `contextlib.contextmanager` cannot. Counts as loads. Returns None in place of a
+        list where the store lends nothing.
         """
         return None
 

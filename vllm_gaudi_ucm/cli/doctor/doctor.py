@@ -33,10 +33,10 @@ from vllm_gaudi_ucm.cli.doctor.machine import (
     device_checks,
     implementation_checks,
     matrix_unit_checks,
+    operator_checks,
     thread_checks,
     version_checks,
 )
-from vllm_gaudi_ucm.cli.doctor.operators import operator_checks
 from vllm_gaudi_ucm.cli.doctor.plugin import PluginChecks
 from vllm_gaudi_ucm.cli.doctor.preemption import preemption_checks
 from vllm_gaudi_ucm.cli.doctor.store import store_checks

@@ -1,4 +1,5 @@
-"""Doctor's sections on the machine: versions; the device, its memory, CPU threads, huge pages and matrix unit."""
+"""Doctor's sections on the machine: versions; the device, its memory, CPU threads, huge pages and matrix unit; fused
+operators of Gaudi's software."""
 
 import platform
 from collections.abc import Iterator
@@ -19,9 +20,15 @@ from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.vllm_api.versions import WINDOWS, Window, installed_version
 
 DEVICE = "device"
+OPERATORS = "operators"
 GIB = 1 << 30
 # Below this the demo model (0.5 GiB in float32), its KV cache and torch itself do not fit.
 LITTLE_MEMORY = 2 * GIB
+# What Gaudi's software has no fused operator for.
+UNFUSED = {
+    "gate, silu(x) * y": "torch's operators; Gaudi's software has no fused one",
+    "softmax of partials": "torch's operators, in float32; the fused ones round its statistics",
+}
 
 
 def device_checks(kind: str) -> Iterator[Check]:
@@ -95,6 +102,23 @@ def implementation_checks(config: UcmConfig, device: str) -> Iterator[Check]:
             continue
         others = [f"{other}: {why}" for other, why in operations.explain(device).items() if why]
         yield Check(DEVICE, row, "ok", "; ".join((chosen, *others)))
+
+
+def operator_checks(device: str | None) -> Iterator[Check]:
+    """A row for each operator on a Gaudi; none on another device."""
+    if device != "hpu":
+        return
+    # torch takes seconds, which the help of the command need not
+    from vllm_gaudi_ucm.ops.gaudi_operators import GAUDI_OPERATORS
+
+    for operator in GAUDI_OPERATORS:
+        found = operator.resolve()
+        if found.call is not None:
+            yield Check(OPERATORS, operator.title, "ok", f"fused: {found.why}")
+        else:
+            yield Check(OPERATORS, operator.title, "warn", f"{operator.instead}: {found.why}", operator.signature)
+    for title, found_instead in UNFUSED.items():
+        yield Check(OPERATORS, title, "info", found_instead)
 
 
 def _cards() -> Check:
