@@ -1,4 +1,4 @@
-"""Servers of forks: one has imported what all processes of tests need; the other is its fork, and has vLLM, too."""
+"""Servers of forks: one has imported what all processes of tests need; others are its forks, and have vLLM, too."""
 
 from __future__ import annotations
 
@@ -38,20 +38,37 @@ def _serve(listener: socket.socket, alive: Connection, modules: list[str]) -> No
     forkserver.main(listener.detach(), alive.fileno(), modules)
 
 
-# Its forks are processes on the CPU; those of `WARM` have still to ask for their device.
-ON_CPU = _ForkedServer()
-ON_CPU.set_forkserver_preload(["tests.warm_workers"])
+def _preloaded(module: str) -> _ForkedServer:
+    server = _ForkedServer()
+    server.set_forkserver_preload([module])
+    return server
+
+
+# Their forks are processes on the CPU, and on the simulated card; those of `WARM` have still to ask for their device.
+_ON_CPU, _ON_CARD = _preloaded("tests.warm_workers"), _preloaded("tests.warm_cards")
 
 
 class ProcessOnCpu(ForkServerProcess):
-    """A process that forks from `ON_CPU`."""
+    """A process that forks from one with vLLM on the CPU."""
 
     @staticmethod
     def _Popen(process_obj: process.BaseProcess) -> popen_forkserver.Popen:
-        return _Popen(process_obj)
+        return _Popen(process_obj, _ON_CPU)
+
+
+class ProcessOnCard(ForkServerProcess):
+    """A process that forks from one with vLLM on the simulated card, in compile mode, where no card has started yet."""
+
+    @staticmethod
+    def _Popen(process_obj: process.BaseProcess) -> popen_forkserver.Popen:
+        return _Popen(process_obj, _ON_CARD)
 
 
 class _Popen(popen_forkserver.Popen):
+    def __init__(self, process_obj: process.BaseProcess, server: _ForkedServer) -> None:
+        self._server = server
+        super().__init__(process_obj)
+
     def _launch(self, process_obj: process.BaseProcess) -> None:
         """As in the base class, whose server is the only one that it knows."""
         request = io.BytesIO()
@@ -61,7 +78,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, request)
         finally:
             set_spawning_popen(None)
-        self.sentinel, pipe = ON_CPU.connect_to_new_process(self._fds)
+        self.sentinel, pipe = self._server.connect_to_new_process(self._fds)
         self.finalizer = util.Finalize(self, util.close_fds, (os.dup(pipe), self.sentinel))
         with open(pipe, "wb", closefd=True) as file:
             file.write(request.getbuffer())

@@ -7,11 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import process
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from tests.fork_server import ProcessOnCpu
-from tests.warm_process import is_on_cpu
+from tests.warm_process import kind_of_device
 
 
 class WarmContext(ForkServerContext):
@@ -32,8 +31,8 @@ class WarmContext(ForkServerContext):
         daemon: bool | None = None,
     ) -> process.BaseProcess:
         call = (dict(os.environ), list(sys.path), target, args, kwargs)
-        kind = ProcessOnCpu if is_on_cpu() else ForkServerProcess
-        return kind(group, _run, name, call, daemon=daemon)
+        made: process.BaseProcess = kind_of_device()(group, _run, name, call, daemon=daemon)
+        return made
 
 
 def _run(

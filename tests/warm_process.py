@@ -25,7 +25,7 @@ class WarmProcess:
         log: takes everything that the process and its children print.
         env: the whole environment.
         cwd: where it runs.
-        on_cpu: it has found its device, too, which is the CPU, and has imported vLLM.
+        kind: what it forks from: `ProcessOnCpu` and `ProcessOnCard` have found their device, too, and imported vLLM.
     """
 
     def __init__(
@@ -36,10 +36,9 @@ class WarmProcess:
         log: Path,
         env: Mapping[str, str],
         cwd: Path,
-        on_cpu: bool = False,
+        kind: Any = WARM.Process,
     ) -> None:
         log.touch()
-        kind: Any = ProcessOnCpu if on_cpu else WARM.Process
         self._process = kind(target=_run, args=(function, arguments, str(log), dict(env), str(cwd)))
         self._process.start()
 
@@ -74,11 +73,11 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def is_on_cpu() -> bool:
-    """Whether vLLM has found no other device here."""
+def kind_of_device() -> Any:
+    """What a process forks from whose device is this one's: from one with vLLM where that has found only a CPU."""
     from vllm.platforms import current_platform  # not before a process has the environment that decides
 
-    return bool(current_platform.device_type == "cpu")
+    return ProcessOnCpu if current_platform.device_type == "cpu" else WARM.Process
 
 
 def _run(function: Callable[..., None], arguments: tuple[Any, ...], log: str, env: dict[str, str], cwd: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.fork_server import WARM, ProcessOnCard
 from tests.import_heap import freeze_imports, leave_out_collections
 from tests.warm_process import WarmProcess
 
@@ -47,13 +48,20 @@ def run_on_card(
     mode = {"PT_HPU_LAZY_MODE": "1", FORK: "1"} if lazy else {}
     path = os.pathsep.join((str(ROOT / "tests/sim_hpu"), os.environ["PYTHONPATH"]))
     hpu = {"PYTHONPATH": path, "VLLM_GAUDI_UCM_DEVICE": "hpu", **mode}
-    return run_apart(scenario, folder, {**hpu, **(env or {})}, **arguments)
+    # what else is in the environment is read while the card's software is imported
+    kind = WARM.Process if lazy or env else ProcessOnCard
+    return run_apart(scenario, folder, {**hpu, **(env or {})}, kind=kind, **arguments)
 
 
 def run_apart(
-    scenario: Callable[..., Any], folder: Path, env: Mapping[str, str], seconds: float = TIMEOUT, **arguments: Any
+    scenario: Callable[..., Any],
+    folder: Path,
+    env: Mapping[str, str],
+    seconds: float = TIMEOUT,
+    kind: Any = WARM.Process,
+    **arguments: Any,
 ) -> Finished:
-    """The same in a process without the card."""
+    """The same in a process without the card. kind: see `WarmProcess`."""
     result = folder / f"{scenario.__name__}.json"
     asked = {
         "module": scenario.__module__,
@@ -64,7 +72,7 @@ def run_apart(
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", **env}
     # A file, not a pipe: a process that the engine leaves behind would keep a pipe open.
     log = folder / f"{scenario.__name__}.log"
-    process = WarmProcess(_call, (json.dumps(asked),), log=log, env=env, cwd=ROOT)
+    process = WarmProcess(_call, (json.dumps(asked),), log=log, env=env, cwd=ROOT, kind=kind)
     try:
         status = process.finish(seconds)
     except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.serving import Engine, greedy_params
 from tests.engine.tiny_models import make_config, make_model
-from tests.warm_process import WarmProcess, is_on_cpu
+from tests.warm_process import WarmProcess, kind_of_device
 
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN_TOKEN = 77
@@ -77,7 +77,7 @@ def test_the_fail_fast_flag_stops_the_engine(broken_model: Path, tmp_path: Path)
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
     }
     log = tmp_path / "log"
-    process = WarmProcess(serve_both, (str(broken_model),), log=log, env=environment, cwd=ROOT, on_cpu=is_on_cpu())
+    process = WarmProcess(serve_both, (str(broken_model),), log=log, env=environment, cwd=ROOT, kind=kind_of_device())
     assert process.finish(240) != 0
     text = log.read_text()
     printed = [line for line in text.splitlines() if line.startswith("tokens")]

@@ -11,6 +11,7 @@ import pytest
 from vllm import LLM
 
 from tests.engine.serving import TINY_OPTIONS, Engine, greedy_params
+from tests.fork_server import ProcessOnCpu
 from tests.warm_process import WarmProcess
 
 # starts a cluster, whose workers import everything for themselves
@@ -74,7 +75,9 @@ def test_two_nodes_give_the_tokens_of_one_worker(tiny_llama: Path, tmp_path: Pat
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
     }
-    process = WarmProcess(serve_on_ray, (str(tiny_llama), str(result)), log=log, env=env, cwd=tmp_path, on_cpu=True)
+    process = WarmProcess(
+        serve_on_ray, (str(tiny_llama), str(result)), log=log, env=env, cwd=tmp_path, kind=ProcessOnCpu
+    )
     assert process.finish(540) == 0, log.read_text(errors="replace")[-4000:]
     found = json.loads(result.read_text())
     assert found["tokens"] == expected

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.server import OFFLINE, Server, start_server
-from tests.warm_process import WarmProcess, is_on_cpu
+from tests.warm_process import WarmProcess, kind_of_device
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def run_warm(name: str, *arguments: str, folder: Path) -> str:
     env = {**own, **OFFLINE, "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     log = folder / "printed.txt"
     command = (str(EXAMPLES / name), *arguments)
-    process = WarmProcess(run_program, command, log=log, env=env, cwd=folder, on_cpu=is_on_cpu())
+    process = WarmProcess(run_program, command, log=log, env=env, cwd=folder, kind=kind_of_device())
     assert process.finish(SECONDS) == 0, log.read_text()[-6000:]
     return log.read_text()
 

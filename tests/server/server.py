@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 from tests.ports import free_port
-from tests.warm_process import WarmProcess, is_on_cpu
+from tests.warm_process import WarmProcess, kind_of_device
 
 MODEL_NAME = "smollm2"
 MAX_MODEL_LEN = 1024
@@ -168,7 +168,7 @@ def _start(arguments: list[str], folder: Path, cold: bool, forks_engine: bool) -
     log = folder / "server.log"
     if not cold:
         env = {**environment(), "VLLM_WORKER_MULTIPROC_METHOD": "fork" if forks_engine else "spawn"}
-        return WarmProcess(serve, (arguments,), log=log, env=env, cwd=folder, on_cpu=is_on_cpu())
+        return WarmProcess(serve, (arguments,), log=log, env=env, cwd=folder, kind=kind_of_device())
     with log.open("wb") as output:
         command = serve_command(*arguments)
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment())

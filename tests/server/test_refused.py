@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.server import environment, serve
-from tests.warm_process import WarmProcess, is_on_cpu
+from tests.warm_process import WarmProcess, kind_of_device
 
 pytestmark = pytest.mark.slow  # starts servers of its own
 
@@ -27,7 +27,7 @@ def test_refused_at_start(tiny_text_model: Path, tmp_path: Path, case: str) -> N
     options, words = CASES[case]
     arguments = [str(tiny_text_model), "--host", "127.0.0.1", "--dtype", "float32", "--port", "0", *options]
     log = tmp_path / "log"
-    process = WarmProcess(serve, (arguments,), log=log, env=environment(), cwd=tmp_path, on_cpu=is_on_cpu())
+    process = WarmProcess(serve, (arguments,), log=log, env=environment(), cwd=tmp_path, kind=kind_of_device())
     assert process.finish(180) != 0
     last = log.read_text(errors="replace").strip().splitlines()[-8:]
     for word in words:
