@@ -61,7 +61,7 @@ def test_make_test_runs_slow_tests(tmp_path: Path) -> None:
     arguments = pytest_arguments("test")
     assert run_by(tmp_path, arguments) == {"test_quick", "test_slow"}
     # no file, folder or expression narrows it further
-    assert arguments == ["--numprocesses", "3", "--dist", "loadfile"]
+    assert arguments == ["--numprocesses", "2", "--dist", "loadfile"]
 
 
 @pytest.mark.parametrize(
