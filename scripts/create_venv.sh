@@ -5,18 +5,14 @@ set -euo pipefail
 
 target=$1
 wanted=${2:-}
+pick="$(dirname "$0")/pick_python.sh"
 
-works() { # has environment $1 an interpreter of Python 3.11 or 3.12, and pip?
-    "$1/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null &&
-        "$1/bin/python" -m pip --version >/dev/null 2>&1
-}
-
-if works "$target"; then
+if bash "$pick" "$target/bin/python" >/dev/null 2>&1 && "$target/bin/python" -m pip --version >/dev/null 2>&1; then
     echo "keeping $target ($("$target/bin/python" --version))"
     exit 0
 fi
 
-python=$(bash "$(dirname "$0")/pick_python.sh" "$wanted")
+python=$(bash "$pick" "$wanted")
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     echo "error: $python has no venv module; on Debian and Ubuntu it is the package python3-venv." >&2
     exit 1

@@ -31,8 +31,7 @@ class WarmContext(ForkServerContext):
         daemon: bool | None = None,
     ) -> process.BaseProcess:
         call = (dict(os.environ), list(sys.path), target, args, kwargs)
-        made: process.BaseProcess = kind_of_device()(group, _run, name, call, daemon=daemon)
-        return made
+        return kind_of_device()(group, _run, name, call, daemon=daemon)
 
 
 def _run(

@@ -57,3 +57,23 @@ for name in (
 importlib.import_module("vllm.utils.network_utils")._get_open_port = port_of_ranks
 gc.freeze()
 gc.enable()
+
+
+def import_vllm(device: str, *others: str) -> None:
+    """Also what engines on a device import: vLLM, which asks the platform's plugins for it, and the plugin.
+
+    others: modules of its processes alone.
+    """
+    gc.disable()
+    os.environ["VLLM_GAUDI_UCM_DEVICE"] = device
+    for name in (
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm_gaudi_ucm.platform.worker",
+        "vllm_gaudi_ucm.runner.model_runner",
+        *others,
+    ):
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()

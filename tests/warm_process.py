@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class WarmProcess:
         log: Path,
         env: Mapping[str, str],
         cwd: Path,
-        kind: Any = WARM.Process,
+        kind: type[ForkServerProcess] = WARM.Process,
     ) -> None:
         log.touch()
         self._process = kind(target=_run, args=(function, arguments, str(log), dict(env), str(cwd)))
@@ -73,7 +74,7 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def kind_of_device() -> Any:
+def kind_of_device() -> type[ForkServerProcess]:
     """What a process forks from whose device is this one's: from one with vLLM where that has found only a CPU."""
     from vllm.platforms import current_platform  # not before a process has the environment that decides
 

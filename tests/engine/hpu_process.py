@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def run_apart(
     folder: Path,
     env: Mapping[str, str],
     seconds: float = TIMEOUT,
-    kind: Any = WARM.Process,
+    kind: type[ForkServerProcess] = WARM.Process,
     **arguments: Any,
 ) -> Finished:
     """The same in a process without the card. kind: see `WarmProcess`."""
