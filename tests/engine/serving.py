@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import tempfile
+import importlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.envs import disable_envs_cache
 
 from tests.engine.model_classes import import_class
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
@@ -47,8 +47,16 @@ class Answer:
         return Answer(self.tokens[:count], self.logprobs[:count], self.gaps[:count], self.cached_tokens)
 
 
+def share_groups() -> None:
+    """All engines of a process share vLLM's groups of workers, which outlive each of them.
+
+    The end of an engine takes the groups of all with it, even where it is collected late, and waits 0.1 s for that.
+    """
+    vars(importlib.import_module("vllm.v1.engine.core"))["cleanup_dist_env_and_memory"] = disable_envs_cache
+
+
 class Engine:
-    """vLLM's engine with our worker, in process.
+    """vLLM's engine with our worker, in process. Call `share_groups` before the first.
 
     Args:
         model: folder of the model.
@@ -75,7 +83,6 @@ class Engine:
         self._core.scheduler.shutdown()
         parts = [weakref.ref(self._core), weakref.ref(self._core.model_executor)]
         del self.llm, self._core
-        # now, and not in the middle of a step of another engine: see `_restore_groups`
         gc.collect(1)
         # a look at all objects only for what has outlived a collection, or what a test still holds
         if any(part() is not None for part in parts):
@@ -96,25 +103,10 @@ class Engine:
         return [blocks for pair in parts.kv_caches.values() for blocks in in_blocks(pair, parts.block_size)]
 
     def generate(self, prompts: Sequence[Any], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
-        self._restore_groups()
         inputs: list[Any] = [
             prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts
         ]
         return self.llm.generate(inputs, params, use_tqdm=False)
-
-    def _restore_groups(self) -> None:
-        """Another engine of this process that is collected late takes vLLM's process-wide groups with it."""
-        from vllm.distributed import (
-            ensure_model_parallel_initialized,
-            init_distributed_environment,
-            model_parallel_is_initialized,
-        )
-
-        if not model_parallel_is_initialized():
-            with set_current_vllm_config(self._core.vllm_config):
-                store = f"{tempfile.mkdtemp()}/store"
-                init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-                ensure_model_parallel_initialized(1, 1)
 
     def greedy(self, prompts: Sequence[Any], max_tokens: int = 24) -> list[Answer]:
         """All prompts at once."""
@@ -144,7 +136,6 @@ class Engine:
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
 
     def step(self) -> list[RequestOutput]:
-        self._restore_groups()
         outputs = self.llm.llm_engine.step()
         self.runner.parts.requests.check_integrity()
         return [output for output in outputs if isinstance(output, RequestOutput)]

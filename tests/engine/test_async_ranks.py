@@ -77,9 +77,6 @@ class ApartEngine(Engine):
     def step(self) -> list[RequestOutput]:
         return [output for output in self.llm.llm_engine.step() if isinstance(output, RequestOutput)]
 
-    def _restore_groups(self) -> None:
-        """Groups are the workers' own."""
-
     def check_idle(self) -> None:
         pool = self.core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1

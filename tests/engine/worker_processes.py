@@ -42,9 +42,6 @@ class EngineOfWorkers(Engine):
         for left in self.on_workers(live_requests):
             assert set(left) <= self._core.scheduler.finished_req_ids
 
-    def _restore_groups(self) -> None:
-        """They are the workers'."""
-
     def _count_batches(self) -> None:
         executor, queue = self._core.model_executor, self._core.batch_queue
         execute = executor.execute_model

@@ -39,6 +39,8 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, Attentio
 # A tile of scores is at most ROW_TILE x TOKEN_TILE per head: memory is bounded however many rows share how many blocks.
 ROW_TILE = 256
 TOKEN_TILE = 2048
+# exp of it is 1.6e-38, which is a normal number, and counts as 0: beside the 1 of the largest score it is nothing.
+LEAST_EXPONENT, LEAST_WEIGHT = -87.0, 2e-38
 
 
 class ReferenceAttention(AttentionImplementation):
@@ -243,18 +245,25 @@ def _attend_visible(
         scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
     if bias is not None:
         scores = scores + bias.unflatten(-2, (kv_heads, -1))
-    scores = scores.masked_fill(~visible[..., None, None, :], NEG_INF)
+    scores = torch.where(visible[..., None, None, :], scores, NEG_INF)
     top = scores.amax(-1)
-    weights = torch.exp(scores - shift(top)[..., None])
+    weights = _weights(scores, shift(top)[..., None])
     total = weights.sum(-1)
 
-    broken = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
-    finite = torch.where(value.isfinite(), value, 0).float()
+    # x - x is 0, or NaN where x is not finite: its sum takes a tenth of the time of isfinite().all()
+    broken = ((key - key).sum(-1) + (value - value).sum(-1)).isnan()
+    finite = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0).float()
     out = torch.einsum("...rhgs,...shd->...rhgd", weights, finite)
     tainted = torch.einsum("...rs,...sh->...rh", visible.float(), broken.float()) > 0
     out = out.masked_fill(tainted[..., None, None], float("nan"))
     total = total.masked_fill(tainted[..., None], float("nan"))
     return Partial(out.flatten(-3, -2), top.flatten(-2), total.flatten(-2))
+
+
+def _weights(scores: Tensor, top: Tensor) -> Tensor:
+    """exp(scores - top), 0 where that is next to nothing: MKL's exp takes 14 times as long for what underflows."""
+    weights = (scores - top).clamp_(min=LEAST_EXPONENT).exp_()
+    return torch.threshold_(weights, LEAST_WEIGHT, 0.0)
 
 
 def _in_range(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
