@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.connector.fault_store import FaultStore
-from tests.engine.serving import Engine, share_groups
+from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
 from tests.import_heap import leave_out_collections
 from tests.ports import port_of_ranks
@@ -22,7 +22,6 @@ def in_process() -> Iterator[None]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
         leave_out_collections()
-        share_groups()
         # of chat templates: without a tokenizer it fails, and what is logged of that keeps the engine alive
         patch.setattr("vllm.renderers.base.BaseRenderer.warmup", lambda self, chat_params: None)
         patch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", WarmContext)

@@ -94,8 +94,6 @@ def _call(request: str) -> None:
     scenario = getattr(importlib.import_module(asked["module"]), asked["name"])
     freeze_imports()
     leave_out_collections()
-    # here, where the device is known: it imports vLLM
-    importlib.import_module("tests.engine.serving").share_groups()
     if os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
         _fork_workers()
     result = scenario(**asked["arguments"])

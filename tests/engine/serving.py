@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import pytest
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.envs import disable_envs_cache
+from vllm.v1.engine import core as engine_core
 
 from tests.engine.model_classes import import_class
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
@@ -48,15 +48,15 @@ class Answer:
 
 
 def share_groups() -> None:
-    """All engines of a process share vLLM's groups of workers, which outlive each of them.
+    """From now on all engines of this process share vLLM's groups of workers, which outlive each of them.
 
     The end of an engine takes the groups of all with it, even where it is collected late, and waits 0.1 s for that.
     """
-    vars(importlib.import_module("vllm.v1.engine.core"))["cleanup_dist_env_and_memory"] = disable_envs_cache
+    vars(engine_core)["cleanup_dist_env_and_memory"] = disable_envs_cache
 
 
 class Engine:
-    """vLLM's engine with our worker, in process. Call `share_groups` before the first.
+    """vLLM's engine with our worker, in process.
 
     Args:
         model: folder of the model.
@@ -67,6 +67,7 @@ class Engine:
     def __init__(self, model: Path, ucm: Mapping[str, Any] | None = None, **options: Any) -> None:
         merged = {"model": str(model), **TINY_OPTIONS, "additional_config": {"ucm": dict(ucm or {})}, **options}
         import_class(model)
+        share_groups()
         self.llm = LLM(**merged)
         self.preemptions = 0
         client: Any = self.llm.llm_engine.engine_core

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 pytestmark = pytest.mark.slow  # starts engines
 
 NUM_DRAFTS, REQUESTS, TOKENS, ACCEPTANCE = 4, 6, 90, 0.6
-STATIC: dict[str, Any] = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full", "max_shared_blocks": 64}}
+STATIC: dict[str, Any] = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full"}}
 KVSTAR: dict[str, Any] = {
     "ucm_sparse_method": "KVStar",
     "ucm_sparse_config": {"KVStar": {"sparse_ratio": 0.3, "sparse_steps": "always", "min_tokens": 40}},
