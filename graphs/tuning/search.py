@@ -28,37 +28,65 @@ def exchange(costs: Floats, weights: Floats, chosen: NDArray[np.int64]) -> NDArr
         chosen: [k] candidates to start from.
     """
     chosen = chosen.copy()
+    owned, sums = _owned(costs, chosen), _Sums(costs, weights, len(chosen))
+    sums.add(np.arange(len(weights)), owned, 1.0)
     for _ in range(MAX_EXCHANGES):
-        owner, first, second = _two_cheapest(costs, chosen)
-        gain = np.clip(first - costs, 0.0, None) @ weights
-        loss = _losses(costs, weights, owner, first, second, len(chosen))
-        net = gain[:, None] - loss
+        net = sums.gain[:, None] - sums.loss
         candidate, place = divmod(int(np.argmax(net)), len(chosen))
-        if net[candidate, place] <= LEAST_SWAP_GAIN * float(first @ weights):
+        if net[candidate, place] <= LEAST_SWAP_GAIN * float(owned.first @ weights):
             break
         chosen[place] = candidate
+        before, owned = owned, _owned(costs, chosen)
+        # an exchange is felt by few points
+        points = np.flatnonzero(owned.differs_from(before))
+        sums.add(points, before, -1.0)
+        sums.add(points, owned, 1.0)
     return chosen
 
 
-def _two_cheapest(costs: Floats, chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats, Floats]:
-    """For each point the place of its cheapest (k: the one that is always there), its cost, and the second's."""
+class _Owned(NamedTuple):
+    """Of each point the place of its cheapest candidate (k: the one that is always there), the cost in it, and the cost
+    in the second cheapest; each [points]."""
+
+    place: NDArray[np.int64]
+    first: Floats
+    second: Floats
+
+    def differs_from(self, other: _Owned) -> NDArray[np.bool_]:
+        """[points]"""
+        return (self.place != other.place) | (self.first != other.first) | (self.second != other.second)
+
+
+def _owned(costs: Floats, chosen: NDArray[np.int64]) -> _Owned:
     mine = np.concatenate([costs[chosen], costs[-1:]])
-    owner = np.argmin(mine, axis=0)
+    place = np.argmin(mine, axis=0)
     columns = np.arange(mine.shape[1])
-    first = mine[owner, columns]
-    mine[owner, columns] = np.inf
-    return owner, first, np.minimum(mine.min(axis=0), costs[-1])
+    first = mine[place, columns]
+    mine[place, columns] = np.inf
+    return _Owned(place, first, np.minimum(mine.min(axis=0), costs[-1]))
 
 
-def _losses(costs: Floats, weights: Floats, owner: NDArray[np.int64], first: Floats, second: Floats, k: int) -> Floats:
-    """[candidates, k] added cost of the points of a place when the candidate takes its place."""
-    losses = np.zeros((len(costs), k))
-    for place in range(k):
-        members = np.flatnonzero(owner == place)
-        if members.size:
-            instead = np.clip(costs[:, members], first[members], second[members])
-            losses[:, place] = (instead - first[members]) @ weights[members]
-    return losses
+class _Sums:
+    """What an exchange changes, as sums over points.
+
+    gain: [candidates] saved by a candidate beside all that are chosen. loss: [candidates, k] what the points of a place
+    cost more when the candidate takes it.
+    """
+
+    def __init__(self, costs: Floats, weights: Floats, k: int) -> None:
+        self._costs, self._weights = costs, weights
+        self.gain, self.loss = np.zeros(len(costs)), np.zeros((len(costs), k))
+
+    def add(self, points: NDArray[np.int64], owned: _Owned, sign: float) -> None:
+        """Adds these points, or takes them out with `sign` -1."""
+        # those of a place beside each other
+        points = points[np.argsort(owned.place[points], kind="stable")]
+        places, starts = np.unique(owned.place[points], return_index=True)
+        for place, members in zip(places, np.split(points, starts[1:]), strict=True):
+            costs, first, weights = self._costs[:, members], owned.first[members], sign * self._weights[members]
+            self.gain += np.maximum(first - costs, 0.0) @ weights
+            if place < self.loss.shape[1]:
+                self.loss[:, place] += (np.clip(costs, first, owned.second[members]) - first) @ weights
 
 
 def cost_table(candidates: Shapes, seconds: Floats, points: Shapes) -> Floats:

@@ -82,7 +82,7 @@ def test_tokens_are_right_and_the_rate_is_as_asked(
     target, draft = models
     log = tmp_path / "log.jsonl"
     drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
-    options = {**OPTIONS, "max_num_batched_tokens": 256, "speculative_config": drafts}
+    options = {**OPTIONS, "max_num_batched_tokens": 64, "speculative_config": drafts}
     ucm = {**STATIC, **KVSTAR, "phase_log": str(log)}
     prompts = [[3 + 17 * request, *range(40 + request)] for request in range(REQUESTS)]
     with start(target, ucm, is_async=is_async, **options) as engine:
