@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_array, shape
 from vllm_gaudi_ucm.graphs.tuning.certificate import certify
 from vllm_gaudi_ucm.graphs.tuning.logits_rows import best_rows, quantise
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.search import Search, cost_table
+from vllm_gaudi_ucm.graphs.tuning.search import Search, cost_table, exchange
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
 pytestmark = pytest.mark.slow  # tunes many sets of buckets
@@ -104,6 +104,28 @@ def test_graphs_are_divided_between_forward_shapes_and_logits_rows_within_3_perc
             assert buckets.num_graphs <= max_graphs
             best, reached = least_seconds(objective, max_graphs), objective.padded_seconds(buckets)
             assert best * (1 - 1e-9) <= reached <= 1.03 * best, f"seed {seed}, {max_graphs} graphs"
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 12), st.integers(1, 30))
+def test_no_exchange_of_one_shape_is_left_that_saves(seed: int, k: int, count: int, points: int) -> None:
+    """Costs are small whole numbers, so that many are equal, and a candidate may be chosen twice."""
+    rng = np.random.default_rng(seed)
+    costs = rng.integers(1, 9, (count + 1, points)).astype(np.float64)
+    costs[rng.random(costs.shape) < 0.4] = np.inf
+    costs[-1] = 9.0
+    weights = rng.integers(1, 5, points).astype(np.float64)
+    start = rng.integers(0, count + 1, k)
+
+    def cost(chosen: np.ndarray) -> float:
+        return float(np.minimum(costs[chosen].min(axis=0), costs[-1]) @ weights)
+
+    found = exchange(costs, weights, start)
+    assert cost(found) <= cost(start)
+    for place, candidate in itertools.product(range(k), range(count + 1)):
+        other = found.copy()
+        other[place] = candidate
+        assert cost(other) >= cost(found)
 
 
 def test_fewer_shapes_than_places_are_no_obstacle() -> None:
