@@ -79,10 +79,9 @@ class _Sums:
 
     def add(self, points: NDArray[np.int64], owned: _Owned, sign: float) -> None:
         """Adds these points, or takes them out with `sign` -1."""
-        # those of a place beside each other
-        points = points[np.argsort(owned.place[points], kind="stable")]
-        places, starts = np.unique(owned.place[points], return_index=True)
-        for place, members in zip(places, np.split(points, starts[1:]), strict=True):
+        places = owned.place[points]
+        for place in np.unique(places):
+            members = points[places == place]
             costs, first, weights = self._costs[:, members], owned.first[members], sign * self._weights[members]
             self.gain += np.maximum(first - costs, 0.0) @ weights
             if place < self.loss.shape[1]:

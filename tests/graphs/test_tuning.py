@@ -107,7 +107,7 @@ def test_graphs_are_divided_between_forward_shapes_and_logits_rows_within_3_perc
 
 
 @settings(max_examples=100)
-@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 12), st.integers(1, 30))
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 12), st.integers(0, 30))
 def test_no_exchange_of_one_shape_is_left_that_saves(seed: int, k: int, count: int, points: int) -> None:
     """Costs are small whole numbers, so that many are equal, and a candidate may be chosen twice."""
     rng = np.random.default_rng(seed)
