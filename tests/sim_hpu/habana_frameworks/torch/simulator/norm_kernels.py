@@ -16,15 +16,24 @@ def rms_norm(data_in: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Te
 
     data_in: bf16 or f32 [..., hidden]; 3-d and more. gamma: [hidden], the same dtype.
     """
+    _check_norm(data_in, gamma)
+    x = data_in.float()
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    return (x * inverse * gamma.float()).to(data_in.dtype), inverse
+
+
+def _shape_of_norm(data_in: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    _check_norm(data_in, gamma)
+    return torch.empty_like(data_in), data_in.new_empty((*data_in.shape[:-1], 1), dtype=torch.float32)
+
+
+def _check_norm(data_in: Tensor, gamma: Tensor) -> None:
     name = "hpu.rms_norm"
     if data_in.dtype not in _FLOATS:
         duties.refuse(WIDTH, name, f"the input is {data_in.dtype}", "use bfloat16 or float32")
     same_dtype(WIDTH, name, data_in, gamma=gamma)
     if data_in.dim() < 3:
         duties.warn(WIDTH, name, f"a {data_in.dim()}-d input; only 3-d ones are known to work", "reshape it to 3-d")
-    x = data_in.float()
-    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    return (x * inverse * gamma.float()).to(data_in.dtype), inverse
 
 
 def rotary_pos_embedding(
@@ -36,6 +45,23 @@ def rotary_pos_embedding(
         halves concatenated twice (mode 0, BLOCKWISE), or each entry twice in a row (mode 1, PAIRWISE).
     position_ids: int [batch, tokens] where sin and cos are whole tables. offset: first row of sin and cos, without ids.
     """
+    _check_rotary(input, sin, cos, mode)
+    if position_ids is not None:
+        sin, cos = (table.squeeze(1).squeeze(0)[position_ids].unsqueeze(1) for table in (sin, cos))
+    elif offset:
+        sin, cos = (table.narrow(0, offset, input.shape[0]) for table in (sin, cos))
+    x = input.float()
+    return (x * cos.float() + _turned(x, mode) * sin.float()).to(input.dtype)
+
+
+def _shape_of_rotary(
+    input: Tensor, sin: Tensor, cos: Tensor, position_ids: Tensor | None, offset: int, mode: int
+) -> Tensor:
+    _check_rotary(input, sin, cos, mode)
+    return torch.empty_like(input)
+
+
+def _check_rotary(input: Tensor, sin: Tensor, cos: Tensor, mode: int) -> None:
     name = "hpu.rotary_pos_embedding"
     for argument, table in (("sin", sin), ("cos", cos)):
         if table.shape[-1] != input.shape[-1]:
@@ -44,12 +70,6 @@ def rotary_pos_embedding(
     same_dtype(WIDTH, name, input, sin=sin, cos=cos)
     if mode not in (BLOCKWISE, PAIRWISE):
         duties.refuse(WIDTH, name, f"mode {mode}", "0 (BLOCKWISE) or 1 (PAIRWISE)")
-    if position_ids is not None:
-        sin, cos = (table.squeeze(1).squeeze(0)[position_ids].unsqueeze(1) for table in (sin, cos))
-    elif offset:
-        sin, cos = (table.narrow(0, offset, input.shape[0]) for table in (sin, cos))
-    x = input.float()
-    return (x * cos.float() + _turned(x, mode) * sin.float()).to(input.dtype)
 
 
 def _turned(x: Tensor, mode: int) -> Tensor:
@@ -61,10 +81,11 @@ def _turned(x: Tensor, mode: int) -> Tensor:
 
 
 KERNELS = (
-    Kernel("rms_norm(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)", rms_norm),
+    Kernel("rms_norm(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)", rms_norm, _shape_of_norm),
     Kernel(
         "rotary_pos_embedding(Tensor input, Tensor sin, Tensor cos, Tensor? position_ids, int offset, int mode) "
         "-> Tensor",
         rotary_pos_embedding,
+        _shape_of_rotary,
     ),
 )
