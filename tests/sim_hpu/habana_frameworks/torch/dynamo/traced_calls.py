@@ -1,4 +1,5 @@
-"""How Dynamo passes calls of operators through the stand-in's device mode: those that it does not change, as they are.
+"""How Dynamo passes calls of operators through the stand-in's device mode: those that it does not change, as they are;
+`unflatten`, a method in Python, as its operator.
 
 A Gaudi has no such mode. Dynamo would trace its method for each call of an operator, a third of what tracing takes.
 """
