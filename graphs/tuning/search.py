@@ -53,7 +53,7 @@ class _Owned(NamedTuple):
     second: Floats
 
     def differs_from(self, other: _Owned) -> NDArray[np.bool_]:
-        """[points]"""
+        """[points] whether any of the three is another."""
         return (self.place != other.place) | (self.first != other.first) | (self.second != other.second)
 
 

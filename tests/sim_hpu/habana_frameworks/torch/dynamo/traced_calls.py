@@ -4,7 +4,7 @@
 A Gaudi has no such mode. Dynamo would trace its method for each call of an operator, a third of what tracing takes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from habana_frameworks.torch.simulator.device_mode import CHANGED_WHEN_TRACED, DeviceMode
@@ -25,10 +25,9 @@ def pass_unchanged_calls() -> None:
 def _call_torch_function(self: Any, tx: Any, fn: Any, types: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
     args = list(args)
     if isinstance(self.value, DeviceMode) and _is_on_host(kwargs.get("device")):
-        if _is_unchanged(fn, args):
-            return fn.call_function(tx, args, kwargs)
-        if _is(fn, torch.Tensor.unflatten):
-            return TorchInGraphFunctionVariable(torch.unflatten).call_function(tx, args, kwargs)
+        passed = _passed(fn, args)
+        if passed is not None:
+            return passed.call_function(tx, args, kwargs)
     return _trace_method(self, tx, fn, types, args, kwargs)
 
 
@@ -37,17 +36,16 @@ def _is_on_host(device: Any) -> bool:
     return device is None or (device.is_python_constant() and device.as_python_constant() in (None, HOST))
 
 
-def _is(fn: Any, function: Any) -> bool:
-    return fn.is_python_constant() and fn.as_python_constant() is function
-
-
-def _is_unchanged(fn: Any, args: Iterable[Any]) -> bool:
+def _passed(fn: Any, args: Sequence[Any]) -> Any:
+    """What is called in place of a function, often itself; None where the mode's method is to be traced."""
     try:
         function = fn.as_python_constant()
     except NotImplementedError:
-        return False
+        return None
+    if function is torch.Tensor.unflatten:
+        # dynamo cannot trace the super() call in this Python method, which it never enters without a mode
+        return TorchInGraphFunctionVariable(torch.unflatten)
     if function is torch.Tensor.to:
-        return all(
-            arg.is_python_constant() and isinstance(arg.as_python_constant(), torch.dtype) for arg in [*args][1:]
-        )
-    return function not in CHANGED_WHEN_TRACED
+        targets = [arg.as_python_constant() if arg.is_python_constant() else None for arg in args[1:]]
+        return fn if all(isinstance(target, torch.dtype) for target in targets) else None
+    return None if function in CHANGED_WHEN_TRACED else fn

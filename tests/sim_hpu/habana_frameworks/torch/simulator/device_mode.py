@@ -18,8 +18,8 @@ from torch.utils import _device as default_device
 
 # Made of values that the host has: these are copied to the card, where other factories compute on it.
 _OF_HOST_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.scalar_tensor})
-# What may read the host, names a device by its place, or is no operator. So do calls with a device.
-CHANGED_WHEN_TRACED = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.unflatten, one_hot)
+# What may read the host, or names a device by its place. So do calls with a device.
+CHANGED_WHEN_TRACED = (torch.Tensor.to, torch.Tensor.cpu, one_hot)
 _CONSTRUCTORS = frozenset(default_device._device_constructors())
 
 Args = Sequence[Any]
@@ -56,9 +56,7 @@ class DeviceMode(TorchFunctionMode):
 
 
 def _traced(func: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
-    """What dynamo traces for those that may read the host, name a device by its place, or are no operators."""
-    # dynamo cannot trace the super() call in this Python method, which it never enters without a mode
-    func = torch.unflatten if func is torch.Tensor.unflatten else func
+    """What dynamo traces for those that may read the host, or name a device by its place."""
     if _reads_host(func, args, kwargs):
         return torch.ops.sim_hpu.host_read(args[0])
     if func is one_hot and len(args) == 2:
