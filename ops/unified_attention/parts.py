@@ -8,6 +8,7 @@ Source: seed 001 (Unified Attention), design.md 3.1 and 3.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -186,18 +187,21 @@ def merge(partials: Sequence[Partial], out: Tensor, log_sums: Tensor | None = No
 
     A partial may cover only the first rows (single rows come first): the other rows see none of its keys.
     """
-    rows = out.shape[0]
-    merged = nothing(out, rows, out.shape[-1])
-    for partial in partials:
-        covered = partial.max.shape[0]
-        both = combine(Partial(*(whole[:covered] for whole in merged)), partial)
-        for whole, first in zip(merged, both, strict=True):
-            whole[:covered] = first
-    # The largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen.
-    total = torch.where(merged.sum == 0, 1.0, merged.sum)
+    over_all = [_over_all_rows(partial, out) for partial in partials]
+    merged = reduce(combine, over_all) if over_all else nothing(out, out.shape[0], out.shape[-1])
     if log_sums is not None:
-        log_sums.copy_((merged.max + total.log()).clamp(min=NOTHING_SEEN))
-    return out.copy_(merged.out / total[..., None])
+        log_sums.copy_((merged.max + merged.sum.log()).clamp(min=NOTHING_SEEN))
+    # The largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen.
+    total = merged.sum[..., None]
+    return out.copy_(torch.where(total == 0, 0.0, merged.out / total))
+
+
+def _over_all_rows(partial: Partial, out: Tensor) -> Partial:
+    """The same partial with the rows of `out`, of which it may have the first ones only."""
+    more = out.shape[0] - partial.max.shape[0]
+    if not more:
+        return partial
+    return Partial(*map(torch.cat, zip(partial, nothing(out, more, out.shape[-1]), strict=True)))
 
 
 def combine(a: Partial, b: Partial) -> Partial:

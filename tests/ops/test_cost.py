@@ -24,9 +24,9 @@ def _flops(call: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def _pair_flops(pairs: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Scores and values of each (row, token) pair, and the reference's own product that finds broken tokens."""
-    return pairs * (2 * heads * dim * 2 + 2 * kv_heads)
+def _pair_flops(pairs: int, heads: int, dim: int) -> int:
+    """Scores and values of each (row, token) pair, and nothing else."""
+    return pairs * 2 * heads * dim * 2
 
 
 def test_unique_cost_follows_the_blocks_in_use() -> None:
@@ -39,7 +39,7 @@ def test_unique_cost_follows_the_blocks_in_use() -> None:
             hi = torch.full((blocks,), 4, dtype=torch.int32)
             part = UniquePart(torch.arange(blocks), owners, torch.zeros_like(hi), hi, rows)
             flops = _flops(lambda part=part, query=query: reference.unique(query, cache, cache, part, PLAIN))
-            assert flops == _pair_flops(blocks * 4, 4, 2, 16)
+            assert flops == _pair_flops(blocks * 4, 4, 16)
 
 
 def test_packed_prompts_cost_their_own_squares() -> None:
@@ -55,7 +55,7 @@ def test_packed_prompts_cost_their_own_squares() -> None:
     rows = sum(lengths)
     query, key = torch.randn(rows, 4, 16), torch.randn(rows, 2, 16)
     part = CausalPart(torch.tensor(groups, dtype=torch.int32), tuple(slices))
-    assert _flops(lambda: reference.causal(query, key, key, part, PLAIN)) == _pair_flops(pairs, 4, 2, 16)
+    assert _flops(lambda: reference.causal(query, key, key, part, PLAIN)) == _pair_flops(pairs, 4, 16)
     assert pairs <= sum(n * (n + slice_size) // 2 for n in lengths)
 
 
@@ -68,7 +68,7 @@ def test_shared_cost_follows_the_groups() -> None:
     groups = (SharedGroup(torch.arange(4), 0, 4), SharedGroup(torch.arange(4, 8), 4, 6))
     part = SharedPart(torch.arange(1, 7), spans, torch.zeros_like(hi), hi, groups)
     flops = _flops(lambda: reference.shared(query, cache, cache, part, PLAIN))
-    assert flops == _pair_flops(4 * 16 + 4 * 8, 4, 2, 16)
+    assert flops == _pair_flops(4 * 16 + 4 * 8, 4, 16)
 
 
 def test_shared_memory_is_bounded_by_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

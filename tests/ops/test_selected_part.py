@@ -175,7 +175,7 @@ def test_cost_follows_the_chosen_blocks() -> None:
     )
     with FlopCounterMode(display=False) as counter:
         reference.selected(query, cache, cache, part, AttentionSpec(0.25), blocks)
-    assert counter.get_total_flops() == 10 * 4 * 3 * (2 * 4 * 16 * 2 + 2 * 2)
+    assert counter.get_total_flops() == 10 * 4 * 3 * 2 * 4 * 16 * 2
 
 
 @pytest.mark.slow

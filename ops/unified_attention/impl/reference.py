@@ -4,15 +4,16 @@ All arithmetic is fp32 for any inputs, with natural logarithms. Nothing here rea
 code runs inside a captured graph: the bounds of the loops (slices, groups, shapes) are on the host already.
 
 Garbage: a token that a row does not see must not reach it, but NaN times weight 0 is NaN. So scores are *replaced* by
--inf, not added to, and non-finite values enter the product as 0. If a row sees a token whose key or value is NaN or
-infinite in any element, the row is set to NaN afterwards, in all elements of the heads that read the token, whatever
-the token's weight; so broken requests stay detectable. Inf is no better than NaN: it comes from an overflow, and Inf
-times a weight that was rounded to 0 is NaN anyway. Other implementations may miss one case: a key with a score of -Inf
-has weight 0. Source: seed 001; design.md 3.2.
+-inf, and non-finite values enter the product as 0. A token whose key or value is NaN or infinite in any element has the
+score NaN, and with it every row that sees the token, in all elements of the heads that read it, whatever its weight; so
+broken requests stay detectable. Inf is no better than NaN: it comes from an overflow, and Inf times a weight that was
+rounded to 0 is NaN anyway. Other implementations may miss one case: a key with a score of -Inf has weight 0.
+Source: seed 001; design.md 3.2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,16 +112,21 @@ def causal(
 
     query: [rows, heads, dim]; key: [rows, kv_heads, dim]; value: [rows, kv_heads, value_dim]. The partial has all rows.
     """
-    result = nothing(query, query.shape[0], value.shape[-1])
     position = torch.arange(query.shape[0], device=query.device)
+    pieces, end, in_order = [], 0, True
     for query_lo, query_hi, key_lo, key_hi in part.slices:
+        in_order, end = in_order and query_lo == end, query_hi
         rows, keys = slice(query_lo, query_hi), slice(key_lo, key_hi)
         same = (part.groups[rows, None] == part.groups[None, keys]) & (part.groups[rows, None] >= 0)
         visible = same & (position[None, keys] <= position[rows, None])
         if part.first_rows is not None:
             visible &= position[None, keys] >= part.first_rows[rows, None]
         bias = None if slopes is None else slopes.bias(position[rows, None] - position[None, keys])
-        piece = _attend_visible(query[rows], key[keys], value[keys], visible, spec, bias)
+        pieces.append((rows, _attend_visible(query[rows], key[keys], value[keys], visible, spec, bias)))
+    if pieces and in_order and end == query.shape[0]:
+        return _joined([piece for _, piece in pieces])
+    result = nothing(query, query.shape[0], value.shape[-1])
+    for rows, piece in pieces:
         for whole, tile in zip(result, piece, strict=True):
             whole[rows] = tile
     return result
@@ -136,14 +142,17 @@ def shared(
 ) -> Partial:
     """The shared part; the work is rows x blocks of its groups. The partial has all rows."""
     result = nothing(query, query.shape[0], value_cache.shape[-1])
-    for group in part.groups:
+    for number, group in enumerate(part.groups):
         for rows in group.rows.split(ROW_TILE):
-            _add_shared_rows(result, query, key_cache, value_cache, part, group._replace(rows=rows), spec, slopes)
+            found = _shared_rows(query, key_cache, value_cache, part, group._replace(rows=rows), spec, slopes)
+            if number:  # rows of an earlier group may be among them
+                found = combine(Partial(*(whole[rows] for whole in result)), found)
+            for whole, tile in zip(result, found, strict=True):
+                whole.index_copy_(0, rows, tile)
     return result
 
 
-def _add_shared_rows(
-    result: Partial,
+def _shared_rows(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -151,12 +160,13 @@ def _add_shared_rows(
     group: SharedGroup,
     spec: AttentionSpec,
     slopes: _Slopes | None,
-) -> None:
-    """Adds one tile of rows of a group to `result`, a tile of blocks at a time."""
+) -> Partial:
+    """The partial of one tile of rows of a group, a tile of blocks at a time."""
     block_size = key_cache.shape[1]
     spans = part.row_spans[group.rows]
     token = torch.arange(block_size, device=query.device)
     tile = max(1, TOKEN_TILE // block_size)
+    result = None
     for first in range(group.block_lo, group.block_hi, tile):
         blocks = slice(first, min(first + tile, group.block_hi))
         ids = part.blocks[blocks]
@@ -168,9 +178,8 @@ def _add_shared_rows(
         piece = _attend_visible(
             query[group.rows], key_cache[ids].flatten(0, 1), value_cache[ids].flatten(0, 1), visible, spec, bias
         )
-        both = combine(Partial(*(whole[group.rows] for whole in result)), piece)
-        for whole, rows in zip(result, both, strict=True):
-            whole.index_copy_(0, group.rows, rows)
+        result = piece if result is None else combine(result, piece)
+    return nothing(query, group.rows.shape[0], value_cache.shape[-1]) if result is None else result
 
 
 def unique(
@@ -197,7 +206,7 @@ def unique(
             token = torch.arange(block_size, device=query.device)
             bias = slopes.bias((slopes.positions[part.rows[span], None] + part.lo[span, None] - token)[:, None])
         pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, spec, bias))
-    piece = Partial(*(torch.cat(tensors).squeeze(1) for tensors in zip(*pieces, strict=True)))
+    piece = Partial(*(tensor.squeeze(1) for tensor in _joined(pieces)))
     return reduce_to_rows(piece, part.rows, result)
 
 
@@ -240,23 +249,21 @@ def _attend_visible(
         key, value = key.float(), value.float()
     kv_heads = key.shape[-2]
     folded = query.float().unflatten(-2, (kv_heads, -1))
-    scores = torch.einsum("...rhgd,...shd->...rhgs", folded, key.float()) * spec.scale
-    if spec.logits_soft_cap is not None:
-        scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+    # x - x is 0, or NaN where x is not finite: its sum takes a tenth of the time of isfinite().all()
+    broken = ((key - key).sum(-1) + (value - value).sum(-1)).float().transpose(-2, -1)[..., None, :, None, :]
+    scores = torch.einsum("...rhgd,...shd->...rhgs", folded, key.float())
+    if spec.logits_soft_cap is None:
+        scores = torch.add(broken, scores, alpha=spec.scale)
+    else:
+        scores = torch.tanh(scores * (spec.scale / spec.logits_soft_cap)) * spec.logits_soft_cap + broken
     if bias is not None:
         scores = scores + bias.unflatten(-2, (kv_heads, -1))
     scores = torch.where(visible[..., None, None, :], scores, NEG_INF)
     top = scores.amax(-1)
     weights = _weights(scores, shift(top)[..., None])
     total = weights.sum(-1)
-
-    # x - x is 0, or NaN where x is not finite: its sum takes a tenth of the time of isfinite().all()
-    broken = ((key - key).sum(-1) + (value - value).sum(-1)).isnan()
     finite = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0).float()
     out = torch.einsum("...rhgs,...shd->...rhgd", weights, finite)
-    tainted = torch.einsum("...rs,...sh->...rh", visible.float(), broken.float()) > 0
-    out = out.masked_fill(tainted[..., None, None], float("nan"))
-    total = total.masked_fill(tainted[..., None], float("nan"))
     return Partial(out.flatten(-3, -2), top.flatten(-2), total.flatten(-2))
 
 
@@ -264,6 +271,11 @@ def _weights(scores: Tensor, top: Tensor) -> Tensor:
     """exp(scores - top), 0 where that is next to nothing: MKL's exp takes 14 times as long for what underflows."""
     weights = (scores - top).clamp_(min=LEAST_EXPONENT).exp_()
     return torch.threshold_(weights, LEAST_WEIGHT, 0.0)
+
+
+def _joined(pieces: Sequence[Partial]) -> Partial:
+    """The partial of all rows of these partials, one after the other."""
+    return pieces[0] if len(pieces) == 1 else Partial(*map(torch.cat, zip(*pieces, strict=True)))
 
 
 def _in_range(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
