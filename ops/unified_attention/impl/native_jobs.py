@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -235,8 +236,8 @@ def _by_owner(owners: Ints) -> Ints | slice:
 def _runs(owners: Ints) -> Iterator[tuple[int, int, int]]:
     """Each owner of a sorted array with its range."""
     if len(owners):
-        starts = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
-        yield from zip(owners[starts].tolist(), starts.tolist(), [*starts[1:].tolist(), len(owners)], strict=True)
+        starts = [0, *((owners[1:] != owners[:-1]).nonzero()[0] + 1).tolist()]
+        yield from zip(owners[starts].tolist(), starts, [*starts[1:], len(owners)], strict=True)
 
 
 # Rows of a job: keys are prepared once per tile of them, and the jobs of a step have to keep all cores busy. Where
@@ -245,6 +246,10 @@ ROW_TILE = 64
 MANY_ROWS = 1024
 # Cached tokens of a job: a long context is split among cores, and its partial results are merged.
 TOKEN_TILE = 1024
+TOKENS_UNCUT = TOKEN_TILE + TOKEN_TILE // 2
+
+
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -268,6 +273,8 @@ class Jobs:
 
     def empty_rows(self, rows: int) -> Ints:
         """The rows below `rows` that are in no job: they see nothing. The array lives as long as the jobs."""
+        if not self.partials and len(self.rows) == rows:  # each row is in one job
+            return _NO_ROWS
         if rows not in self._empty:
             seen = np.zeros(rows, bool)
             seen[self.rows[:, 0]] = True
@@ -278,7 +285,7 @@ class Jobs:
 def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
     """The jobs of a step; each visible (row, token) pair is in exactly one of them."""
     size = row_tile(0 if parts.causal is None else int((parts.causal.groups >= 0).sum()))
-    tiles = [tile for item in make_items(parts, block_size) for tile in _tiles(item, size)]
+    tiles = [tile for item in make_items(parts, block_size) for tile in _tiles(item, size, block_size)]
     return _tables(tiles, None if parts.positions is None else parts.positions.numpy())
 
 
@@ -299,7 +306,7 @@ def row_tile(chunk_rows: int) -> int:
     return ROW_TILE * 2 if chunk_rows >= MANY_ROWS else ROW_TILE
 
 
-def _tiles(item: JobItem, size: int) -> Iterator[JobTile]:
+def _tiles(item: JobItem, size: int, block_size: int) -> Iterator[JobTile]:
     """Cuts an item into tiles of so many rows; few rows with a long context are cut by tokens too."""
     if item.rise is not None:
         # in the order of positions, so that what a row does not see comes first
@@ -313,7 +320,7 @@ def _tiles(item: JobItem, size: int) -> Iterator[JobTile]:
         if item.first_rows is not None:
             first_new = item.first_rows[chosen]
             causal_first = max(causal_first, int(first_new[0]))
-        pieces = [ranges] if len(item.rows) > size else _pieces(ranges)
+        pieces = [ranges] if len(item.rows) > size or len(ranges) * block_size <= TOKENS_UNCUT else _pieces(ranges)
         for piece in pieces:
             if len(piece) or causal_first != NO_CAUSAL:
                 yield JobTile(rows, piece, causal_first, skip, first_new)
@@ -335,7 +342,7 @@ def _from_first_row(ranges: Ints, rise: Ints) -> tuple[Ints, Ints | None]:
 
 def _pieces(ranges: Ints) -> list[Ints]:
     ends = np.cumsum(ranges[:, 2] - ranges[:, 1])
-    if not len(ends) or ends[-1] <= TOKEN_TILE + TOKEN_TILE // 2:
+    if not len(ends) or ends[-1] <= TOKENS_UNCUT:
         return [ranges]
     tiles = ends // TOKEN_TILE
     cuts = ((tiles[1:] != tiles[:-1]).nonzero()[0] + 1).tolist()
@@ -378,19 +385,18 @@ def _costs(tiles: list[JobTile]) -> Ints:
     ranges = np.concatenate([tile.ranges for tile in tiles])
     seen = np.zeros(len(ranges) + 1, np.int64)
     np.cumsum(ranges[:, 2] - ranges[:, 1], out=seen[1:])
-    ends = np.cumsum([len(tile.ranges) for tile in tiles])
-    tokens = np.diff(seen[ends], prepend=0).astype(np.int64)
+    seen = seen[np.array([0, *accumulate([len(tile.ranges) for tile in tiles])])]
     new = [0 if tile.causal_first == NO_CAUSAL else int(tile.rows[-1]) - tile.causal_first + 1 for tile in tiles]
-    return np.array([len(tile.rows) for tile in tiles], np.int64) * (tokens + np.array(new, np.int64))
+    return np.array([len(tile.rows) for tile in tiles], np.int64) * (seen[1:] - seen[:-1] + np.array(new, np.int64))
 
 
 def _partials(rows: Ints) -> tuple[Ints, Ints]:
     """Per entry its partial result, or -1 where its row has no other entry; and the rows to merge."""
+    partial = np.full(len(rows), -1, np.int64)
+    if not len(rows) or np.bincount(rows).max() == 1:
+        return partial, np.zeros((0, 3), np.int64)
     owners, which, counts = np.unique(rows, return_inverse=True, return_counts=True)
     several = counts > 1
-    partial = np.full(len(rows), -1, np.int64)
-    if not several.any():
-        return partial, np.zeros((0, 3), np.int64)
     ends = np.cumsum(np.where(several, counts, 0))
     starts = ends - np.where(several, counts, 0)
     order = np.argsort(which.reshape(-1), kind="stable")
