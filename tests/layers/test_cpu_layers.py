@@ -9,10 +9,11 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from vllm_gaudi_ucm.layers.cpu_layers import (
+    FusedGemmaRMSNorm,
     FusedRMSNorm,
     FusedSiluAndMul,
     StepRotaryEmbedding,
@@ -61,6 +62,40 @@ def test_norm_in_half_precision_is_vllms_own() -> None:
     x, residual = torch.randn(5, HIDDEN).bfloat16(), torch.randn(5, HIDDEN).bfloat16()
     found = norm.forward_oot(x.clone(), residual.clone())
     expected = norm.forward_native(x.clone(), residual.clone())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def make_gemma_norm(dtype: torch.dtype = torch.float32) -> GemmaRMSNorm:
+    norm = GemmaRMSNorm(HIDDEN, eps=1e-5).to(dtype)
+    norm.weight.data.normal_()
+    return norm
+
+
+@pytest.mark.parametrize("shape", [(0, HIDDEN), (7, HIDDEN), (5, 3, HIDDEN)])
+def test_gemmas_norm_writes_to_nothing(shape: tuple[int, ...]) -> None:
+    norm = make_gemma_norm()
+    assert type(norm) is FusedGemmaRMSNorm
+    x, residual = torch.randn(shape), torch.randn(shape)
+    given = x.clone(), residual.clone()
+    torch.testing.assert_close(norm.forward_oot(x), norm.forward_native(x), **TOLERANCE)
+    expected = norm.forward_native(x, residual)
+    for found, wanted in zip(norm.forward_oot(x, residual), expected, strict=True):
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+    assert torch.equal(x, given[0])
+    assert torch.equal(residual, given[1])
+
+
+def test_gemmas_norm_of_some_columns() -> None:
+    """Queries and keys as they lie in the product of all three."""
+    norm, product = make_gemma_norm(), torch.randn(4, 5 * HIDDEN)
+    heads = product[:, HIDDEN : 3 * HIDDEN].unflatten(-1, (2, HIDDEN))
+    torch.testing.assert_close(norm.forward_oot(heads), norm.forward_native(heads), **TOLERANCE)
+
+
+def test_gemmas_norm_in_half_precision_is_vllms_own() -> None:
+    norm = make_gemma_norm(torch.bfloat16)
+    x, residual = torch.randn(5, HIDDEN).bfloat16(), torch.randn(5, HIDDEN).bfloat16()
+    found, expected = norm.forward_oot(x, residual), norm.forward_native(x, residual)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -116,5 +151,7 @@ def test_layers_compute_the_same_without_native_kernels(config: VllmConfig, with
     expected = norm.forward_native(x.clone(), residual.clone())
     for found, wanted in zip(norm.forward_oot(x.clone(), residual.clone()), expected, strict=True):
         torch.testing.assert_close(found, wanted, **TOLERANCE)
+    gemma = make_gemma_norm()
+    torch.testing.assert_close(gemma.forward_oot(x), gemma.forward_native(x), **TOLERANCE)
     gated = torch.randn(5, 2 * HIDDEN)
     torch.testing.assert_close(SiluAndMul().forward_oot(gated), SiluAndMul.forward_native(gated), **TOLERANCE)

@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
 from vllm_gaudi_ucm.vllm_api.model import (
     CustomOp,
     ForwardContext,
+    GemmaRMSNorm,
     RMSNorm,
     RotaryEmbedding,
     SiluAndMul,
@@ -43,6 +44,21 @@ class FusedRMSNorm(RMSNorm):
             return rms_norm(x, self.weight if self.pass_weight else None, self.variance_epsilon)
         weight = self.weight if self.pass_weight_add else None
         return rms_norm(x, weight, self.variance_epsilon, residual), residual
+
+
+class FusedGemmaRMSNorm(GemmaRMSNorm):
+    """x -> (1 + weight) * x / sqrt(mean(x^2) + eps), after adding the residual if there is one. Writes to neither: what
+    vLLM calls here does not. In half precision it is vLLM's own computation, which rounds once, after the weight."""
+
+    def forward_oot(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if x.dtype != torch.float32 or self.weight.dtype != torch.float32:
+            return self.forward_native(x, residual)
+        total = x if residual is None else x + residual
+        # norms of queries and keys have the heads as rows
+        norm = rms_norm(total.flatten(0, -2), self.weight + 1.0, self.variance_epsilon).view(total.shape)
+        return norm if residual is None else (norm, total)
 
 
 class _Angles(NamedTuple):
@@ -97,6 +113,7 @@ class FusedSiluAndMul(SiluAndMul):
 
 LAYERS: dict[type[CustomOp], type[CustomOp]] = {
     RMSNorm: FusedRMSNorm,
+    GemmaRMSNorm: FusedGemmaRMSNorm,
     RotaryEmbedding: StepRotaryEmbedding,
     SiluAndMul: FusedSiluAndMul,
 }
