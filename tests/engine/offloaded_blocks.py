@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,30 +107,42 @@ class WatchedEngine:
             patch.number for patch in self.offload._moves.orders.patches if patch.generation == state.generation
         }
         block_size = self.engine.runner.parts.block_size
+        places: list[tuple[int, int, bool]] = []
         for number in range(min(request.num_computed_tokens // block_size, len(blocks))):
             if number in not_sent:
                 continue
             assert seen[number] == blocks[number].block_id, "both sides have the same table"
             if seen[number]:
                 is_compared = self._tolerance is None or not self._rests_on_choices(request, number)
-                self._check_content((state.generation, number), seen[number], is_compared)
+                places.append((number, seen[number], is_compared))
+        if places:
+            self._check_contents(state.generation, places)
 
     def _rests_on_choices(self, request: Any, number: int) -> bool:
         if number >= request.num_prompt_tokens // self.engine.runner.parts.block_size:
             return True
         return not self._chosen.isdisjoint(request.block_hashes[: number + 1])
 
-    def _check_content(self, place: tuple[int, int], block: int, is_compared: bool) -> None:
-        """place: state, logical block."""
-        found = torch.stack([cache[block].float() for cache in self._caches])
-        self._there[place] = block, found
-        before = self._before.get(place)
-        if before is not None and before[0] == block:
-            assert torch.equal(found, before[1]), f"block {place[1]} of state {place[0]} was written where it stays"
-        if is_compared:
-            changed = float((found - self._first.setdefault(place, found)).abs().max())
+    def _check_contents(self, generation: int, places: Sequence[tuple[int, int, bool]]) -> None:
+        """places: of a state, logical blocks, their device blocks, and whether they are compared."""
+        contents = contents_of(self._caches, [block for _, block, _ in places]).float()
+        stayed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        compared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for (number, block, is_compared), found in zip(places, contents, strict=True):
+            place, name = (generation, number), f"block {number} of state {generation}"
+            self._there[place] = block, found
+            before = self._before.get(place)
+            if before is not None and before[0] == block:
+                stayed.append((name, found, before[1]))
+            if is_compared:
+                if place not in self._first:
+                    self._first[place] = found.clone()
+                compared.append((name, found, self._first[place]))
+        for name, changed in largest_differences(stayed):
+            assert changed == 0.0, f"{name} was written where it stays"
+        for name, changed in largest_differences(compared):
             # NaN is no small change
-            assert changed <= (self._tolerance or 0.0), f"block {place[1]} of state {place[0]} has changed by {changed}"
+            assert changed <= (self._tolerance or 0.0), f"{name} has changed by {changed}"
 
     @torch.inference_mode()
     def _poison(self) -> None:
@@ -144,3 +156,17 @@ class WatchedEngine:
                 cache.view(torch.uint8)[index] = 0x7F
             else:
                 cache[index] = float("nan")
+
+
+def contents_of(caches: Sequence[torch.Tensor], blocks: Sequence[int]) -> torch.Tensor:
+    """A copy of what these blocks hold, [blocks, caches, block size, kv heads, head size]."""
+    index = torch.tensor(blocks, dtype=torch.int64)
+    return torch.stack([cache[index] for cache in caches], 1)
+
+
+def largest_differences(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[tuple[str, float]]:
+    """Of each name, the largest difference of its two tensors; NaN where one of them has NaN."""
+    if pairs:
+        names, found, expected = zip(*pairs, strict=True)
+        differences = (torch.stack(found) - torch.stack(expected)).abs().flatten(1).amax(1)
+        yield from zip(names, differences.tolist(), strict=True)

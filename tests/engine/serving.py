@@ -16,7 +16,7 @@ from vllm.envs import disable_envs_cache
 from vllm.v1.engine import core as engine_core
 
 from tests.engine.model_classes import import_class
-from vllm_gaudi_ucm.kv_cache.pair import in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
 # Two float32 computations may order tokens differently where their logits are closer than this.
@@ -99,9 +99,9 @@ class Engine:
         return self._core.model_executor.driver_worker.worker.model_runner
 
     def cached_blocks(self) -> list[torch.Tensor]:
-        """Keys and values of each layer, [blocks, block size, kv heads, head size]."""
+        """Keys and values of each layer, [blocks, block size, kv heads, head size]; of layers with one memory, once."""
         parts = self.runner.parts
-        return [blocks for pair in parts.kv_caches.values() for blocks in in_blocks(pair, parts.block_size)]
+        return [blocks for pair in distinct(parts.kv_caches.values()) for blocks in in_blocks(pair, parts.block_size)]
 
     def generate(self, prompts: Sequence[Any], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
         inputs: list[Any] = [

@@ -106,8 +106,9 @@ class Watched:
         for number, block in enumerate(pool.blocks):
             assert block.block_id == number
         empty = queue.lowest_empty(pool.num_gpu_blocks, pool.num_gpu_blocks)
+        index = torch.tensor([0, *empty])
         for cache in self.engine.cached_blocks():
-            cache[[0, *empty]] = float("nan")
+            cache[index] = float("nan")
         rows, held = self.engine.runner.parts.requests, self.manager.coordinator.single_type_managers[0].req_to_blocks
         for request in self.engine.core.scheduler.running:
             blocks = [block.block_id for block in held[request.request_id]]

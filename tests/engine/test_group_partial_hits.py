@@ -38,7 +38,6 @@ RNG = random.Random(7)
 COMMON = [RNG.randrange(3, VOCAB) for _ in range(4 * BLOCK + 11)]
 # of a window of 24 tokens: a whole block, less, more than most contexts
 SIZES = [BLOCK, 5, 24, 300]
-FEWER_LAYERS = {"num_hidden_layers": 3, "sliding_window_pattern": 3}
 
 
 def prompts(count: int, common: int) -> list[list[int]]:
@@ -49,7 +48,7 @@ ASKED = prompts(6, len(COMMON)) + prompts(4, 2 * BLOCK + 5) + prompts(3, 5)
 ARRIVALS = [3 * index for index in range(len(ASKED))]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**WINDOWS, "sparse_ratio": 1.0}}}
-TIGHT = {"gemma3_text": 48, "gpt_oss": 24, "llama4_text": 40}
+TIGHT = {"gemma3_text": 28, "gpt_oss": 24, "llama4_text": 40}
 BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "small": ({}, {}),
     "drafts": ({}, {"speculative_config": NGRAM}),
@@ -143,7 +142,7 @@ def test_windows_of_any_size(window: int, tmp_path: Path) -> None:
     """A window of a block, of less, and longer than the context: beside full attention, and in all layers."""
     configs = [make_config("mistral", sliding_window=window)]
     if window != WINDOW:  # above
-        configs.append(window_config("gemma3_text", sliding_window=window, **FEWER_LAYERS))
+        configs.append(window_config("gemma3_text", sliding_window=window))
     for number, config in enumerate(configs):
         folder = make_model(tmp_path / str(number), config)
         with Poisoned(folder, ON, **OPTIONS) as engine:

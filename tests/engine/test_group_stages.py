@@ -33,7 +33,7 @@ WINDOW_LAYER, WHOLE_LAYER = "sliding_attention", "full_attention"
 # of each the layers that a block has room for on two stages, and blocks that do not hold all requests
 MODELS: dict[str, tuple[dict[str, Any], list[int], int]] = {
     # windows alone on the first stage: groups of one layer
-    "gemma3_text": ({}, [1, 1], 58),
+    "gemma3_text": ({}, [1, 1], 32),
     # five layers, of which two see whole contexts
     "gpt_oss": ({"num_hidden_layers": 5, "layer_types": [WINDOW_LAYER, WHOLE_LAYER] * 2 + [WINDOW_LAYER]}, [1, 1], 29),
     # two layers of one group and one of another on the first stage, one layer of each of two groups on the other one

@@ -78,7 +78,7 @@ def test_a_second_server_finds_the_blocks_of_every_group(
         assert [answer.cached_tokens for answer in again] == [(len(one) - 1) // BLOCK * BLOCK for one in asked]
         counts = engine.runner.parts.transfer._ours.worker_side.loads.counts
         groups = len(engine.core.scheduler.kv_cache_config.kv_cache_groups)
-        whole = {6: 1, 2: 1}[groups]
+        whole = {3: 1, 2: 1}[groups]
         # Of a window of 24 tokens two blocks, whatever the prompt. The last prompt loads its own, because the second
         # one has brought those of its own window only.
         assert counts.loaded_blocks == whole * (6 + 1 + 5 + 4) + (groups - whole) * (2 + 1 + 2 + 2)
@@ -108,7 +108,7 @@ def test_what_does_not_come_is_computed(model: Path, reference: ReferenceModel, 
 def test_a_small_cache_that_saves_and_loads(model: Path, reference: ReferenceModel, tmp_path: Path) -> None:
     """Preempted requests find in the store what the device has given away, beside others that save."""
     asked = prompts()
-    groups = {"gemma3_text": 54, "gpt_oss": 26}
+    groups = {"gemma3_text": 30, "gpt_oss": 26}
     blocks = next(count for name, count in groups.items() if name in str(model))
     with server(model, tmp_path, num_gpu_blocks_override=blocks) as engine:
         for _ in range(2):
@@ -129,7 +129,7 @@ def test_offloading_connector(model: Path, reference: ReferenceModel, monkeypatc
 
     monkeypatch.setattr(SwappingWorker, "submit_load", counted)
     asked = prompts()
-    options = {**OPTIONS, "num_gpu_blocks_override": 54 if "gemma3" in str(model) else 26}
+    options = {**OPTIONS, "num_gpu_blocks_override": 30 if "gemma3" in str(model) else 26}
     with Engine(model, kv_offloading_size=0.01, kv_offloading_backend="native", **options) as engine:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
         with torch.inference_mode():
@@ -148,7 +148,7 @@ def test_both_connectors_and_a_sparse_method(model: Path, reference: ReferenceMo
     """Children of MultiConnector: host memory first; a second server has our files alone."""
     options = {"sparse_steps": "always", "min_tokens": 32, "sparse_ratio": 1.0, "init_window_sz": 1}
     ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}}
-    asked, blocks = prompts(), 54 if "gemma3" in str(model) else 26
+    asked, blocks = prompts(), 30 if "gemma3" in str(model) else 26
     for _ in range(2):
         config = multi(offloading(), ours(tmp_path))
         with Engine(model, ucm, kv_transfer_config=config, num_gpu_blocks_override=blocks, **OPTIONS) as engine:

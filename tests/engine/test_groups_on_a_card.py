@@ -55,7 +55,7 @@ def serve(model: str, store: str) -> list[Any]:
 
 
 def test_swaps_stores_and_partial_hits(tmp_path: Path) -> None:
-    config = window_config("gemma3_text", num_hidden_layers=3, sliding_window_pattern=3)
+    config = window_config("gemma3_text")
     model = make_model(tmp_path / "model", config)
     found = run_on_card(serve, tmp_path, model=str(model), store=str(tmp_path / "store")).result
     reference = ReferenceModel(model, "eager")

@@ -52,9 +52,10 @@ class Poisoned(Engine):
         pool = self.core.scheduler.kv_cache_manager.block_pool
         free = [block.block_id for block in pool.blocks if not block.ref_cnt and not block.is_null]
         useless = [number for number in free if pool.blocks[number].block_hash is None and not self.is_held(number)]
+        index = torch.tensor(useless, dtype=torch.int64)
         with torch.inference_mode():
             for blocks in self.cached_blocks():
-                blocks[useless] = NAN
+                blocks[index] = NAN
         return outputs
 
     def is_held(self, number: int) -> bool:

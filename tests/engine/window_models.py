@@ -15,8 +15,8 @@ _CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
 MODELS: dict[str, dict[str, Any]] = {
     # windows and full attention in turn, capped logits
     "gemma2": {**_SIZES, **_CAPS, "num_hidden_layers": 4},
-    # five windows for each layer of full attention, of other rotary frequencies; norms of queries and keys
-    "gemma3_text": {**_SIZES, "num_hidden_layers": 6, "sliding_window_pattern": 6},
+    # windows, then a layer of full attention of other rotary frequencies; norms of queries and keys
+    "gemma3_text": {**_SIZES, "num_hidden_layers": 3, "sliding_window_pattern": 3},
 }
 # windows and full attention in turn, sinks, and experts with biases
 GPT_OSS: dict[str, Any] = {
