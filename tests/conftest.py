@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.import_heap import freeze_imports, freeze_rest
+from tests.log_capture import find_loggers_once
 from tests.work_order import RoomScheduling, rank
 from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
 
@@ -24,6 +25,7 @@ CHILDREN = str(ROOT / "tests/children")
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 
+find_loggers_once()
 
 if CHILDREN not in os.environ.get("PYTHONPATH", ""):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILDREN, os.environ.get("PYTHONPATH"))))
