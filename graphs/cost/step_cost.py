@@ -92,32 +92,34 @@ class CostModel:
         """Seconds that a selected part adds to a forward graph of any other sizes: scoring, then attention."""
         blocks = np.asarray(selected, np.float64)
         m = self.model
-        summaries = blocks * CANDIDATES_PER_SELECTED * SUMMARY_VECTORS
-        flops = 2.0 * summaries * m.heads * m.head_dim
-        scoring = m.layers * self._roofline(flops, summaries * m.kv_heads * m.head_dim * m.dtype_bytes)
-        return np.where(blocks > 0, 2 * self.device.launch_seconds + scoring + self._unique(blocks), 0.0)
+        summaries = CANDIDATES_PER_SELECTED * SUMMARY_VECTORS
+        computing = self._computing(2.0 * summaries * m.heads * m.head_dim)
+        scoring = m.layers * max(computing, self._moving(summaries * m.kv_heads * m.head_dim * m.dtype_bytes))
+        of_block = scoring + (m.layers - m.window_layers) * self._unique_block()
+        return np.where(blocks > 0, 2 * self.device.launch_seconds + of_block * blocks, 0.0)
 
     def logits_seconds(self, logits: ArrayLike) -> Floats:
         """Seconds of the output head and of sampling over its rows; no logits, no graph."""
         rows = np.asarray(logits, np.float64)
         m = self.model
-        flops = 2.0 * rows * m.hidden * m.vocab
-        all_rows = rows * m.vocab * m.tensor
-        bytes_moved = m.hidden * m.vocab * m.dtype_bytes + 4.0 * PARTIAL_BYTES * all_rows
-        received = (m.tensor - 1) / m.tensor * all_rows * m.dtype_bytes / self.device.link
-        return np.where(rows > 0, self.device.launch_seconds + self._roofline(flops, bytes_moved) + received, 0.0)
+        of_row = m.vocab * m.tensor
+        computing = rows * self._computing(2.0 * m.hidden * m.vocab)
+        moving = self._moving(m.hidden * m.vocab * m.dtype_bytes) + rows * self._moving(4.0 * PARTIAL_BYTES * of_row)
+        received = rows * ((m.tensor - 1) / m.tensor * of_row * m.dtype_bytes / self.device.link)
+        return np.where(rows > 0, self.device.launch_seconds + np.maximum(computing, moving) + received, 0.0)
 
     def _linear(self, q: Floats) -> Floats:
         m = self.model
         activations = 4 * m.hidden + m.mlp_activations + m.kv_elements + m.heads * (m.head_dim + m.value_dim)
-        bytes_moved = (m.layer_weights + q * activations) * m.dtype_bytes
-        seconds = (m.layers - m.expert_layers) * self._roofline(2.0 * q * m.layer_weights, bytes_moved)
+        of_row = q * self._moving(activations * m.dtype_bytes)
+        moving = of_row + self._moving(m.layer_weights * m.dtype_bytes)
+        seconds = (m.layers - m.expert_layers) * np.maximum(q * self._computing(2.0 * m.layer_weights), moving)
         if m.experts is None:
             return seconds
         per_size, besides = m.mlp_matrices * m.hidden, m.layer_weights - m.mlp_matrices * m.hidden * m.intermediate
-        computed = q * besides + per_size * m.experts.computed(q)
-        bytes_moved = (besides + per_size * m.experts.read(q) + q * activations) * m.dtype_bytes
-        return seconds + m.experts.layers * self._roofline(2.0 * computed, bytes_moved)
+        computing = (q * besides + per_size * m.experts.computed(q)) * self._computing(2.0)
+        moving = of_row + (besides + per_size * m.experts.read(q)) * self._moving(m.dtype_bytes)
+        return seconds + m.experts.layers * np.maximum(computing, moving)
 
     def _causal(self, q: Floats, max_tiles: Floats) -> Floats:
         longest = np.minimum(q, max_tiles * prompt_tiles.TILE_ROWS)
@@ -128,45 +130,49 @@ class CostModel:
         return whole + m.window_layers * self._causal_layer(q, np.minimum(longest, m.window + CAUSAL_SLICE))
 
     def _causal_layer(self, q: Floats, longest: Floats) -> Floats:
-        keys = 0.5 * (longest + np.minimum(longest, CAUSAL_SLICE))
         m = self.model
-        bytes_moved = q * (m.kv_elements * m.dtype_bytes + m.heads * m.value_dim * PARTIAL_BYTES)
-        return self._roofline(2.0 * m.heads * m.new_pair * q * keys, bytes_moved)
+        # of keys longest / 2, and half of a slice
+        computing = (longest + np.minimum(longest, CAUSAL_SLICE)) * self._computing(m.heads * m.new_pair)
+        moving = self._moving(m.kv_elements * m.dtype_bytes + m.heads * m.value_dim * PARTIAL_BYTES)
+        return q * np.maximum(computing, moving)
 
     def _in_windows(self, q: Floats, s: Floats, u: Floats) -> Floats:
         """Cached blocks of the layers with a window, of which a bucket has as many as `group_room` says."""
         m = self.model
         most = q * most_blocks(m.window, self.block_size)
         shared, unique = np.minimum(s, most), np.minimum(s + u, most)
-        return m.window_layers * (self._shared_layer(q, shared) + self._unique_layer(unique))
+        return m.window_layers * (self._shared_layer(q, shared) + unique * self._unique_block())
 
     def _shared(self, q: Floats, s: Floats) -> Floats:
         return (self.model.layers - self.model.window_layers) * self._shared_layer(q, s)
 
     def _shared_layer(self, q: Floats, s: Floats) -> Floats:
         m = self.model
-        tokens = s * self.block_size
-        out = np.where(s > 0, q * m.heads * m.value_dim * PARTIAL_BYTES, 0.0)
-        return self._roofline(self._pair_flops() * q * tokens, self._kv_bytes(tokens) + out)
+        computing = q * s * self._computing(self._pair_flops() * self.block_size)
+        out = np.where(s > 0, q, 0.0) * self._moving(m.heads * m.value_dim * PARTIAL_BYTES)
+        return np.maximum(computing, s * self._moving(self._block_bytes()) + out)
 
     def _unique(self, u: Floats) -> Floats:
-        return (self.model.layers - self.model.window_layers) * self._unique_layer(u)
+        return u * ((self.model.layers - self.model.window_layers) * self._unique_block())
 
-    def _unique_layer(self, u: Floats) -> Floats:
+    def _unique_block(self) -> float:
+        """Seconds that a layer takes for a block of one row."""
         m = self.model
-        tokens = u * self.block_size
-        out = u * m.heads * m.value_dim * PARTIAL_BYTES
-        return self._roofline(self._pair_flops() * tokens, self._kv_bytes(tokens) + out)
+        moving = self._moving(self._block_bytes() + m.heads * m.value_dim * PARTIAL_BYTES)
+        return max(self._computing(self._pair_flops() * self.block_size), moving)
 
     def _pair_flops(self) -> float:
         """Of a row and a token."""
         m = self.model
         return 2.0 * m.heads * (m.head_dim + m.value_dim)
 
-    def _kv_bytes(self, tokens: Floats) -> Floats:
-        """Bytes of keys and values of `tokens` in one layer."""
-        m = self.model
-        return tokens * (m.kv_elements * m.dtype_bytes)
+    def _block_bytes(self) -> float:
+        """Of the keys and values of a block in one layer."""
+        return self.block_size * self.model.kv_elements * self.model.dtype_bytes
 
-    def _roofline(self, flops: Floats, bytes_moved: Floats) -> Floats:
-        return np.maximum(flops / self.device.flops, bytes_moved / self.device.bandwidth)
+    def _computing(self, flops: float) -> float:
+        return flops / self.device.flops
+
+    def _moving(self, size: float) -> float:
+        """Seconds of so many bytes."""
+        return size / self.device.bandwidth
