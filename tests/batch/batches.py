@@ -74,26 +74,33 @@ class Step:
 def steps(block_sizes: tuple[int, ...] = (1, 2, 4, 16), max_requests: int = 12) -> st.SearchStrategy[Step]:
     """Any mix of decodes, fresh prompts, partial chunks and multi-row verifies, in any order, with blocks shared by
     prefix and crosswise."""
+    of_size = {size: st.lists(_requests(size), max_size=max_requests) for size in block_sizes}
 
     @st.composite
     def build(draw: st.DrawFn) -> Step:
         block_size = draw(st.sampled_from(block_sizes))
-        requests = draw(st.lists(_requests(block_size), max_size=max_requests))
+        requests = draw(of_size[block_size])
         return lay_out(_one_writer(requests, block_size), block_size, draw(st.integers(0, 1 << 16)))
 
     return build()
 
 
-@st.composite
-def _requests(draw: st.DrawFn, block_size: int) -> Request:
-    prefix = draw(st.integers(0, MAX_PREFIX))
-    new = draw(st.one_of(st.just(1), st.integers(2, 5), st.integers(1, 4 * block_size)))
-    # tokens of the prefix that this request computes itself, now: the hit ends before them
-    fills = draw(st.integers(0, min(new, prefix * block_size)))
-    own = 0 if fills else draw(st.integers(0, 3 * block_size))
-    behind = draw(st.one_of(st.just(0), st.integers(0, 2 * block_size)))
-    crossed = draw(st.frozensets(st.integers(0, MAX_PREFIX - 1)))
-    return Request(prefix * block_size - fills + own, new, behind, prefix, draw(st.integers(0, 1)), crossed)
+def _requests(block_size: int) -> st.SearchStrategy[Request]:
+    # made once: hypothesis looks through each new strategy
+    new_tokens = st.one_of(st.just(1), st.integers(2, 5), st.integers(1, 4 * block_size))
+    more_tokens = st.one_of(st.just(0), st.integers(0, 2 * block_size))
+    indices = st.frozensets(st.integers(0, MAX_PREFIX - 1))
+
+    @st.composite
+    def request(draw: st.DrawFn) -> Request:
+        prefix, new = draw(st.integers(0, MAX_PREFIX)), draw(new_tokens)
+        # tokens of the prefix that this request computes itself, now: the hit ends before them
+        fills = draw(st.integers(0, min(new, prefix * block_size)))
+        own = 0 if fills else draw(st.integers(0, 3 * block_size))
+        behind, crossed = draw(more_tokens), draw(indices)
+        return Request(prefix * block_size - fills + own, new, behind, prefix, draw(st.integers(0, 1)), crossed)
+
+    return request()
 
 
 def _one_writer(requests: list[Request], block_size: int) -> list[Request]:

@@ -73,10 +73,13 @@ def step_shape(plan: UnifiedPlan, contiguous: bool) -> Bucket:
     return true_shape(plan, max(blocks) + 1 if contiguous and blocks else len(blocks))
 
 
+SOME_STEPS = st.one_of(steps(), token_steps()).filter(lambda step: len(step.requests) > 0)
+
+
 @st.composite
 def static_steps(draw: st.DrawFn) -> Static:
     """Of blocks or of slots. Buckets from exact to the maximum, with parts that the step lacks."""
-    step = draw(st.one_of(steps(), token_steps()).filter(lambda step: len(step.requests) > 0))
+    step = draw(SOME_STEPS)
     contiguous = draw(st.booleans()) and not isinstance(step, TokenStep)
     slack = st.sampled_from([0, 0, 1, 7, 60])
     window = None if isinstance(step, TokenStep) else draw(WINDOWS)

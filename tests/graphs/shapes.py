@@ -35,10 +35,15 @@ SPARSE_LIMITS = {
 }
 
 
+# made once: hypothesis looks through each new strategy
+ROWS = st.one_of(st.integers(1, 300), st.integers(1, 2000))
+PROMPT_TILES = st.one_of(st.integers(1, 5), st.just(ALL_TILES))
+
+
 @st.composite
 def limits(draw: st.DrawFn) -> Limits:
     return Limits(
-        draw(st.one_of(st.integers(1, 300), st.integers(1, 2000))),
+        draw(ROWS),
         draw(st.integers(1, 40)),
         draw(st.integers(1, 3000)),
         draw(st.sampled_from([1, 16, 128])),
@@ -55,7 +60,7 @@ def steps(draw: st.DrawFn, within: Limits) -> Bucket:
     most = within.maximum
     shared, unique = (draw(st.sampled_from([0, 1])) * draw(st.integers(0, most[axis])) for axis in (2, 3))
     selected = draw(st.integers(0, most.selected_blocks))
-    max_tiles = draw(st.one_of(st.integers(1, 5), st.just(ALL_TILES)))
+    max_tiles = draw(PROMPT_TILES)
     shape = ForwardShape.of(
         draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique, selected, max_tiles
     )

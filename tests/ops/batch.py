@@ -92,12 +92,13 @@ class Batch:
 
 def requests_strategy(block_size: int) -> st.SearchStrategy[list[Request]]:
     """Any mix of decodes, fresh prompts, chunks and multi-row verifies, with blocks shared by prefix and crosswise."""
+    new_tokens = st.one_of(st.just(1), st.integers(2, 5), st.integers(1, 4 * block_size))
 
     @st.composite
     def request(draw: st.DrawFn) -> Request:
         prefix = draw(st.sampled_from([0, 1, 2, 3, 3]))
         cached = prefix * block_size + draw(st.integers(0, 3 * block_size))
-        new = draw(st.one_of(st.just(1), st.integers(2, 5), st.integers(1, 4 * block_size)))
+        new = draw(new_tokens)
         crossed = draw(st.frozensets(st.integers(0, 2), max_size=prefix))
         return Request(cached, new, prefix, draw(st.integers(0, 1)), crossed)
 
