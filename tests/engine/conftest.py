@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.connector.fault_store import FaultStore
 from tests.engine.serving import Engine
@@ -22,6 +25,10 @@ def in_process() -> Iterator[None]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
         leave_out_collections()
+        # each engine reads the metadata of all that is installed, and looks for a GPU's generator with a stack of texts
+        patch.setattr("importlib.metadata.entry_points", cache(metadata.entry_points))
+        if not torch.cuda.is_available():
+            patch.setattr("torch.cuda.manual_seed_all", lambda seed: None)
         # of chat templates: without a tokenizer it fails, and what is logged of that keeps the engine alive
         patch.setattr("vllm.renderers.base.BaseRenderer.warmup", lambda self, chat_params: None)
         patch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", WarmContext)
