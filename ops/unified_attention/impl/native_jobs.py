@@ -69,11 +69,11 @@ def _joined(others: dict[int, JobItem], item: JobItem) -> bool:
 def _chunks(part: CausalPart) -> Iterator[JobItem]:
     """One item per group, without cached tokens so far."""
     groups = part.groups.numpy()
-    starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
-    for first, stop in zip(starts, np.append(starts, len(groups))[1:], strict=True):
+    starts = [0, *((groups[1:] != groups[:-1]).nonzero()[0] + 1).tolist()] if len(groups) else []
+    for first, stop in zip(starts, [*starts[1:], len(groups)], strict=False):
         if groups[first] >= 0:
             first_rows = None if part.first_rows is None else part.first_rows.numpy()[first:stop].astype(np.int64)
-            yield JobItem(np.arange(first, stop), np.zeros((0, RANGE_SIZE), np.int64), int(first), None, first_rows)
+            yield JobItem(np.arange(first, stop), np.zeros((0, RANGE_SIZE), np.int64), first, None, first_rows)
 
 
 def _items_of(part: SharedPart, block_size: int) -> Iterator[JobItem]:
@@ -195,7 +195,7 @@ def _unique_items(part: UniquePart, block_size: int) -> Iterator[JobItem]:
     blocks = np.arange(len(rows)) if part.blocks is None else part.blocks.numpy()
     signed = part.lo.numpy()
     lo, hi = np.maximum(signed, 0), np.minimum(part.hi.numpy(), block_size)
-    chosen = np.flatnonzero(hi > lo)
+    chosen = (hi > lo).nonzero()[0]
     chosen = chosen[_by_owner(rows[chosen])]
     ranges = _ranges(blocks[chosen], lo[chosen], hi[chosen], positions=np.maximum(-signed[chosen], 0))
     for row, first, stop in _runs(rows[chosen]):
@@ -278,7 +278,7 @@ class Jobs:
         if rows not in self._empty:
             seen = np.zeros(rows, bool)
             seen[self.rows[:, 0]] = True
-            self._empty[rows] = np.flatnonzero(~seen)
+            self._empty[rows] = (~seen).nonzero()[0]
         return self._empty[rows]
 
 
@@ -341,7 +341,7 @@ def _from_first_row(ranges: Ints, rise: Ints) -> tuple[Ints, Ints | None]:
 
 
 def _pieces(ranges: Ints) -> list[Ints]:
-    ends = np.cumsum(ranges[:, 2] - ranges[:, 1])
+    ends = (ranges[:, 2] - ranges[:, 1]).cumsum()
     if not len(ends) or ends[-1] <= TOKENS_UNCUT:
         return [ranges]
     tiles = ends // TOKEN_TILE
@@ -350,14 +350,14 @@ def _pieces(ranges: Ints) -> list[Ints]:
 
 
 def _tables(tiles: list[JobTile], positions: Ints | None) -> Jobs:
-    tiles = [tiles[index] for index in np.argsort(-_costs(tiles), kind="stable").tolist()]
+    tiles = [tiles[index] for index in (-_costs(tiles)).argsort(kind="stable").tolist()]
     rows = np.concatenate([tile.rows for tile in tiles]) if tiles else np.zeros(0, np.int64)
     partial, merges = _partials(rows)
-    row_ends = np.cumsum([len(tile.rows) for tile in tiles], dtype=np.int64)
-    range_ends = np.cumsum([len(tile.ranges) for tile in tiles], dtype=np.int64)
+    row_ends = accumulate([len(tile.rows) for tile in tiles])
+    range_ends = accumulate([len(tile.ranges) for tile in tiles])
     jobs = np.zeros((len(tiles), 6), np.int64)
-    jobs[:, 1], jobs[:, 3] = row_ends, range_ends
-    jobs[1:, 0], jobs[1:, 2] = row_ends[:-1], range_ends[:-1]
+    jobs[:, 1], jobs[:, 3] = list(row_ends), list(range_ends)
+    jobs[1:, 0], jobs[1:, 2] = jobs[:-1, 1], jobs[:-1, 3]
     jobs[:, 4] = [tile.causal_first for tile in tiles]
     table = np.zeros((len(rows), 5), np.int64)
     table[:, 0], table[:, 1] = rows, partial
@@ -384,7 +384,7 @@ def _costs(tiles: list[JobTile]) -> Ints:
         return np.zeros(0, np.int64)
     ranges = np.concatenate([tile.ranges for tile in tiles])
     seen = np.zeros(len(ranges) + 1, np.int64)
-    np.cumsum(ranges[:, 2] - ranges[:, 1], out=seen[1:])
+    (ranges[:, 2] - ranges[:, 1]).cumsum(out=seen[1:])
     seen = seen[np.array([0, *accumulate([len(tile.ranges) for tile in tiles])])]
     new = [0 if tile.causal_first == NO_CAUSAL else int(tile.rows[-1]) - tile.causal_first + 1 for tile in tiles]
     return np.array([len(tile.rows) for tile in tiles], np.int64) * (seen[1:] - seen[:-1] + np.array(new, np.int64))
