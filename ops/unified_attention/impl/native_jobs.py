@@ -249,9 +249,6 @@ TOKEN_TILE = 1024
 TOKENS_UNCUT = TOKEN_TILE + TOKEN_TILE // 2
 
 
-_NO_ROWS = np.zeros(0, np.int64)
-
-
 @dataclass
 class Jobs:
     """Jobs as int64 tables, in the layout of source/attention_job.h.
@@ -273,8 +270,6 @@ class Jobs:
 
     def empty_rows(self, rows: int) -> Ints:
         """The rows below `rows` that are in no job: they see nothing. The array lives as long as the jobs."""
-        if not self.partials and len(self.rows) == rows:  # each row is in one job
-            return _NO_ROWS
         if rows not in self._empty:
             seen = np.zeros(rows, bool)
             seen[self.rows[:, 0]] = True
@@ -353,10 +348,9 @@ def _tables(tiles: list[JobTile], positions: Ints | None) -> Jobs:
     tiles = [tiles[index] for index in (-_costs(tiles)).argsort(kind="stable").tolist()]
     rows = np.concatenate([tile.rows for tile in tiles]) if tiles else np.zeros(0, np.int64)
     partial, merges = _partials(rows)
-    row_ends = accumulate([len(tile.rows) for tile in tiles])
-    range_ends = accumulate([len(tile.ranges) for tile in tiles])
     jobs = np.zeros((len(tiles), 6), np.int64)
-    jobs[:, 1], jobs[:, 3] = list(row_ends), list(range_ends)
+    jobs[:, 1] = list(accumulate(len(tile.rows) for tile in tiles))
+    jobs[:, 3] = list(accumulate(len(tile.ranges) for tile in tiles))
     jobs[1:, 0], jobs[1:, 2] = jobs[:-1, 1], jobs[:-1, 3]
     jobs[:, 4] = [tile.causal_first for tile in tiles]
     table = np.zeros((len(rows), 5), np.int64)
@@ -369,13 +363,7 @@ def _tables(tiles: list[JobTile], positions: Ints | None) -> Jobs:
                 jobs[index, 5] = 1
                 table[jobs[index, 0] : jobs[index, 1], column] = values
     ranges = np.concatenate([tile.ranges for tile in tiles]) if tiles else np.zeros((0, RANGE_SIZE))
-    return Jobs(
-        jobs,
-        table,
-        np.ascontiguousarray(ranges, np.int64),
-        merges,
-        int(partial.max(initial=-1)) + 1,
-    )
+    return Jobs(jobs, table, np.ascontiguousarray(ranges, np.int64), merges, int(partial.max(initial=-1)) + 1)
 
 
 def _costs(tiles: list[JobTile]) -> Ints:
