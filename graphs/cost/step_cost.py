@@ -131,7 +131,7 @@ class CostModel:
 
     def _causal_layer(self, q: Floats, longest: Floats) -> Floats:
         m = self.model
-        # of keys longest / 2, and half of a slice
+        # two FLOPs for each of (longest + a slice) / 2 keys
         computing = (longest + np.minimum(longest, CAUSAL_SLICE)) * self._computing(m.heads * m.new_pair)
         moving = self._moving(m.kv_elements * m.dtype_bytes + m.heads * m.value_dim * PARTIAL_BYTES)
         return q * np.maximum(computing, moving)
