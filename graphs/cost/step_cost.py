@@ -95,8 +95,8 @@ class CostModel:
         summaries = CANDIDATES_PER_SELECTED * SUMMARY_VECTORS
         computing = self._computing(2.0 * summaries * m.heads * m.head_dim)
         scoring = m.layers * max(computing, self._moving(summaries * m.kv_heads * m.head_dim * m.dtype_bytes))
-        of_block = scoring + (m.layers - m.window_layers) * self._unique_block()
-        return np.where(blocks > 0, 2 * self.device.launch_seconds + of_block * blocks, 0.0)
+        seconds = 2 * self.device.launch_seconds + scoring * blocks + self._unique(blocks)
+        return np.where(blocks > 0, seconds, 0.0)
 
     def logits_seconds(self, logits: ArrayLike) -> Floats:
         """Seconds of the output head and of sampling over its rows; no logits, no graph."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import RequestOutput
 from vllm.v1.request import RequestStatus
@@ -13,7 +12,6 @@ from vllm.v1.request import RequestStatus
 from tests.engine.serving import Engine, greedy_params
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
-from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
 
 
@@ -36,14 +34,7 @@ class WatchedEngine:
     def __init__(self, engine: Engine, tolerance: float | None = None) -> None:
         self.engine = engine
         self._tolerance = tolerance
-        parts = engine.runner.parts
-        groups = engine._core.scheduler.kv_cache_config.kv_cache_groups
-        # a block has room for the largest group, and is one group's at a time
-        self._caches = [
-            blocks
-            for name in groups[self.offload._blocks.group].layer_names
-            for blocks in in_blocks(parts.kv_caches[name], parts.block_size)
-        ]
+        self._caches = self._caches_of(self.offload._blocks.group)
         self._first: dict[tuple[int, int], torch.Tensor] = {}
         self._there: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         self._before = self._there
@@ -79,6 +70,12 @@ class WatchedEngine:
             self._check_request(state)
         self._poison()
         return outputs
+
+    def _caches_of(self, group: int) -> list[torch.Tensor]:
+        """Keys and values of its layers: a block has room for the largest group, and is one group's at a time."""
+        parts = self.engine.runner.parts
+        names = self.engine._core.scheduler.kv_cache_config.kv_cache_groups[group].layer_names
+        return [blocks for name in names for blocks in in_blocks(parts.kv_caches[name], parts.block_size)]
 
     def _note_choices(self) -> None:
         """Keeps the hashes of full blocks that rest on choices of sparse steps."""
@@ -138,24 +135,15 @@ class WatchedEngine:
                 if place not in self._first:
                     self._first[place] = found.clone()
                 compared.append((name, found, self._first[place]))
-        for name, changed in largest_differences(stayed):
-            assert changed == 0.0, f"{name} was written where it stays"
-        for name, changed in largest_differences(compared):
-            # NaN is no small change
-            assert changed <= (self._tolerance or 0.0), f"{name} has changed by {changed}"
+        check_same(stayed, "was written where it stays")
+        check_same(compared, "has changed", self._tolerance or 0.0)
 
-    @torch.inference_mode()
     def _poison(self) -> None:
         pool = self.engine._core.scheduler.kv_cache_manager.block_pool
         free = [block.block_id for block in pool.blocks if block.ref_cnt <= 0 and block.block_hash is None]
         waiting = {block.block_id for state in self.offload._states.values() for block in state.loading.values()}
         assert not waiting & set(free)
-        index = torch.from_numpy(np.array(sorted({0, *free})))
-        for cache in self.engine.cached_blocks():
-            if cache.dtype == E4M3:
-                cache.view(torch.uint8)[index] = 0x7F
-            else:
-                cache[index] = float("nan")
+        self.engine.poison(sorted({0, *free}))
 
 
 def contents_of(caches: Sequence[torch.Tensor], blocks: Sequence[int]) -> torch.Tensor:
@@ -164,9 +152,10 @@ def contents_of(caches: Sequence[torch.Tensor], blocks: Sequence[int]) -> torch.
     return torch.stack([cache[index] for cache in caches], 1)
 
 
-def largest_differences(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[tuple[str, float]]:
-    """Of each name, the largest difference of its two tensors; NaN where one of them has NaN."""
+def check_same(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]], what: str, tolerance: float = 0.0) -> None:
+    """Of each name, its two tensors differ by no more; NaN is no small difference. what: is said of one that does."""
     if pairs:
         names, found, expected = zip(*pairs, strict=True)
-        differences = (torch.stack(found) - torch.stack(expected)).abs().flatten(1).amax(1)
-        yield from zip(names, differences.tolist(), strict=True)
+        differences = (torch.stack(found) - torch.stack(expected)).abs().flatten(1).amax(1).tolist()
+        for name, changed in zip(names, differences, strict=True):
+            assert changed <= tolerance, f"{name} {what}, by {changed}"

@@ -17,6 +17,7 @@ from vllm.v1.engine import core as engine_core
 
 from tests.engine.model_classes import import_class
 from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
 # Two float32 computations may order tokens differently where their logits are closer than this.
@@ -102,6 +103,16 @@ class Engine:
         """Keys and values of each layer, [blocks, block size, kv heads, head size]; of layers with one memory, once."""
         parts = self.runner.parts
         return [blocks for pair in distinct(parts.kv_caches.values()) for blocks in in_blocks(pair, parts.block_size)]
+
+    @torch.inference_mode()
+    def poison(self, blocks: Sequence[int] | None = None) -> None:
+        """Writes NaN over these blocks of all layers, or over all blocks."""
+        chosen = slice(None) if blocks is None else torch.tensor(blocks, dtype=torch.int64)
+        for cache in self.cached_blocks():
+            if cache.dtype == E4M3:
+                cache.view(torch.uint8)[chosen] = 0x7F
+            else:
+                cache[chosen] = float("nan")
 
     def generate(self, prompts: Sequence[Any], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
         inputs: list[Any] = [

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from vllm import RequestOutput
 
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
@@ -97,7 +96,6 @@ class Watched:
             for one, output in zip(asked, outputs, strict=True)
         ]
 
-    @torch.inference_mode()
     def _look(self) -> None:
         pool = self.manager.block_pool
         queue = pool.free_block_queue
@@ -106,9 +104,7 @@ class Watched:
         for number, block in enumerate(pool.blocks):
             assert block.block_id == number
         empty = queue.lowest_empty(pool.num_gpu_blocks, pool.num_gpu_blocks)
-        index = torch.tensor([0, *empty])
-        for cache in self.engine.cached_blocks():
-            cache[index] = float("nan")
+        self.engine.poison([0, *empty])
         rows, held = self.engine.runner.parts.requests, self.manager.coordinator.single_type_managers[0].req_to_blocks
         for request in self.engine.core.scheduler.running:
             blocks = [block.block_id for block in held[request.request_id]]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
@@ -53,9 +52,7 @@ def tight(model: Path, ucm: dict[str, Any], mode: str = "off", **options: Any) -
     ucm = {**ucm, "graphs": {"mode": mode, "max_graphs": 4}}
     found = Poisoned(model, ucm, **{**OPTIONS, "num_gpu_blocks_override": blocks, **options})
     assert len(found.core.scheduler.kv_cache_config.kv_cache_groups) > 1
-    with torch.inference_mode():
-        for one in found.cached_blocks():
-            one.fill_(float("nan"))
+    found.poison()
     return found
 
 

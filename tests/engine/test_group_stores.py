@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
@@ -49,9 +48,7 @@ def server(model: Path, folder: Path, mode: str = "off", **options: Any) -> Engi
     ucm = {"graphs": {"mode": mode, "max_graphs": 4}}
     found = Engine(model, ucm, kv_transfer_config=transfer(file_store(folder)), **{**OPTIONS, **options})
     assert len(found.core.scheduler.kv_cache_config.kv_cache_groups) > 1
-    with torch.inference_mode():
-        for blocks in found.cached_blocks():
-            blocks.fill_(float("nan"))
+    found.poison()
     return found
 
 
@@ -132,9 +129,7 @@ def test_offloading_connector(model: Path, reference: ReferenceModel, monkeypatc
     options = {**OPTIONS, "num_gpu_blocks_override": 30 if "gemma3" in str(model) else 26}
     with Engine(model, kv_offloading_size=0.01, kv_offloading_backend="native", **options) as engine:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
-        with torch.inference_mode():
-            for blocks in engine.cached_blocks():
-                blocks.fill_(float("nan"))
+        engine.poison()
         for _ in range(2):
             found = engine.alone(asked, TOKENS)
             reference.assert_greedy(asked, found)
@@ -153,9 +148,7 @@ def test_both_connectors_and_a_sparse_method(model: Path, reference: ReferenceMo
         config = multi(offloading(), ours(tmp_path))
         with Engine(model, ucm, kv_transfer_config=config, num_gpu_blocks_override=blocks, **OPTIONS) as engine:
             assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
-            with torch.inference_mode():
-                for one in engine.cached_blocks():
-                    one.fill_(float("nan"))
+            engine.poison()
             for _ in range(2):
                 found = engine.alone(asked, TOKENS)
                 reference.assert_greedy(asked, found)
@@ -171,9 +164,7 @@ def test_a_window_in_all_layers(tmp_path: Path) -> None:
     for start in range(2):
         config = transfer(file_store(tmp_path))
         with Engine(model, kv_transfer_config=config, **OPTIONS) as engine:
-            with torch.inference_mode():
-                for blocks in engine.cached_blocks():
-                    blocks.fill_(float("nan"))
+            engine.poison()
             found = engine.alone(asked, TOKENS)
             ReferenceModel(model).assert_greedy(asked, found)
             if start:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, greedy_params
@@ -49,9 +48,7 @@ def reference(model: Path) -> ReferenceModel:
 
 def engine(model: Path, mode: str, **options: Any) -> Engine:
     found = Engine(model, {"graphs": {"mode": mode, "max_graphs": 8}}, **{**OPTIONS, **options})
-    with torch.inference_mode():
-        for blocks in found.cached_blocks():
-            blocks.fill_(float("nan"))
+    found.poison()
     return found
 
 

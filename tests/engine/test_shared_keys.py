@@ -70,9 +70,7 @@ def reference(model: Path) -> ReferenceModel:
 
 def engine(model: Path, mode: str, **options: Any) -> Engine:
     found = Engine(model, {"graphs": {"mode": mode, "max_graphs": 8}}, **{**OPTIONS, **options})
-    with torch.inference_mode():
-        for blocks in found.cached_blocks():
-            blocks.fill_(float("nan"))
+    found.poison()
     return found
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_kv_groups import OPTIONS, held_at_the_end, prompts
@@ -42,9 +41,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def poisoned(model: Path, config: dict[str, Any], **options: Any) -> Engine:
     engine = Engine(model, config, **{**OPTIONS, **options})
-    with torch.inference_mode():
-        for blocks in engine.cached_blocks():
-            blocks.fill_(float("nan"))
+    engine.poison()
     return engine
 
 

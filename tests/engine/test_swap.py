@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from tests.engine.hpu_process import run_on_card
@@ -36,7 +35,6 @@ LENGTH = 50
 SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 23}
 # of all requests: each look at all slots costs time, and the default has half a million of them
 ROOMY = 4 << 20
-NAN = float("nan")
 
 
 def preemption(mode: str, **more: Any) -> dict[str, Any]:
@@ -52,10 +50,7 @@ class Poisoned(Engine):
         pool = self.core.scheduler.kv_cache_manager.block_pool
         free = [block.block_id for block in pool.blocks if not block.ref_cnt and not block.is_null]
         useless = [number for number in free if pool.blocks[number].block_hash is None and not self.is_held(number)]
-        index = torch.tensor(useless, dtype=torch.int64)
-        with torch.inference_mode():
-            for blocks in self.cached_blocks():
-                blocks[index] = NAN
+        self.poison(useless)
         return outputs
 
     def is_held(self, number: int) -> bool:

@@ -315,7 +315,7 @@ def _tiles(item: JobItem, size: int, block_size: int) -> Iterator[JobTile]:
         if item.first_rows is not None:
             first_new = item.first_rows[chosen]
             causal_first = max(causal_first, int(first_new[0]))
-        pieces = [ranges] if len(item.rows) > size or len(ranges) * block_size <= TOKENS_UNCUT else _pieces(ranges)
+        pieces = [ranges] if len(item.rows) > size else _pieces(ranges, block_size)
         for piece in pieces:
             if len(piece) or causal_first != NO_CAUSAL:
                 yield JobTile(rows, piece, causal_first, skip, first_new)
@@ -335,9 +335,11 @@ def _from_first_row(ranges: Ints, rise: Ints) -> tuple[Ints, Ints | None]:
     return ranges, skip if skip.any() else None
 
 
-def _pieces(ranges: Ints) -> list[Ints]:
+def _pieces(ranges: Ints, block_size: int) -> list[Ints]:
+    if len(ranges) * block_size <= TOKENS_UNCUT:
+        return [ranges]
     ends = (ranges[:, 2] - ranges[:, 1]).cumsum()
-    if not len(ends) or ends[-1] <= TOKENS_UNCUT:
+    if ends[-1] <= TOKENS_UNCUT:
         return [ranges]
     tiles = ends // TOKEN_TILE
     cuts = ((tiles[1:] != tiles[:-1]).nonzero()[0] + 1).tolist()
