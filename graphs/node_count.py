@@ -9,6 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -53,7 +55,9 @@ def count_nodes(run: Callable[..., Any], *args: Any) -> NodeCount:
         found = run(*tree_unflatten(filled, structure))
         return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
 
-    with torch.inference_mode(False), torch.no_grad():
+    # else make_fx has a mode of its own for each node, with the text of the whole stack
+    shared = TracingContext(FakeTensorMode())
+    with torch.inference_mode(False), torch.no_grad(), tracing(shared):
         functional = torch.func.functionalize(of_tensors, remove="mutations")
         graph = make_fx(functional)(*(leaves[place] for place in places)).graph
     graph.eliminate_dead_code()

@@ -20,7 +20,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("plot")
     log, buckets = folder / "chat.jsonl", folder / "buckets.yaml"
     assert cli.main(["trace", "--mix", "chat", "--steps", "400", "-o", str(log)]) == 0
-    assert cli.main(["tune", str(log), "--max-graphs", "16", "-o", str(buckets)]) == 0
+    assert cli.main(["tune", str(log), "--max-graphs", "16", "--gap", "1", "-o", str(buckets)]) == 0
     return log, buckets
 
 

@@ -4,7 +4,8 @@
 
 - members of `triton.language` that a launch replaces are listed once, and not for each function that a kernel calls;
 - the check of integers for overflow is left out: without `debug` the interpreter computes and then ignores it;
-- types of values, of which there are few, are derived once for each of their shapes.
+- types of values, of which there are few, are derived once for each of their shapes;
+- operands of one plain type are not promoted, and a number is made a constant once.
 
 Cases that others cover are left out (`LEFT_OUT`); a GPU runs them.
 """
@@ -21,9 +22,22 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _core: Any = tl.core
-_patch_lang, _patch_attr = interpreter._patch_lang, interpreter._patch_attr
+_patch_lang = interpreter._patch_lang
+
+
+def _interpreted(member: Any) -> Any:
+    """A member as a launch calls it; what wraps it would only ask for the argument that is given here."""
+    function = vars(member).get("__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    return call
+
+
 _builtins: dict[Any, list[tuple[str, Any]]] = {
-    part: [(name, member) for name, member in inspect.getmembers(part) if _core.is_builtin(member)]
+    part: [(name, _interpreted(member)) for name, member in inspect.getmembers(part) if _core.is_builtin(member)]
     for part in (tl, _core, tl.tensor, tl.math, _core.tensor_descriptor_base)
 }
 _languages: dict[Any, list[Any]] = {}
@@ -31,7 +45,7 @@ _languages: dict[Any, list[Any]] = {}
 
 def _patch_builtin(part: Any, builder: Any, scope: Any) -> None:
     for name, member in _builtins[part]:
-        _patch_attr(part, name, member, builder, scope)
+        scope.set_attr(part, name, member)
 
 
 def _patch_lang_once(function: Any) -> Any:
@@ -91,6 +105,35 @@ def _broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> Any:
     return _broadcast(self, lhs, rhs)
 
 
+_check_operands, _cast_operand = TritonSemantic.binary_op_type_checking_impl, TritonSemantic._cast_to_computation_type
+_PROMOTED_TO_ITSELF = frozenset({"int1", "int32", "int64", "fp32"})
+_constants: dict[Any, Any] = {}
+
+
+def _check_same(self: Any, lhs: Any, rhs: Any, *allowed: Any, **asked: Any) -> Any:
+    """Operands of one type are computed in it."""
+    if type(lhs) is type(rhs) is _core.tensor and lhs.dtype is rhs.dtype and lhs.dtype.name in _PROMOTED_TO_ITSELF:
+        return self.broadcast_impl_value(lhs, rhs)
+    return _check_operands(self, lhs, rhs, *allowed, **asked)
+
+
+def _cast_once(self: Any, value: Any, dtype: Any) -> Any:
+    """A number is the same constant each time."""
+    if type(value) is _core.tensor:
+        return value if value.dtype is dtype else _cast_operand(self, value, dtype)
+    key = type(value), value or repr(value), dtype.name
+    if key not in _constants:
+        _constants[key] = _cast_operand(self, value, dtype)
+    return _constants[key]
+
+
+_INTEGERS = frozenset(_core.dtype.SINT_TYPES + _core.dtype.UINT_TYPES)
+
+
+def _is_int(self: Any) -> bool:
+    return self.name in _INTEGERS
+
+
 def _is_equal_type(self: Any, other: Any) -> bool:
     return self is other or _is_equal(self, other)
 
@@ -103,6 +146,9 @@ _QUICK: tuple[tuple[Any, str, Any], ...] = (
     (interpreter, "_get_np_dtype", _numpy_type),
     (interpreter.interpreter_builder, "options", dataclasses.replace(_options, sanitize_overflow=False)),
     (TritonSemantic, "broadcast_impl_value", _broadcast_unequal),
+    (TritonSemantic, "binary_op_type_checking_impl", _check_same),
+    (TritonSemantic, "_cast_to_computation_type", _cast_once),
+    (_core.dtype, "is_int", _is_int),
     (_core, "_unwrap_if_constexpr", _unwrap_quickly),
     (_core.block_type, "__init__", _make_block),
     (_core.tensor, "__init__", _make_tensor),

@@ -53,7 +53,8 @@ Places = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 def cut_views(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:
     """The tensors in a flat one, as views of it."""
-    return [flat[start:stop].view(shape) for start, stop, shape in places]
+    pieces = ((flat[start:stop], shape) for start, stop, shape in places)
+    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in pieces]  # dynamo traces each view
 
 
 def cut_copies(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ class Cluster:
 
     def recipe(self, values: Sequence[Any]) -> Recipe:
         """The recipe for these inputs: sizes, strides, storage offsets and dtypes of tensors, values of numbers."""
-        described = repr([_describe(value) for value in values])
+        described = repr([describe(value) for value in values])
         return Recipe(hashlib.blake2b((self._digest + described).encode(), digest_size=16).hexdigest(), self.operators)
 
     def changes_shape(self, values: Sequence[Any], *, static: bool) -> bool:
@@ -52,7 +52,8 @@ def cut(nodes: Sequence[Node], eager: Collection[Node]) -> list[Cluster | Node]:
     return [*parts, Cluster(waiting)] if waiting else parts
 
 
-def _describe(value: Any) -> Any:
+def describe(value: Any) -> Any:
+    """What the bridge looks at of an input."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.stride(), value.storage_offset()
     return value if isinstance(value, bool | int | float) else type(value).__name__

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from habana_frameworks.torch.dynamo.clusters import Cluster
+from habana_frameworks.torch.dynamo.clusters import Cluster, describe
 from habana_frameworks.torch.simulator.duties import duties
 from habana_frameworks.torch.simulator.garbage import garbage
 from habana_frameworks.torch.simulator.memory import memory
@@ -21,7 +21,10 @@ def leave_garbage(parts: Sequence[Cluster | Node], outputs: Sequence[Any], value
 
     values: of inputs and constants. need: told of each cluster and its inputs, which have shapes and no contents.
     """
-    fakes = _walk(parts, dict(values), need)
+    fakes = _of_tracing(parts, values) or _walk(parts, dict(values))
+    for part in parts:
+        if isinstance(part, Cluster):
+            need(part, [fakes[node] for node in part.inputs])
     results = []
     for node in outputs:
         if not isinstance(node, Node) or not isinstance(fakes[node], Tensor):
@@ -31,7 +34,27 @@ def leave_garbage(parts: Sequence[Cluster | Node], outputs: Sequence[Any], value
     return results
 
 
-def _walk(parts: Sequence[Cluster | Node], values: dict[Node, Any], need: Need) -> dict[Node, Any]:
+def _of_tracing(parts: Sequence[Cluster | Node], values: dict[Node, Any]) -> dict[Node, Any] | None:
+    """Shapes that the graph was traced with, where these inputs are like those of then, and no size is a symbol."""
+    nodes = [node for part in parts for node in (part.nodes if isinstance(part, Cluster) else (part,))]
+    traced = {node: node.meta.get("val") for node in (*values, *nodes)}
+    if any(_is_open(value) for value in traced.values()):
+        return None
+    if any(describe(traced[node]) != describe(value) for node, value in values.items()):
+        return None
+    return {**traced, **values}
+
+
+def _is_open(value: Any) -> bool:
+    """Whether tracing does not say what it is."""
+    if isinstance(value, tuple | list):
+        return any(map(_is_open, value))
+    if isinstance(value, Tensor):
+        return value._has_symbolic_sizes_strides
+    return not isinstance(value, bool | int | float)
+
+
+def _walk(parts: Sequence[Cluster | Node], values: dict[Node, Any]) -> dict[Node, Any]:
     with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = {
@@ -39,8 +62,6 @@ def _walk(parts: Sequence[Cluster | Node], values: dict[Node, Any], need: Need) 
         }
         with mode:
             for part in parts:
-                if isinstance(part, Cluster):
-                    need(part, [fakes[node] for node in part.inputs])
                 for node in part.nodes if isinstance(part, Cluster) else (part,):
                     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda value: fakes[value])
                     fakes[node] = node.target(*args, **kwargs)
