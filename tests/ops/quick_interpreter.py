@@ -2,7 +2,8 @@
 
 `TRITON_INTERPRET=1 python -m pytest -p tests.ops.quick_interpreter`. Kernels compute what they do without it:
 
-- members of `triton.language` that a launch replaces are listed once, and not for each function that a kernel calls;
+- members of `triton.language` that a launch replaces are listed once, and not for each function that a kernel calls,
+  and called without the check that wraps them;
 - the check of integers for overflow is left out: without `debug` the interpreter computes and then ignores it;
 - types of values, of which there are few, are derived once for each of their shapes;
 - operands of one plain type are not promoted, and a number is made a constant once.

@@ -270,6 +270,24 @@ def test_compile_only(ht: Any, card: Any, duties: Any, compilations: Any, forbid
     assert run(x, cache, index)[0].tolist() == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_only_unlike_the_tracing(dynamic: bool, card: Any, compilations: Any) -> None:
+    """Duty 22: one graph, whose recipes are those of its inputs: of another storage offset, and of other sizes."""
+    from habana_frameworks.torch.internal.bridge_config import env_setting
+
+    run = compiled(lambda x: x * 2, dynamic=dynamic, force_static_compile=not dynamic)
+    whole = ones(7, 4)
+    first, later = whole[:3], whole[:5] if dynamic else whole[4:]
+    with env_setting("PT_COMPILE_ONLY_MODE", True):
+        run(first)
+        graphs = card.compiled_graphs
+        assert compilations(lambda: run(later)) == 1
+        assert run(later).shape == later.shape
+    assert card.compiled_graphs == graphs
+    assert compilations(lambda: run(later)) == 0
+    assert run(later).tolist() == [[2] * 4] * len(later)
+
+
 def test_compile_only_outside_of_regions(forbidden: Any) -> None:
     """Duty 22: single operators do not run either; copies from the host do."""
     from habana_frameworks.torch.internal.bridge_config import env_setting

@@ -21,7 +21,8 @@ def leave_garbage(parts: Sequence[Cluster | Node], outputs: Sequence[Any], value
 
     values: of inputs and constants. need: told of each cluster and its inputs, which have shapes and no contents.
     """
-    fakes = _of_tracing(parts, values) or _walk(parts, dict(values))
+    nodes = [node for part in parts for node in (part.nodes if isinstance(part, Cluster) else (part,))]
+    fakes = _of_tracing(nodes, values) or _walk(nodes, values)
     for part in parts:
         if isinstance(part, Cluster):
             need(part, [fakes[node] for node in part.inputs])
@@ -34,9 +35,8 @@ def leave_garbage(parts: Sequence[Cluster | Node], outputs: Sequence[Any], value
     return results
 
 
-def _of_tracing(parts: Sequence[Cluster | Node], values: dict[Node, Any]) -> dict[Node, Any] | None:
+def _of_tracing(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any] | None:
     """Shapes that the graph was traced with, where these inputs are like those of then, and no size is a symbol."""
-    nodes = [node for part in parts for node in (part.nodes if isinstance(part, Cluster) else (part,))]
     traced = {node: node.meta.get("val") for node in (*values, *nodes)}
     if any(_is_open(value) for value in traced.values()):
         return None
@@ -54,17 +54,16 @@ def _is_open(value: Any) -> bool:
     return not isinstance(value, bool | int | float)
 
 
-def _walk(parts: Sequence[Cluster | Node], values: dict[Node, Any]) -> dict[Node, Any]:
+def _walk(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
     with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = {
             node: mode.from_tensor(value) if isinstance(value, Tensor) else value for node, value in values.items()
         }
         with mode:
-            for part in parts:
-                for node in part.nodes if isinstance(part, Cluster) else (part,):
-                    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda value: fakes[value])
-                    fakes[node] = node.target(*args, **kwargs)
+            for node in nodes:
+                args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda value: fakes[value])
+                fakes[node] = node.target(*args, **kwargs)
     return fakes
 
 
