@@ -58,3 +58,19 @@ def test_the_site_is_built_strictly_before_a_change_is_taken() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 125
+
+
+def test_a_group_of_the_navigation_can_be_read_at_a_glance() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    groups = {name: pages for entry in site["nav"] for name, pages in entry.items() if isinstance(pages, list)}
+    assert list(groups) == ["Serve", "Long contexts", "KV reuse", "Tune", "Operate", "Inside"]
+    assert {name: len(pages) for name, pages in groups.items() if len(pages) > 9} == {}
+    assert "troubleshooting.md" in listed(groups["Operate"])
+
+
+def test_the_site_has_its_own_style() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    style = (ROOT / "docs" / site["extra_css"][0]).read_text(encoding="utf-8")
+    # the theme alone makes each column of a table 100 pixels wide or more, and cuts long lines of code
+    assert "min-width: 0" in style
+    assert "pre-wrap" in style
