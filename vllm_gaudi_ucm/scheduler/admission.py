@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint
+from vllm_gaudi_ucm.vllm_api.blocks import kv_block_lists
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Admission:
 
         hits: blocks of the prefix cache that it would get, and one to copy from if `hit_tokens` end inside of it.
         """
-        active = [one for one in self._scheduler.requests.values() if holds_blocks(manager, one.request_id)]
+        active = self._active(manager)
         if not active:
             return True
         shared = hit_tokens // self._scheduler.block_size
@@ -70,6 +71,12 @@ class Admission:
             self._refused = None if self._fits(request, active, manager, found) else asked
         self._totals.admission_waits += self._refused is not None
         return self._refused is None
+
+    def _active(self, manager: KVCacheManager) -> list[Request]:
+        """Requests with blocks, in the order in which they got the first one. The queue may be long, so the manager's
+        table is read, which lists only these."""
+        known = self._scheduler.requests
+        return [known[name] for name, blocks in kv_block_lists(manager, 0).items() if blocks and name in known]
 
     def ended(self, request: Request) -> None:
         """A request has finished."""
