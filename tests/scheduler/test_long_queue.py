@@ -24,6 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 STEPS = 12
 
 
+@pytest.fixture(autouse=True)
+def long_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With partial hits a request waits for eight tokens or more of a block."""
+    monkeypatch.setattr("tests.scheduler.schedulers.BLOCK_SIZE", 16)
+
+
 def calls_of_steps(folder: Path, ucm: dict[str, Any], waiting: int, *, alike: bool) -> int:
     """Calls of functions while steps are scheduled. alike: every prompt is the same."""
     scheduler = make_scheduler(vllm_config(folder, ucm, num_blocks=100), UcmScheduler)

@@ -43,22 +43,41 @@ class PartialHits:
         root: what a request's first block shares with others of the same kind alone, beside its tokens.
         waits: whether a request may wait a step for a block that is about to be filled.
         totals: takes what happens.
+        groups: number of KV-cache groups.
     """
 
-    def __init__(self, block_size: int, root: Callable[[Request], Hashable], waits: bool, totals: MemoryTotals) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        root: Callable[[Request], Hashable],
+        waits: bool,
+        totals: MemoryTotals,
+        groups: int = 1,
+    ) -> None:
         self._block_size = block_size
+        self._groups = groups
         self._root = root
         self._may_wait = waits
         self._totals = totals
         self._blocks = PartialBlocks(block_size)
         self._followed: dict[str, _Followed] = {}
         self._waiting: str | None = None
+        # those that wait for what the step fills which is being scheduled, and whether others may take their places
+        self._passed_over: list[Request] = []
+        self._has_seat = True
         # blocks that the step which is being scheduled copies to: nothing is in them yet
         self._targets: set[int] = set()
 
     def begin_step(self) -> None:
         """A step is about to be scheduled; all copies of earlier ones come before its own."""
         self._targets.clear()
+        self._passed_over.clear()
+        self._has_seat = True
+
+    @property
+    def passed_over(self) -> Sequence[Request]:
+        """Requests that begin in the next step, although others behind them begin in this one."""
+        return self._passed_over
 
     def holds(self, block: KVCacheBlock) -> bool:
         """Whether it is worth keeping for requests to come."""
@@ -86,12 +105,33 @@ class PartialHits:
         extended = tuple([*blocks, *tail] for blocks, tail in zip(hits.blocks, tails, strict=True))
         return KVCacheBlocks(extended), num_tokens + found
 
-    def waits(self, request: Request) -> bool:
-        """Whether a request that was just looked up had better begin in the next step."""
-        if self._waiting != request.request_id:
+    def needs_nothing(self) -> None:
+        """The request that was just looked up gets more than a copy would give it."""
+        self._waiting = None
+
+    def passes_over(self, request: Request, seats: int) -> bool:
+        """Whether those behind a request that was just looked up may begin before it, as it waits for the next step.
+
+        seats: for requests that begin in this step or in the next one. A request that waits keeps one of them, which
+        also bounds how many are passed over.
+        """
+        kept = len(self._passed_over)
+        self._has_seat = kept < seats
+        if self._waiting != request.request_id or kept + 1 >= seats:
             return False
+        self._passed_over.append(request)
         self._totals.copy_waits += 1
         return True
+
+    def holds_up(self, request: Request) -> bool:
+        """Whether a request and all behind it had better begin in the next step."""
+        waits = self._waiting == request.request_id
+        self._totals.copy_waits += waits
+        return waits or not self._has_seat
+
+    def kept_blocks(self) -> int:
+        """Blocks of all groups that requests passed over may need for what they have."""
+        return sum(-(-one.num_tokens // self._block_size) for one in self._passed_over) * self._groups
 
     def began(self, tables: Tables, hit_tokens: int) -> None:
         """A request has its first blocks; hit_tokens: those that were found for it."""

@@ -54,12 +54,20 @@ class Admission:
         self._totals = totals
         self._groups = groups
 
-    def allows(self, request: Request, manager: KVCacheManager, hits: KVCacheBlocks | None, hit_tokens: int) -> bool:
+    def allows(
+        self,
+        request: Request,
+        manager: KVCacheManager,
+        hits: KVCacheBlocks | None,
+        hit_tokens: int,
+        ahead: Sequence[Request] = (),
+    ) -> bool:
         """Whether `request`, which has no blocks yet, may begin.
 
         hits: blocks of the prefix cache that it would get, and one to copy from if `hit_tokens` end inside of it.
+        ahead: requests that begin in the next step, before it if it waits.
         """
-        active = self._active(manager)
+        active = [*self._active(manager), *ahead]
         if not active:
             return True
         shared = hit_tokens // self._scheduler.block_size

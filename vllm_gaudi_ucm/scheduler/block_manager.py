@@ -73,7 +73,11 @@ class BlockManager(KVCacheManager):
         if self._partial is not None and self.prefix_cache_lookup_enabled(request):
             hits, num_tokens = self._partial.extend(request, full, num_tokens)
         reach = 0 if self._swaps is None else self._swaps.reach(request)
-        return (full, reach, boundary) if reach > num_tokens else (hits, num_tokens, boundary)
+        if reach <= num_tokens:
+            return hits, num_tokens, boundary
+        if self._partial is not None:
+            self._partial.needs_nothing()
+        return full, reach, boundary
 
     def allocate_slots(
         self,
@@ -91,9 +95,12 @@ class BlockManager(KVCacheManager):
         begins = not holds_blocks(self, request.request_id)
         found = self._found(new_computed_blocks, num_new_computed_tokens)
         swapped = num_new_computed_tokens - found
-        if begins and not self._may_begin(request, new_computed_blocks, found, swapped):
-            # as where there is no room: vLLM ends its turn of waiting requests
-            return None
+        if begins:
+            if not self._may_begin(request, new_computed_blocks, found):
+                # as where there is no room: vLLM ends its turn of waiting requests
+                return None
+            if self._partial is not None and self._partial.passed_over:
+                kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + self._partial.kept_blocks()
         if self._runs is not None:
             self._expect(self._runs, request, new_computed_blocks)
         if self._strips is not None:
@@ -143,11 +150,11 @@ class BlockManager(KVCacheManager):
         held = 0 if hits is None else min(len(group) for group in hits.blocks)
         return min(num_tokens, held * self.coordinator.scheduler_block_size)
 
-    def _may_begin(self, request: Request, hits: KVCacheBlocks | None, found: int, swapped: int) -> bool:
-        if self._admission is not None and not self._admission.allows(request, self, hits, found):
+    def _may_begin(self, request: Request, hits: KVCacheBlocks | None, found: int) -> bool:
+        ahead = () if self._partial is None else self._partial.passed_over
+        if self._admission is not None and not self._admission.allows(request, self, hits, found, ahead):
             return False
-        # one that gets more from host memory has nothing to wait for
-        return self._partial is None or swapped > 0 or not self._partial.waits(request)
+        return self._partial is None or not self._partial.holds_up(request)
 
     def _expect(self, runs: FreeRuns, request: Request, hits: KVCacheBlocks | None) -> None:
         """Tells the queue whose blocks come next: those of the rest of its prompt, or of its next token."""

@@ -61,6 +61,14 @@ class UcmScheduler(Scheduler):
             part.scheduled(scheduler_output, reset)
         return scheduler_output
 
+    def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
+        """vLLM's question whether to pass over a waiting request in this step, once its cached blocks are known."""
+        if super()._ec_transfer_pending(request, num_computed_tokens):
+            return True
+        partial = self.block_rules.partial
+        seats = self.max_num_active_reqs - self.num_waiting_for_streaming_input - len(self.running)
+        return partial is not None and partial.passes_over(request, seats)
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.block_rules.admission is not None:
             self.block_rules.admission.ended(request)

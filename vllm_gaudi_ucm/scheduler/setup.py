@@ -126,7 +126,8 @@ def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals)
 
     logger.info("Partial hits: requests take the part of a block that agrees with their prompt as a copy.")
     # what a connector finds may be longer than what a request would wait for
-    return PartialHits(scheduler.block_size, root, scheduler.connector is None, totals)
+    groups = len(scheduler.kv_cache_config.kv_cache_groups)
+    return PartialHits(scheduler.block_size, root, scheduler.connector is None, totals, groups)
 
 
 def _admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Admission | None:
