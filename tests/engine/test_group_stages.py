@@ -14,7 +14,7 @@ from vllm.config import KVTransferConfig
 
 from tests.engine.rank_faults import settle_saves
 from tests.engine.reference_model import ReferenceModel
-from tests.engine.serving import Answer
+from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_connector_ranks import failed_blocks, ours, spoil, transfer
 from tests.engine.test_group_memory import LENGTHS, OPTIONS, SWAP, TOKENS, prompts
 from tests.engine.test_multi_connector import multi, offloading
@@ -78,6 +78,11 @@ def host_slots(worker: Any) -> tuple[int, int]:
     return space._count, space.block_bytes
 
 
+def choosing_layers(worker: Any) -> int:
+    """Of a worker: how many of its layers choose blocks."""
+    return len(worker.model_runner.parts.sparse.selector.layers)
+
+
 @pytest.mark.parametrize(
     ("model", "mode"), [("gemma3_text", "eager"), ("gpt_oss", "off"), ("uneven", "eager")], indirect=["model"]
 )
@@ -98,6 +103,27 @@ def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode
         assert rules.swaps._slots.count == count
         assert engine.on_workers(host_slots) == [(count, page * number) for number in layers]
         rules.swaps.check_integrity()
+        engine.step()
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("mode", ["off", "eager"])
+@pytest.mark.parametrize("model", ["gemma3_text"], indirect=True)
+def test_a_stage_of_windows_alone_chooses_nothing(model: Path, mode: str) -> None:
+    """The other stage has a layer with whole contexts, which makes the choices of one worker."""
+    options = {"sparse_steps": "always", "min_tokens": 32, "sparse_ratio": 0.3, "init_window_sz": 1}
+    options |= {"local_window_sz": 1, "min_blocks": 1}
+    ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}}
+    ucm["graphs"] = {"mode": mode, "max_graphs": 4}
+    with Engine(model, ucm, **OPTIONS) as engine:
+        expected = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
+        assert engine.runner.parts.sparse is not None
+        assert engine.runner.parts.sparse.state.totals.attended_blocks
+        engine.check_idle()
+    ucm["distributed"] = {"check_ranks": True}
+    with EngineOfWorkers(model, ucm, pipeline_parallel_size=2, **OPTIONS) as engine:
+        assert_same(served(engine), expected)
+        assert engine.on_workers(choosing_layers) == [0, 1]
         engine.step()
         engine.check_idle()
 

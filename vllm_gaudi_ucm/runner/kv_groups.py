@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
 from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens, tokens_kept
+from vllm_gaudi_ucm.vllm_api.stage_layers import names_whole_contexts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,11 +48,19 @@ def kv_groups(
     for number, (group, tokens) in enumerate(zip(groups, kept_tokens(groups), strict=True)):
         if not group.layer_names and not of_draft_model:
             found[number, None if tokens is None else Window(tokens, isinstance(group.kv_cache_spec, _CHUNKS))] = []
+    if len(groups) == 1 and not of_draft_model and _others_see_all(vllm_config):
+        # of the one table
+        found.setdefault((0, None), [])
     made = [
         KvGroup(number, groups[number].kv_cache_spec.block_size, window, tuple(names))
         for (number, window), names in found.items()
     ]
     return tuple(sorted(made, key=lambda one: (0 if one.window is None else 1 / one.window.tokens, one.number)))
+
+
+def _others_see_all(vllm_config: VllmConfig) -> bool:
+    """Whether a stage of a pipeline, this one or another, is known to have layers with whole contexts."""
+    return vllm_config.parallel_config.pipeline_parallel_size > 1 and names_whole_contexts(vllm_config)
 
 
 def layer_groups(
@@ -85,7 +94,7 @@ def _described(group: KvGroup) -> dict[str, Any]:
     return {**found, "chunked": True} if window is not None and window.chunked else found
 
 
-def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmConfig) -> None:
+def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmConfig, vllm_config: VllmConfig) -> None:
     """Once the layers are made. Raises UnsupportedFeatureError for what takes whole contexts, and keys and values of
     each layer, beside other ones."""
     # buckets, which both models have, count the blocks of the first group
@@ -100,8 +109,11 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
     if config.ucm_sparse_method is None:
         return
     shared = "a model with layers that share keys and values" if decoder.shares_caches else ""
-    # layers that see whole contexts choose, and the others are as without a method
-    if beside := shared or (local if None not in decoder.windows else ""):
+    # layers that see whole contexts choose, and the others are as without a method, also where a stage has them alone
+    some_choose = None in decoder.windows or _others_see_all(vllm_config)
+    if not some_choose and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        local += ", or with a pipeline stage of such layers (take fewer stages)"
+    if beside := shared or (local if not some_choose else ""):
         raise UnsupportedFeatureError(
             f"the sparse method {config.ucm_sparse_method} beside {beside}", "ucm.ucm_sparse_method"
         )

@@ -164,7 +164,7 @@ class ModelRunner:
             Decoder(cast(DecoderModel, model), self._vllm_config, self._stage, self._lockstep) for model in models
         )
         self._draft_decoder = draft[0] if draft else None
-        refuse_beside_windows(self.decoder, self._draft_decoder, self._config)
+        refuse_beside_windows(self.decoder, self._draft_decoder, self._config, self._vllm_config)
         if self._device.kind == "cpu":
             keep_all_freed_memory()
         if self.kind == "compile":

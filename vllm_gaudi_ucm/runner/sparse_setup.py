@@ -176,8 +176,10 @@ def make_sparse_worker(
         remainder_rows=0 if place.numbers else _remainder_rows(config, vllm_config, block_size),
     )
 
+    on = next(iter(kv_caches.values())).key.device
+
     def select(kept: KeptQueries | None) -> BlockSelection:
-        selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept, over_ranks, place)
+        selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept, over_ranks, place, on)
         for number, implementation, layer in zip(
             numbers, implementations.values(), selection.selector.layers, strict=True
         ):
@@ -186,7 +188,7 @@ def make_sparse_worker(
 
     if not offloads:
         return SparseWorker(method, select(None), metrics=series, late=late)
-    device = get_device(next(iter(kv_caches.values())).key.device.type)
+    device = get_device(on.type)
     # of layers with windows nothing leaves
     blocks = DeviceBlocks({name: kv_caches[name] for name in implementations}, block_size, device)
     # a cache for measurements has one block only

@@ -27,6 +27,15 @@ def names_layer_kinds(vllm_config: VllmConfig) -> bool:
     return _layer_kinds(vllm_config) is not None
 
 
+def names_whole_contexts(vllm_config: VllmConfig) -> bool:
+    """Whether the model's configuration says that some layer sees whole contexts.
+
+    Reason: as for `names_layer_kinds`.
+    Remove when: as for `names_layer_kinds`.
+    """
+    return _WHOLE in (_layer_kinds(vllm_config) or ())
+
+
 def _layer_kinds(vllm_config: VllmConfig) -> Sequence[str] | None:
     model = vllm_config.model_config
     values = {} if model is None else model.hf_text_config.to_dict()

@@ -58,7 +58,7 @@ class BlockSelector:
     """Tensors of all layers. Nothing here reads the device from the host, so it runs inside captured graphs.
 
     Args:
-        layers: of this worker, in the model's order.
+        layers: of this worker, in the model's order; none on a stage of a pipeline that has windows alone.
         kind: of the summaries.
         limits: sizes of choices.
         reuse_layers: consecutive layers that share a choice; the first of them makes it.
@@ -70,6 +70,7 @@ class BlockSelector:
         numbers: of `layers` in the model, where it has others in between; None: they follow each other.
         implementation: of block selection.
         narrow: summaries are 8-bit floats, whatever the keys are.
+        device: of the KV cache; None: of the first layer's keys.
     """
 
     def __init__(
@@ -86,16 +87,17 @@ class BlockSelector:
         numbers: Sequence[int] | None = None,
         implementation: str = AUTO,
         narrow: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self._kind = kind
-        self.implementation = chosen_implementation(layers[0].keys.device.type, implementation)
+        device = device or layers[0].keys.device
+        self.implementation = chosen_implementation(device.type, implementation)
         """Of block selection, `auto` resolved."""
         self._limits = limits
         self._numbers = range(first_layer, first_layer + len(layers)) if numbers is None else numbers
         self.leaders = layer_leaders(len(layers), reuse_layers, dense_layers, first_layer)
         self._keys = [layer.keys for layer in layers]
         self._summaries = [new_summaries(layer.keys, kind, narrow=narrow) for layer in layers]
-        device = layers[0].keys.device
         self.scorer = None if kept is None else self._scorer(layers, kept)
         """Keeps the queries of each step; None without KV offload."""
         self.checks = torch.zeros(2, dtype=torch.int64, device=device)

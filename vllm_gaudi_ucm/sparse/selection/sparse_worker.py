@@ -106,10 +106,11 @@ class BlockSelection:
         kept: KeptQueries | None = None,
         over_ranks: OverRanks | None = None,
         place: LayerPlace | None = None,
+        device: torch.device | None = None,
     ) -> BlockSelection:
         """layers: those of this worker that see whole contexts, in the model's order. kept: see BlockSelector.
         over_ranks: the mean over the ranks where there are several, of which the method's options may make no use.
-        place: of the layers in the model; None: they are all of it.
+        place: of the layers in the model; None: they are all of it. device: of the KV cache; None: of the first layer.
 
         Raises ValueError for dense layers that the model does not have.
         """
@@ -121,7 +122,8 @@ class BlockSelection:
                 f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {total}, "
                 "the number of the model's attention layers"
             )
-        if options.narrow_summaries and not has_e4m3(layers[0].keys.device):
+        device = device or layers[0].keys.device
+        if options.narrow_summaries and not has_e4m3(device):
             raise ValueError(
                 "ucm_sparse_config: summary_dtype is 'fp8', expected 'auto' on this GPU, "
                 "which has no 8-bit floats: they need compute capability 8.9 or newer"
@@ -143,6 +145,7 @@ class BlockSelection:
             numbers,
             options.implementation,
             options.narrow_summaries,
+            device,
         )
         return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_offloaded), selector)
 
