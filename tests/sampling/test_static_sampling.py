@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -313,6 +315,22 @@ def test_outputs_taken_back_are_forgotten() -> None:
     twins.sync([name])
     found, expected = twins.sample(torch.arange(VOCAB).unsqueeze(0) * 1.5)
     assert found.tokens == expected.tokens == [[68]]
+
+
+def test_nothing_keeps_a_request_that_has_ended() -> None:
+    """Nor its prompt, once a step without it has sampled; its line of counts is free for another request."""
+    twins = Twins(engine_config())
+    plain, weights = SamplingParams(temperature=0.0), torch.Generator().manual_seed(4)
+    for _ in range(2 * MAX_ROWS):
+        name = twins.add(SamplingParams(temperature=0.0, presence_penalty=2.0))
+        twins.sync([name])
+        assert_same(*twins.sample(poisoned_logits(1, 2, weights)))
+        request = weakref.ref(twins.batch.slots[0])
+        twins.remove(name)
+        twins.sync([twins.add(plain)])
+        assert_same(*twins.sample(poisoned_logits(1, 2, weights)))
+        gc.collect()
+        assert request() is None
 
 
 @settings(max_examples=20)

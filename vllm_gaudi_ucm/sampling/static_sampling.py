@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from vllm_gaudi_ucm.sampling.host_rows import (
 from vllm_gaudi_ucm.sampling.host_sampling import HostSampling
 from vllm_gaudi_ucm.sampling.sampling import nothing_to_settle
 from vllm_gaudi_ucm.sampling.stages.logit_bias import LogitBias
-from vllm_gaudi_ucm.sampling.stages.penalties import Penalties
+from vllm_gaudi_ucm.sampling.stages.penalties import Penalties, has_penalty
 from vllm_gaudi_ucm.sampling.stages.row_transfer import RowTransfer
 from vllm_gaudi_ucm.sampling.stages.token_choice import TokenChoice
 from vllm_gaudi_ucm.sampling.stages.token_mask import TokenMask, bitmask_of, mask_logits
@@ -105,7 +106,8 @@ class StaticSampler:
         self._logprobs = TopLogprobs(width, self._as_logits, stage, region)
         self._use_fp64_gumbel = model.use_fp64_gumbel
         self._host = HostSampling(model.logprobs_mode, model.use_fp64_gumbel, host)
-        self._slots_before: dict[LiveRequest, int] = {}
+        # of requests with penalties, in the step that was drawn last
+        self._slots_before: WeakKeyDictionary[LiveRequest, int] = WeakKeyDictionary()
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
         """See TokenSampler.
@@ -213,7 +215,7 @@ class StaticSampler:
             tokens, drawn_from = self._greedy(logits), None
         else:
             tokens, drawn_from = self._choice.random(logits, batch)
-        self._slots_before = {request: slot for slot, request in enumerate(batch.slots)}
+        self._slots_before = _penalised_slots(batch)
         if not self._scores_raw:
             scored = logits if drawn_from is None else drawn_from
         return _Drawn(tokens, scored)
@@ -253,3 +255,11 @@ class StaticSampler:
 
 def _tokens_alone(count: int, tokens: torch.Tensor) -> SampledTokens:
     return SampledTokens(tokens.numpy()[:count, np.newaxis].tolist(), None)
+
+
+def _penalised_slots(batch: SamplingBatch) -> WeakKeyDictionary[LiveRequest, int]:
+    """Slots by request. Requests that end take their entries with them: no later step may have penalties."""
+    if batch.metadata.no_penalties:
+        return WeakKeyDictionary()
+    slots = enumerate(batch.slots)
+    return WeakKeyDictionary({request: slot for slot, request in slots if has_penalty(request.sampling_params)})

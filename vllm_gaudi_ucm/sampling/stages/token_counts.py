@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -61,9 +62,9 @@ class TokenCounts:
         # twice a token's count, and 1 if it is in the prompt
         self.table = torch.zeros(max_rows + 1, vocab_size, dtype=torch.int32, device=device)
         self._pad = max_rows
-        self._free = list(range(max_rows))[::-1]
-        self._line_of: dict[LiveRequest, int] = {}
-        self._counted: dict[LiveRequest, int] = {}
+        # requests that have ended take their entries with them
+        self._line_of: WeakKeyDictionary[LiveRequest, int] = WeakKeyDictionary()
+        self._counted: WeakKeyDictionary[LiveRequest, int] = WeakKeyDictionary()
         self._lines = StagedRows((max_rows,), np.int64, max_rows, device)
         self._tokens = StagedRows((max_rows,), np.int64, vocab_size - 1, device)
         self._times = StagedRows((max_rows,), np.int32, 0, device)
@@ -115,12 +116,17 @@ class TokenCounts:
 
     def _line(self, request: LiveRequest, wanted: set[LiveRequest]) -> int:
         if request not in self._line_of:
-            if not self._free:
-                other = next(other for other in self._line_of if other not in wanted)
-                self._free.append(self._line_of.pop(other))
-                self._counted.pop(other, None)
-            self._line_of[request] = self._free.pop()
+            self._line_of[request] = self._free_line(wanted)
         return self._line_of[request]
+
+    def _free_line(self, wanted: set[LiveRequest]) -> int:
+        """One without a request, or of a request that this step does not sample."""
+        free = set(range(self._pad)).difference(self._line_of.values())
+        if free:
+            return free.pop()
+        other = next(other for other in self._line_of if other not in wanted)
+        self._counted.pop(other, None)
+        return self._line_of.pop(other)
 
     def _known(self, request: LiveRequest) -> int:
         """Outputs that its line has counted, all but the last or all; writes the line anew where that is not so."""
