@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.batch.scheduling import Known, RandomScheduler, new_request, step_output
@@ -170,6 +171,24 @@ def test_a_resumed_request_keeps_its_outputs_seed_and_scores(as_new: bool) -> No
     assert batch.block_tables.tolist() == [[11, 12]]
     assert batch.num_computed.tolist() == [4]
     assert table.tokens_at([same], np.zeros(3, np.int64), np.arange(4, 7)).tolist() == [5, 8, 9]
+
+
+@pytest.mark.parametrize("as_new", [True, False])
+def test_scores_of_a_prompt_that_went_with_a_dropped_output_are_wanted_again(as_new: bool) -> None:
+    """vLLM takes them with the first token, and has thrown it away."""
+    known = Known("a", [1, 2, 3, 4, 5], blocks=[5, 6], params=SamplingParams(prompt_logprobs=1))
+    table = table_with(known)
+    request = table.requests["a"]
+    request.take_scores()
+    table.append_token(request, 8)
+    assert not request.wants_prompt_logprobs
+    known.blocks, known.computed = [11, 12], 0
+    if as_new:
+        table.update(step_output({"a": 5}, [new_request(known, prefill_token_ids=known.tokens)]))
+    else:
+        cached = CachedRequestData(["a"], {"a"}, [], {"a": known.tokens}, [([11, 12],)], [0], [0])
+        table.update(step_output({"a": 5}, cached=cached))
+    assert request.wants_prompt_logprobs
 
 
 def test_tokens_that_the_scheduler_has_thrown_away_are_none() -> None:

@@ -183,3 +183,19 @@ def test_custom_logits_processors(tiny_text_model: Path) -> None:
     assert_equal(found[2], found[0])
     for (one,) in found[0]:
         assert len(set(one.tokens)) == len(one.tokens)
+
+
+def test_prompt_logprobs_whose_output_was_dropped(asynchronous: Watched) -> None:
+    """A reset of the prefix cache preempts a request whose prompt has just been computed, and drops that step."""
+    engine, prompt, asked = asynchronous.engine, MIX[2].prompt, params(prompt_logprobs=1, max_tokens=4)
+    (expected,) = engine.generate([prompt], asked)
+    for steps in range(1, 6):
+        name = engine.new_id()
+        engine.add(name, prompt, asked)
+        outputs = [one for _ in range(steps) for one in engine.step()]
+        engine.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        while engine.llm.llm_engine.has_unfinished_requests():
+            outputs += engine.step()
+        found = [[*(scores or ())] for scores in outputs[-1].prompt_logprobs or ()]
+        assert found == [[*(scores or ())] for scores in expected.prompt_logprobs or ()], f"after {steps} steps"
+        assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids

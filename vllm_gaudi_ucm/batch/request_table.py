@@ -52,8 +52,15 @@ class LiveRequest:
         """Room for the scores of its prompt."""
         self.prompt_logprobs = scores
 
+    def keeps(self, num_outputs: int) -> None:
+        """The scheduler has so many of its outputs. It takes the scores of a prompt with the first one: without it,
+        they were thrown away, and the prompt is scored again."""
+        if not num_outputs:
+            self.prompt_scored = False
+
     def take_scores(self) -> LogprobsTensors | None:
-        """The scores of its whole prompt, once: a preempted request computes its prompt again, without scores."""
+        """The scores of its whole prompt, once: a request that is preempted later computes its prompt again, without
+        scores."""
         scores, self.prompt_logprobs = self.prompt_logprobs, None
         self.prompt_scored = True
         return scores
@@ -245,6 +252,7 @@ class RequestTable:
             self.requests[new.req_id] = request
         # in place: logits processors hold this list
         request.output_token_ids[:] = tokens[len(prompt) :]
+        request.keeps(len(request.output_token_ids))
         row = request.row
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
@@ -258,6 +266,7 @@ class RequestTable:
         ):
             request = self.requests[request_id]
             row = request.row
+            request.keeps(num_outputs)
             if num_outputs < len(request.output_token_ids):
                 # a connector's load within the step has failed: the scheduler has thrown away what the step gave
                 del request.output_token_ids[num_outputs:]
