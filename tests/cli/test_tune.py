@@ -193,7 +193,7 @@ def test_memory_follows_distinct_shapes_and_not_lines(tmp_path: Path, holdout: f
     tracemalloc.start()
     try:
         with PhaseLogReader(path) as log:
-            steps, later = read_steps(log, holdout)
+            steps, later = read_steps([log], holdout)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

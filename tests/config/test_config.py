@@ -22,6 +22,8 @@ SECTIONS = " or ".join(
         "kv_cache",
         "memory_mode",
         "phase_log",
+        "phase_log_generations",
+        "phase_log_size",
         "preemption",
         "quantised_experts",
         "scheduler",
@@ -65,6 +67,12 @@ PREFETCH_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
 # key -> (values that are taken, values that are refused, part of the message after "expected")
 VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.phase_log": ([None, "steps.jsonl"], [3, True, ["a"]], "path of a file or null"),
+    "ucm.phase_log_size": (
+        [1 << 16, 1 << 30],
+        [1000, "1KiB", None, "a lot"],
+        "integer, at least 65536 (bytes, or text such as 4GiB)",
+    ),
+    "ucm.phase_log_generations": ([1, 99], [0, 100, "5", None], "integer, 1 to 99"),
     "ucm.attention.implementation": (
         ["auto", "reference", "cpu", "native", "hpu", "cuda"],
         ["fast", "CPU", None, 1],

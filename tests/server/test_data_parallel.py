@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.reference_model import ReferenceModel
 from tests.server.conftest import CLIENT_OPTIONS
 from tests.server.server import HTTP, MODEL_NAME, Server, start_server
-from vllm_gaudi_ucm.observability.phase_log import of_engine, read_phase_log
+from vllm_gaudi_ucm.observability.log_file import of_engine
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts a server of its own
 

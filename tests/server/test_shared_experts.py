@@ -12,7 +12,8 @@ import pytest
 from tests.engine.reference_model import ReferenceModel
 from tests.server.server import HTTP, MODEL_NAME, Server, start_server
 from tests.text_model import make_text_model
-from vllm_gaudi_ucm.observability.phase_log import of_engine, read_phase_log
+from vllm_gaudi_ucm.observability.log_file import of_engine
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # starts a server of its own
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     ValidationError,
     field_validator,
@@ -27,6 +28,7 @@ from vllm_gaudi_ucm.config.sections import (
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 from vllm_gaudi_ucm.options.errors import (
+    NOTE,
     Problem,
     UcmConfigError,
     expected,
@@ -37,6 +39,7 @@ from vllm_gaudi_ucm.options.errors import (
 )
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.options.section import Section
+from vllm_gaudi_ucm.options.values import BYTES_NOTE, parse_bytes
 from vllm_gaudi_ucm.prefetch.options import EngineOptions, PrefetchOptions
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
@@ -126,6 +129,19 @@ class UcmConfig(Section):
         strict=False,
         description="JSON-lines file that gets one line for every step: its phase tuple, sizes and milliseconds. With "
         "data parallelism engine 0 writes it, engine 1 `NAME.1.jsonl`, and so on.",
+    )
+    phase_log_size: Annotated[int, Field(ge=1 << 16), BeforeValidator(parse_bytes)] = Field(
+        default=256 << 20,
+        description="Bytes of a phase log, about a million steps in 256 MiB. A file that is as long is kept as "
+        "`NAME.previous`, and the next one begins.",
+        json_schema_extra={NOTE: BYTES_NOTE},
+    )
+    phase_log_generations: int = Field(
+        default=5,
+        ge=1,
+        le=99,
+        description="Phase logs that are kept beside the newest one, of this run and of those before it: "
+        "`NAME.previous`, `NAME.previous.2`, and so on. The oldest goes first.",
     )
     attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")
     graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")

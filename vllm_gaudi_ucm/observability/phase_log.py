@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, phase_string
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.observability.log_file import GENERATIONS, HEADER_START, LONGEST_HEADER, LogFile
 from vllm_gaudi_ucm.observability.phase_summary import MEMORY, PhaseSummary
 
 SCHEMA = "gaudi-ucm.phase-log/1"
@@ -30,7 +31,12 @@ _BLOCKS = (*TRANSFER_COUNTS, *MEMORY_COUNTS)
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
 MOST = 1 << 63  # of a number: sums and sizes are counted in 64 bits
 REPORTED_BYTES = 1 << 20  # read between two reports of how far it is
-LONGEST_HEADER = 1 << 20  # a file that is no log may be one line
+LIMITS: dict[str, Any] = {
+    **dict.fromkeys(("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens")),
+    **dict.fromkeys(("contiguous", "max_shared_blocks")),
+    **{"max_selected_blocks": 0, "strip": 0, "window": 0},
+}
+"""Fields of a header that bound its steps, or say what they are counted in, with what a header without them means."""
 
 logger = plugin_logger(__name__)
 
@@ -85,21 +91,32 @@ class StepRecord:
     """Blocks of preempted requests that went to host memory."""
     swapped_in_blocks: int = 0
     """Those that came back."""
+    time: float = 0.0
+    """When it ended, in seconds since 1970; 0: nobody ran it."""
 
 
 class PhaseLog:
-    """Appends steps to a file (when there is one) and to `summary`; memory use does not grow with steps."""
+    """Appends steps to a file (when there is one) and to `summary`; memory use does not grow with steps.
+
+    Args:
+        path: of the file; None: only the summary is kept.
+        header: fields of its first line beside the schema.
+        emit: takes the table at the end.
+        most_bytes, generations: see `LogFile`.
+    """
 
     def __init__(
         self,
         path: Path | None,
         header: Mapping[str, Any] | None = None,
         emit: Callable[[str], None] = logger.info,
+        most_bytes: int | None = None,
+        generations: int = GENERATIONS,
     ) -> None:
         self.path = path
         self.summary = PhaseSummary()
         self._emit = emit
-        self._file = None if path is None else _create(path, header or {})
+        self._file = None if path is None else _create(path, header or {}, most_bytes, generations)
 
     @property
     def is_open(self) -> bool:
@@ -136,18 +153,22 @@ class PhaseLogReader:
     Args:
         path: of the log.
         report: called with the share of the file that has been read, now and then.
+        given: limits that are known from elsewhere: headers may differ in them.
 
     Raises:
         PhaseLogError: it cannot be read, or is no phase log.
     """
 
-    def __init__(self, path: Path, report: Callable[[float], None] = lambda done: None) -> None:
+    def __init__(
+        self, path: Path, report: Callable[[float], None] = lambda done: None, given: Collection[str] = ()
+    ) -> None:
         self.path = path
         self._report = report
+        self._given = given
         with self._errors():
             self._file = path.open("rb")
         try:
-            self.header = _parse_header(path, self._first_line())
+            self.header = _parse_header(path, 1, self._first_line())
         except PhaseLogError:
             self._file.close()
             raise
@@ -159,14 +180,22 @@ class PhaseLogReader:
         self._file.close()
 
     def steps(self) -> Iterator[StepRecord]:
-        """Those not read yet; a last line torn by a killed process is dropped, anything else wrong raises."""
+        """Those not read yet; a last line torn by a killed process is dropped, anything else wrong raises.
+
+        Logs that were joined to one file have a header each, with the same limits.
+        """
         seen, told = self._file.tell(), 0
         with self._errors():
             size = max(1, os.fstat(self._file.fileno()).st_size)
             for number, line in enumerate(self._file, start=2):
                 if not line.endswith(b"\n"):
                     break
-                yield _parse_line(self.path, number, line.decode(errors="replace").rstrip("\r\n"))
+                text = line.decode(errors="replace").rstrip("\r\n")
+                fields = _parse_object(self.path, number, text)
+                if "schema" in fields:
+                    self._check_header(number, text)
+                else:
+                    yield _parse_step(self.path, number, fields)
                 seen += len(line)
                 if seen - told > REPORTED_BYTES:
                     told = seen
@@ -176,8 +205,18 @@ class PhaseLogReader:
     def count(self) -> int:
         """How many steps there are, read or not, without looking at them."""
         with self._errors(), self.path.open("rb") as file:
-            ends = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(REPORTED_BYTES), b""))
-        return max(0, ends - 1)
+            file.readline()
+            return sum(line.endswith(b"\n") and not line.startswith(HEADER_START) for line in file)
+
+    def _check_header(self, number: int, line: str) -> None:
+        """Raises PhaseLogError for a log that begins within the file, and is not of such a server."""
+        other = different_limit(self.header, _parse_header(self.path, number, line), self._given)
+        if other is not None:
+            name, here, there = other
+            raise PhaseLogError(
+                f"{self.path}:{number}: another log begins here, with {name} {there!r}, where the first one has "
+                f"{here!r}; expected logs of the same limits: split the file at this line"
+            )
 
     def _first_line(self) -> str:
         with self._errors():
@@ -197,35 +236,33 @@ def read_phase_log(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
         return log.header, list(log.steps())
 
 
+def different_limit(
+    header: Mapping[str, Any], other: Mapping[str, Any], given: Collection[str] = ()
+) -> tuple[str, Any, Any] | None:
+    """(name, value, other value) of the first limit in which two headers differ; None: they agree, but for those that
+    are given."""
+    for name, default in LIMITS.items():
+        values = header.get(name, default), other.get(name, default)
+        if name not in given and values[0] != values[1]:
+            return name, *values
+    return None
+
+
 def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:
     """True shapes of the steps that need buckets; one that ran in a graph for prompt remainders needs none."""
     return (record.bucket for record in records if not record.tail)
 
 
-def of_engine(path: Path, engine: int) -> Path:
-    """Where one of several engines of a server writes: the first one to `path`, the others to `NAME.1.jsonl` ..."""
-    return path if engine == 0 else path.with_name(f"{path.stem}.{engine}{path.suffix}")
-
-
-def keep_previous(path: Path) -> None:
-    """Renames a log that is there, and not empty, to `NAME.previous`. Raises OSError."""
-    if path.is_file() and path.stat().st_size:
-        path.replace(path.with_name(path.name + ".previous"))
-
-
-def _create(path: Path, header: Mapping[str, Any]) -> TextIO:
-    """Open a new log with its header; the log of the run before is kept as `NAME.previous`."""
+def _create(path: Path, header: Mapping[str, Any], most_bytes: int | None, generations: int) -> LogFile:
+    """Open a new log with its header; logs of the runs before are kept."""
+    line = json.dumps({"schema": SCHEMA, **header}, separators=(",", ":")) + "\n"
     try:
-        keep_previous(path)
-        # Line buffering hands each step to the operating system whole: a kill costs at most the last line.
-        file = path.open("w", encoding="utf-8", buffering=1)
-        file.write(json.dumps({"schema": SCHEMA, **header}, separators=(",", ":")) + "\n")
+        return LogFile(path, line, most_bytes, generations)
     except OSError as error:
         raise PhaseLogError(
             f"ucm.phase_log: cannot write {path}: {error.strerror or error}; "
             "expected a file name in a folder that exists and is writable"
         ) from error
-    return file
 
 
 def _line(record: StepRecord) -> str:
@@ -247,8 +284,9 @@ def _line(record: StepRecord) -> str:
         more += f',"host_stages":{json.dumps(r.host_stages)}'
     if r.transfer_ms:
         more += f',"transfer_ms":{r.transfer_ms:.4f}'
+    time = f',"time":{r.time:.3f}' if r.time else ""
     return (
-        f'{{"step":{r.step},"bucket":{_bucket_json(r.bucket)},"padded":{_bucket_json(r.padded)},'
+        f'{{"step":{r.step}{time},"bucket":{_bucket_json(r.bucket)},"padded":{_bucket_json(r.padded)},'
         f'"requests":{r.requests},"prompts":{r.prompts},"tokens":{r.tokens},"causal_pairs":{r.causal_pairs},'
         f'"shared_pairs":{r.shared_pairs},"unique_pairs":{r.unique_pairs},"plan_ms":{r.plan_ms:.4f},'
         f'"forward_ms":{r.forward_ms:.4f},"sample_ms":{r.sample_ms:.4f}{more}}}\n'
@@ -263,7 +301,7 @@ def _bucket_json(bucket: Bucket) -> str:
     return f'["{phase}",{query_len},{shared_blocks},{unique_blocks},{logits}{more}]'
 
 
-def _parse_header(path: Path, line: str) -> dict[str, Any]:
+def _parse_header(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         header = json.loads(line)
     except (ValueError, RecursionError):
@@ -271,7 +309,7 @@ def _parse_header(path: Path, line: str) -> dict[str, Any]:
     if isinstance(header, dict) and header.get("schema") == SCHEMA:
         return header
     raise PhaseLogError(
-        f"{path}:1: found {_what_else(line, header)} where a phase log says {SCHEMA!r}: this is no phase log; "
+        f"{path}:{number}: found {_what_else(line, header)} where a phase log says {SCHEMA!r}: this is no phase log; "
         "expected a file that ucm.phase_log or `gaudi-ucm trace` wrote"
     )
 
@@ -286,14 +324,13 @@ def _what_else(line: str, value: Any) -> str:
     return ascii(line[:40]) if line else "an empty file"
 
 
-def _parse_line(path: Path, number: int, line: str) -> StepRecord:
-    fields = _parse_object(path, number, line)
+def _parse_step(path: Path, number: int, fields: dict[str, Any]) -> StepRecord:
     try:
         bucket, padded = _parse_bucket(fields["bucket"]), _parse_bucket(fields["padded"])
         sizes: dict[str, Any] = {name: _number(fields, name, int) for name in COUNTS}
         sizes |= {name: _number(fields, name, int) for name in OPTIONAL_COUNTS if name in fields}
         sizes["host_stages"] = _names(fields, "host_stages")
-        times = (*TIMES, "transfer_ms") if "transfer_ms" in fields else TIMES
+        times = (*TIMES, *(name for name in ("transfer_ms", "time") if name in fields))
         sizes |= {name: float(_number(fields, name, int, float)) for name in times}
         return StepRecord(
             step=_number(fields, "step", int),

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -30,7 +31,8 @@ from vllm_gaudi_ucm.layers.cuda_layers import register_cuda_layers
 from vllm_gaudi_ucm.layers.experts import register_experts
 from vllm_gaudi_ucm.layers.gaudi_layers import register_gaudi_layers
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog, of_engine
+from vllm_gaudi_ucm.observability.log_file import of_engine
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
@@ -243,7 +245,12 @@ class UcmWorker(RefusedCalls, WorkerBase):
         reports = self._ranks.reports
         engine = self.parallel_config.data_parallel_index
         path = self._ucm.phase_log if reports else None
-        self._phase_log = PhaseLog(path and of_engine(path, engine), header=self._describe(kv_cache_config))
+        self._phase_log = PhaseLog(
+            path and of_engine(path, engine),
+            {**self._describe(kv_cache_config), "started": datetime.now(UTC).isoformat(timespec="seconds")},
+            most_bytes=self._ucm.phase_log_size,
+            generations=self._ucm.phase_log_generations,
+        )
         self._metrics = (
             StepMetrics.of_engine(self.vllm_config.instance_id, engine) if reports else StepMetrics(None, engine)
         )

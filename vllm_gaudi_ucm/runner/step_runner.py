@@ -63,6 +63,7 @@ def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape
         selected_pairs=0 if chosen is None else int(chosen.counts @ chosen.num_rows) * block_size,
         sparse=0 if chosen is None else len(chosen.counts),
         tail=int(shape.remainder),
+        time=time.time(),
     )
 
 

@@ -99,6 +99,12 @@ def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
     )
 
 
+def given_limits(args: argparse.Namespace) -> set[str]:
+    """Fields of a log's header that options say: logs may differ in them."""
+    names = (*LIMIT_NAMES, "max_shared_blocks", "max_selected_blocks", "contiguous")
+    return {name for name in names if getattr(args, name) is not None}
+
+
 def read_model(path: Path | None) -> tuple[str, ModelSpec]:
     """(name, sizes) of the model at `path`, or of the default one; raises a ValueError that names the file."""
     if path is None:

@@ -1,17 +1,18 @@
-"""`gaudi-ucm phases LOG`: what phases a server ran, how long they took, and which part did the attention work."""
+"""`gaudi-ucm phases LOG ...`: what phases a server ran, how long they took, and which part did the attention work."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_ucm.cli.output import check_output
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, PhaseLogReader, StepRecord
+from vllm_gaudi_ucm.observability.joined_logs import JoinedLogs
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.options.errors import counted
 
@@ -19,17 +20,17 @@ LONG_BYTES = 32 << 20  # about 100,000 steps, read in two seconds
 
 
 @contextmanager
-def open_log(path: Path) -> Iterator[PhaseLogReader]:
-    """The log while the block runs. Raises PhaseLogError, see `PhaseLogReader`."""
-    if not path.is_file() or path.stat().st_size < LONG_BYTES:
-        with PhaseLogReader(path) as log:
-            yield log
+def open_logs(paths: Sequence[Path], given: Collection[str] = ()) -> Iterator[JoinedLogs]:
+    """The logs while the block runs. given: limits that options say. Raises PhaseLogError, see `JoinedLogs`."""
+    if sum(path.stat().st_size for path in paths if path.is_file()) < LONG_BYTES:
+        with JoinedLogs(paths, given=given) as logs:
+            yield logs
         return
     # imported here: short logs are read before rich could be loaded
     from vllm_gaudi_ucm.cli.output import task_progress
 
-    with task_progress("reading") as progress, PhaseLogReader(path, progress) as log:
-        yield log
+    with task_progress("reading") as progress, JoinedLogs(paths, progress, given) as logs:
+        yield logs
 
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -38,7 +39,11 @@ PICTURES = (".png", ".svg", ".pdf")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument(
-        "log", type=Path, help='a phase log, written with --additional-config \'{"ucm": {"phase_log": ...}}\''
+        "log",
+        type=Path,
+        nargs="+",
+        help='a phase log, written with --additional-config \'{"ucm": {"phase_log": ...}}\'; or several of the same '
+        "limits, which are summed up",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also write a picture (.png, .svg or .pdf)")
@@ -48,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; 0, or 2 when the log or the picture's path is unusable."""
     try:
         check_output("--plot", args.plot, PICTURES)
-        with open_log(args.log) as log:
-            header = log.header
+        with open_logs(args.log) as logs:
+            header = logs.header
             # a picture needs all steps at once
-            records = list(log.steps()) if args.plot is not None else None
-            summary = PhaseSummary(log.steps() if records is None else records)
+            records = list(logs.steps()) if args.plot is not None else None
+            summary = PhaseSummary(logs.steps() if records is None else records)
         if records is not None:
             write_plot(records, args.plot, header)
     except (PhaseLogError, RuntimeError, ValueError, OSError) as error:

@@ -15,11 +15,12 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     check_block_size,
     check_max_graphs,
     cost_model,
+    given_limits,
     limits_of,
     read_model,
     strategy_options,
 )
-from vllm_gaudi_ucm.cli.buckets.phases import open_log
+from vllm_gaudi_ucm.cli.buckets.phases import open_logs
 from vllm_gaudi_ucm.cli.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
 from vllm_gaudi_ucm.cli.buckets.trace import mix_within
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix, Simulation
@@ -39,7 +40,8 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, StepRecord, bucket_shapes
+from vllm_gaudi_ucm.observability.joined_logs import JoinedLogs
+from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
 
 # vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is what the device's memory holds.
 DEFAULT_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 8192, "block_size": 128}
@@ -52,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     add_strategy_arguments(parser, "how buckets are chosen (default: trace with --log or --mix, else padding_aware)")
     traffic = parser.add_mutually_exclusive_group()
-    traffic.add_argument("--log", type=Path, metavar="FILE", help="the traffic: a phase log")
+    traffic.add_argument(
+        "--log", type=Path, nargs="+", metavar="FILE", help="the traffic: a phase log, or several of the same limits"
+    )
     traffic.add_argument("--mix", choices=MIXES, help="the traffic: a synthetic mix, with its own limits")
     parser.add_argument(
         "--max-graphs",
@@ -120,14 +124,13 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
             _simulate(mix, args.mix, cost),
         )
     if args.log is not None:
-        with open_log(args.log) as log:
-            where = f"the first line of {args.log}"
-            check_block_size(args, log.header, where)
+        with open_logs(args.log, given_limits(args)) as logs:
+            check_block_size(args, logs.header, logs.header_place)
             # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
-            said = {**log.header, "contiguous": log.header.get("contiguous") is True}
-            limits = limits_of(args, said, where)
+            said = {**logs.header, "contiguous": logs.header.get("contiguous") is True}
+            limits = limits_of(args, said, logs.header_place)
             cost = cost_model(args, limits.block_size)
-            steps, num_remainders = _steps_and_remainders(log)
+            steps, num_remainders = _steps_and_remainders(logs)
         return _report(
             args, as_served(limits, _step_memory(args, cost), _own_blocks(args)), cost, steps, num_remainders
         )
@@ -144,13 +147,13 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     return replace(_report(args, as_served(limits, memory, _own_blocks(args)), cost, None), asked_tokens=asked)
 
 
-def _steps_and_remainders(log: PhaseLogReader) -> tuple[Steps, int]:
+def _steps_and_remainders(logs: JoinedLogs) -> tuple[Steps, int]:
     """The steps that need buckets, and how many ran in graphs for prompt remainders."""
     num_remainders = 0
 
     def counted() -> Iterator[StepRecord]:
         nonlocal num_remainders
-        for record in log.steps():
+        for record in logs.steps():
             num_remainders += record.tail
             yield record
 
@@ -197,7 +200,7 @@ def _report(
         buckets = build_buckets(strategy, request, options)
         progress(1.0)
     name, _ = read_model(args.model)
-    traffic = args.mix or (args.log and str(args.log))
+    traffic = args.mix or (args.log and ", ".join(map(str, args.log)))
     memory = plan_memory(buckets, cost, _weights(args, cost), shapes)
     nodes = _count(buckets, cost, shapes) if args.count_nodes else None
     return PlanReport(

@@ -17,8 +17,10 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     add_limit_arguments,
     check_block_size,
     cost_model,
+    given_limits,
     limits_of,
 )
+from vllm_gaudi_ucm.cli.buckets.phases import open_logs
 from vllm_gaudi_ucm.cli.output import check_output
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
@@ -26,7 +28,8 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes, read_phase_log
+from vllm_gaudi_ucm.observability.joined_logs import JoinedLogs
+from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
 from vllm_gaudi_ucm.observability.phase_plot import PHASE_COLOURS
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
@@ -41,7 +44,9 @@ PAGES = (".html", ".htm")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument("log", type=Path, help="a phase log, of a server or of gaudi-ucm trace")
+    parser.add_argument(
+        "log", type=Path, nargs="+", help="a phase log, of a server or of gaudi-ucm trace; several of the same limits"
+    )
     parser.add_argument("--buckets", type=Path, metavar="FILE", help="draw the buckets of this file over the steps")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="picture (.png, .svg, .pdf) or page (.html)"
@@ -54,12 +59,13 @@ def run(args: argparse.Namespace) -> int:
     """Write the picture or the page; unusable input raises a ValueError."""
     check_output("--output", args.output, (*PICTURES, *PAGES))
     suffix = args.output.suffix.lower()
-    header, records = read_phase_log(args.log)
+    with open_logs(args.log, given_limits(args)) as logs:
+        header, records = logs.header, list(logs.steps())
     if not records:
-        raise ValueError(f"{args.log}: holds no steps to draw")
-    name = header.get("mix") or Path(str(header.get("model", ""))).name or args.log.name
+        raise ValueError(f"{logs.name}: holds no steps to draw")
+    name = header.get("mix") or Path(str(header.get("model", ""))).name or args.log[0].name
     title = f"{name}: {counted(len(records), 'step')}"
-    padding = None if args.buckets is None else bucket_padding(args, header, records)
+    padding = None if args.buckets is None else bucket_padding(args, logs, records)
     if suffix in PAGES:
         args.output.write_text(page(records, padding, title), encoding="utf-8")
     else:
@@ -68,11 +74,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def bucket_padding(args: argparse.Namespace, header: dict[str, object], records: list[StepRecord]) -> Padding:
-    """The padding of the log's steps in the buckets of --buckets."""
-    where = f"the first line of {args.log}"
-    check_block_size(args, header, where)
-    limits = limits_of(args, header, where)
+def bucket_padding(args: argparse.Namespace, logs: JoinedLogs, records: list[StepRecord]) -> Padding:
+    """The padding of the logs' steps in the buckets of --buckets."""
+    check_block_size(args, logs.header, logs.header_place)
+    limits = limits_of(args, logs.header, logs.header_place)
     cost = cost_model(args, limits.block_size)
     buckets = build_buckets("file", BucketRequest(limits, cost, path=args.buckets))
     steps = Steps.of(bucket_shapes(records))

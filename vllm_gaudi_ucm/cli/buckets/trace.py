@@ -16,7 +16,8 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
 )
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix, Simulation
 from vllm_gaudi_ucm.cli.output import check_output, task_progress, written_whole
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog, PhaseLogError, keep_previous
+from vllm_gaudi_ucm.observability.log_file import keep_previous
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog, PhaseLogError
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.options.errors import counted
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     check_block_size,
     check_max_graphs,
     cost_model,
+    given_limits,
     limits_of,
     read_model,
 )
-from vllm_gaudi_ucm.cli.buckets.phases import open_log
+from vllm_gaudi_ucm.cli.buckets.phases import open_logs
 from vllm_gaudi_ucm.cli.output import check_output, task_progress, written_whole
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
@@ -30,7 +32,7 @@ from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.graphs.tuning.certificate import GOOD_GAP, MAX_ROUNDS, Certified, certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, check_steps, tune
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, StepRecord, bucket_shapes
 from vllm_gaudi_ucm.options.errors import counted
 
 
@@ -139,7 +141,9 @@ def _cells(name: str, padding: Padding) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument("log", type=Path, help="a phase log, of a server or of gaudi-ucm trace")
+    parser.add_argument(
+        "log", type=Path, nargs="+", help="a phase log, of a server or of gaudi-ucm trace; several of the same limits"
+    )
     parser.add_argument(
         "--max-graphs", type=int, default=64, metavar="N", help="graphs, forward and logits together (default: 64)"
     )
@@ -182,33 +186,37 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--gap is {args.gap}, expected a share from 0 to 1")
     check_max_graphs(args.max_graphs)
     check_output("--output", args.output)
-    with open_log(args.log) as log:
-        where = f"the first line of {args.log}"
-        check_block_size(args, log.header, where)
-        limits = limits_of(args, log.header, where)
+    with open_logs(args.log, given_limits(args)) as logs:
+        check_block_size(args, logs.header, logs.header_place)
+        limits = limits_of(args, logs.header, logs.header_place)
         cost = cost_model(args, limits.block_size)
-        steps, later = read_steps(log, args.holdout)
+        steps, later = read_steps(logs.logs, args.holdout)
     if not steps.count:
-        raise ValueError(f"{args.log}: holds no steps to tune to")
+        raise ValueError(f"{logs.name}: holds no steps to tune to")
     report = make_report(args, steps, later, cost, limits)
     if args.output is not None:
         with written_whole(args.output) as path:
             write_bucket_file(path, report.buckets, _made_for(args, report))
     if args.json:
-        print(
-            json.dumps({"log": str(args.log), "output": args.output and str(args.output), **report.to_json()}, indent=2)
-        )
+        files = {"log": logs.name, "output": args.output and str(args.output)}
+        print(json.dumps({**files, **report.to_json()}, indent=2))
     else:
         show(report, args.output)
     return 0
 
 
-def read_steps(log: PhaseLogReader, holdout: float) -> tuple[Steps, Steps]:
-    """(steps to tune to, held-out steps) of a log, counted by shape."""
-    count = log.count() if holdout else 0
-    seen = count - int(count * holdout) if holdout else None
-    records = log.steps()
-    return Steps.of(bucket_shapes(islice(records, seen))), Steps.of(bucket_shapes(records))
+def read_steps(logs: Sequence[PhaseLogReader], holdout: float) -> tuple[Steps, Steps]:
+    """(steps to tune to, held-out steps) of logs, counted by shape. The last share of each log is held out."""
+    rest: list[Iterator[StepRecord]] = []
+
+    def first() -> Iterator[StepRecord]:
+        for log in logs:
+            count = log.count() if holdout else 0
+            rest.append(log.steps())
+            yield from islice(rest[-1], count - int(count * holdout) if holdout else None)
+
+    tuned = Steps.of(bucket_shapes(first()))
+    return tuned, Steps.of(bucket_shapes(chain.from_iterable(rest)))
 
 
 def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any, limits: Any) -> TuneReport:
@@ -226,7 +234,7 @@ def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any,
 def _made_for(args: argparse.Namespace, report: TuneReport) -> dict[str, Any]:
     name, _ = read_model(args.model)
     return {
-        "log": args.log.name,
+        "log": ", ".join(path.name for path in args.log),
         "steps": report.steps.count,
         "model": name,
         "device": args.device,
