@@ -78,9 +78,8 @@ class StepRunner:
 
     requests: the live ones. sampling: their parameters. static: graphs; without them steps run at their true shapes.
     host: counts what steps wait for, and what they do on the host. samples: whether this is the last stage of a
-    pipeline, or all of the model; another one has no logits, and the scheduler sends it the tokens that were sampled.
-    ahead: with asynchronous scheduling, the steps whose tokens are not read yet. lockstep: the engines that share out
-    experts, whose forwards this one follows.
+    pipeline, or all of the model; another stage has no logits, and gets sampled tokens from the scheduler. ahead: with
+    asynchronous scheduling, the steps whose tokens are not read yet. lockstep: the engines that share out experts.
     """
 
     requests: RequestTable
