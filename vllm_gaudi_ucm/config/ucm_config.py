@@ -140,7 +140,7 @@ class UcmConfig(Section):
         default=5,
         ge=1,
         le=99,
-        description="Phase logs that are kept beside the newest one, of this run and of those before it: "
+        description="Phase logs that are kept in addition to the newest one, of this run and of those before it: "
         "`NAME.previous`, `NAME.previous.2`, and so on. The oldest goes first.",
     )
     attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")

@@ -110,7 +110,7 @@ class PartialHits:
         self._waiting = None
 
     def passes_over(self, request: Request, seats: int) -> bool:
-        """Whether those behind a request that was just looked up may begin before it, as it waits for the next step.
+        """True if a request that was just looked up waits for the next step, and those behind it may begin before it.
 
         seats: for requests that begin in this step or in the next one. A request that waits keeps one of them, which
         also bounds how many are passed over.
@@ -124,7 +124,7 @@ class PartialHits:
         return True
 
     def holds_up(self, request: Request) -> bool:
-        """Whether a request and all behind it had better begin in the next step."""
+        """True if a request and all behind it begin in the next step at the earliest."""
         waits = self._waiting == request.request_id
         self._totals.copy_waits += waits
         return waits or not self._has_seat

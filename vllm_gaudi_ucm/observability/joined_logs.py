@@ -52,11 +52,11 @@ class JoinedLogs:
 
     @property
     def header_place(self) -> str:
-        """Where the limits stand, for errors."""
+        """The place of the limits, for errors."""
         return f"the first line of {self.logs[0].path}"
 
     def steps(self) -> Iterator[StepRecord]:
-        """Those of all logs, see `PhaseLogReader.steps`."""
+        """Steps of all logs, see `PhaseLogReader.steps`."""
         for log in self.logs:
             yield from log.steps()
 

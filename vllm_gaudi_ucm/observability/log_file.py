@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 GENERATIONS = 5
-"""Files that are kept beside the newest one."""
+"""Files that are kept in addition to the newest one."""
 LONGEST_HEADER = 1 << 20
 """Bytes; a file that is no log may be one line."""
 HEADER_START = b'{"schema":"gaudi-ucm.phase-log/'
@@ -61,7 +61,7 @@ def keep_previous(path: Path, generations: int = GENERATIONS) -> None:
     if not path.is_file() or _holds_no_step(path):
         return
     names = [path, *(_generation(path, number) for number in range(1, generations + 1))]
-    # where one is missing, those behind it stay
+    # if one is missing, those behind it stay
     free = next((number for number, name in enumerate(names) if number and not name.exists()), generations)
     for number in range(free, 0, -1):
         names[number - 1].replace(names[number])
@@ -77,7 +77,7 @@ def _generation(path: Path, number: int) -> Path:
 
 
 def _holds_no_step(path: Path) -> bool:
-    """An empty file, or a header without a whole line behind it. Other files may be anything."""
+    """True for an empty file, and for a header without a whole line behind it. Other files may be anything."""
     with path.open("rb") as file:
         first = file.readline(LONGEST_HEADER)
         return not first or (first.startswith(HEADER_START) and not file.readline().endswith(b"\n"))

@@ -92,7 +92,7 @@ class StepRecord:
     swapped_in_blocks: int = 0
     """Those that came back."""
     time: float = 0.0
-    """When it ended, in seconds since 1970; 0: nobody ran it."""
+    """When it ended, in seconds since 1970; 0: it was only modelled."""
 
 
 class PhaseLog:
@@ -100,7 +100,7 @@ class PhaseLog:
 
     Args:
         path: of the file; None: only the summary is kept.
-        header: fields of its first line beside the schema.
+        header: fields of its first line, behind the schema.
         emit: takes the table at the end.
         most_bytes, generations: see `LogFile`.
     """

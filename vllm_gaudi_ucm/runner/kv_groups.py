@@ -59,7 +59,7 @@ def kv_groups(
 
 
 def _others_see_all(vllm_config: VllmConfig) -> bool:
-    """Whether a stage of a pipeline, this one or another, is known to have layers with whole contexts."""
+    """True if a stage of a pipeline, this one or another, is known to have layers with whole contexts."""
     return vllm_config.parallel_config.pipeline_parallel_size > 1 and names_whole_contexts(vllm_config)
 
 

@@ -28,7 +28,7 @@ def names_layer_kinds(vllm_config: VllmConfig) -> bool:
 
 
 def names_whole_contexts(vllm_config: VllmConfig) -> bool:
-    """Whether the model's configuration says that some layer sees whole contexts.
+    """True if the model's configuration names a layer that sees whole contexts.
 
     Reason: as for `names_layer_kinds`.
     Remove when: as for `names_layer_kinds`.
