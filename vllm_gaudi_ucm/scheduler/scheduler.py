@@ -62,7 +62,7 @@ class UcmScheduler(Scheduler):
         return scheduler_output
 
     def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
-        """True has vLLM pass over a waiting request in this step. It asks once the request's cached blocks are known."""
+        """True has vLLM pass over a waiting request in this step. Its cached blocks are known by then."""
         if super()._ec_transfer_pending(request, num_computed_tokens):
             return True
         partial = self.block_rules.partial
