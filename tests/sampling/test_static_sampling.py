@@ -132,6 +132,34 @@ class OnlyTokenNine(LogitsProcessor):
         """Keeps nothing."""
 
 
+WANTED: dict[str, dict[str, Any]] = {
+    "allowed_token_ids": {"allowed_token_ids": [2, 9, 31, 32, 69]},
+    "bad_words": {"bad_words_token_ids": [[token] for token in range(0, VOCAB, 3)]},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": list(range(0, VOCAB, 2))},
+    "logit_bias": {"logit_bias": {4: 100.0, 5: -100.0}},
+    "penalties": {"repetition_penalty": 2.0, "presence_penalty": 1.5, "frequency_penalty": 1.0},
+    "random": {"temperature": 1.0, "seed": 5, "top_k": 3},
+    "top_p": {"temperature": 1.0, "seed": 5, "top_p": 0.4, "min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED.keys())
+@pytest.mark.parametrize("warmed", [1, 2, MAX_ROWS])
+@torch.inference_mode()
+def test_a_warm_up_between_two_steps_changes_nothing(wanted: dict[str, Any], warmed: int) -> None:
+    """Graphs are warmed in idle gaps; the next step of the same requests has what they ask for all the same."""
+    twins = Twins(engine_config())
+    params = dict(wanted)
+    bad_words = params.pop("bad_words_token_ids", None)
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **params})
+    sampling._bad_words_token_ids = bad_words
+    twins.sync([twins.add(sampling), twins.add(SamplingParams(temperature=0.0))])
+    weights = torch.Generator().manual_seed(1)
+    for _ in range(8):
+        assert_same(*twins.sample(poisoned_logits(2, 4, weights)))
+        twins.static.warm(warmed)
+
+
 def test_custom_processors_are_applied_on_the_host() -> None:
     twins = Twins(engine_config(logits_processors=[OnlyTokenNine]))
     twins.sync([twins.add(SamplingParams(temperature=0.0))])

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 Words = NDArray[np.int32]
 
+Changing = tuple[tuple[int, ...], bool]
+"""What changes with a request's tokens: last tokens of the bad words that have begun, and whether it must not stop
+yet."""
+
 
 def reads_tokens(params: SamplingParams) -> bool:
     """Whether what is allowed depends on the tokens that a request has: bad words of several tokens."""
@@ -35,43 +39,41 @@ class AllowedTokens:
         self._vocab_size = vocab_size
         self._own: WeakKeyDictionary[LiveRequest, Words] = WeakKeyDictionary()
         self._none = np.full(num_words(vocab_size), ALL_ALLOWED, np.int32)
-        self._last: tuple[object, ...] = ()
 
     def forbids(self, slots: Sequence[LiveRequest]) -> bool:
         """Whether any of these requests must not get some token."""
         return any(_is_limited(request) for request in slots)
 
-    def of(self, slots: Sequence[LiveRequest], rows: int, grammar: Words | None) -> Words | None:
-        """[slots, words] in tokens' order; None where they are those of the call before, for as many rows.
+    def changing(self, slots: Sequence[LiveRequest]) -> tuple[Changing, ...]:
+        """The state of each request. While it and the slots stay, so does what is allowed, except under a grammar."""
+        return tuple(self._changing(request) for request in slots)
 
-        grammar: [slots, words] that are masked beside it. Source: vLLM's `Sampler.apply_logits_processors`.
-        """
-        changing = tuple(self._changing(request) for request in slots)
-        has_grammar = grammar is not None and any(
-            stops and request.sampling_params.structured_outputs is not None
-            for request, (_, stops) in zip(slots, changing, strict=True)
+    def depends_on_grammar(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> bool:
+        """Whether a request with a grammar must not stop yet, unless its grammar allows nothing else."""
+        return any(
+            must_go_on and request.sampling_params.structured_outputs is not None
+            for request, (_, must_go_on) in zip(slots, changing, strict=True)
         )
-        state = (rows, *slots, *changing)
-        if state == self._last and not has_grammar:
-            return None
-        # what a grammar decides is composed anew in each step
-        self._last = () if has_grammar else state
-        lines = [self._line(request, *found) for request, found in zip(slots, changing, strict=True)]
-        if has_grammar:
-            assert grammar is not None
-            for slot, (request, (words, _)) in enumerate(zip(slots, changing, strict=True)):
-                # vLLM lets a structured output end where nothing else is left
-                is_structured = request.sampling_params.structured_outputs is not None
-                if is_structured and not self._any(lines[slot] & grammar[slot]):
-                    lines[slot] = self._line(request, words, False)
-        return np.stack(lines)
+
+    def of(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
+        """[slots, words] in the order of tokens. Source: vLLM's `Sampler.apply_logits_processors`."""
+        return np.stack([self._line(request, *found) for request, found in zip(slots, changing, strict=True)])
+
+    def within(self, grammar: Words, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
+        """The same with a bitmask of grammars, [slots, words], that is applied as well: vLLM lets a structured output
+        end where nothing else is left."""
+        lines = self.of(slots, changing)
+        for slot, (request, (begun, _)) in enumerate(zip(slots, changing, strict=True)):
+            is_structured = request.sampling_params.structured_outputs is not None
+            if is_structured and not self._any(lines[slot] & grammar[slot]):
+                lines[slot] = self._line(request, begun, False)
+        return lines
 
     def _any(self, words: Words) -> bool:
         last = self._vocab_size % WORD
         return bool(words[:-1].any() or (words[-1] & ((1 << last) - 1 if last else ALL_ALLOWED)))
 
-    def _changing(self, request: LiveRequest) -> tuple[tuple[int, ...], bool]:
-        """Last tokens of the bad words that have begun, and whether it must not stop yet."""
+    def _changing(self, request: LiveRequest) -> Changing:
         params, outputs = request.sampling_params, request.output_token_ids
         begun = tuple(
             word[-1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, SamplingType
@@ -57,7 +58,10 @@ class SamplingBatch:
         # of requests without a seed; every worker of an engine draws the same
         self._seeds = np.random.default_rng(abs(vllm_config.model_config.seed or 0))
         self.slots: list[LiveRequest] = []
+        self.membership = object()
+        """Another object whenever the slots change: a key of what depends on the slots' parameters alone."""
         self.metadata = self._make_metadata()
+        self.min_p = self._make_min_p()
         self._vllm_metadata: SamplingMetadata | None = None
         self._is_likeliest = False
         self._held_back: list[LiveRequest] = []
@@ -103,7 +107,9 @@ class SamplingBatch:
         update = None
         if len(wanted) != len(self.slots) or not wanted_set.issuperset(self.slots):
             update = self._change_slots(wanted, wanted_set)
+            self.membership = object()
             self.metadata, self._vllm_metadata = self._make_metadata(), None
+            self.min_p = self._make_min_p()
             self._is_likeliest = self._asks_for_likeliest()
             self._held_back = [request for request in self.slots if request.sampling_params.min_tokens]
         for processor in self._logitsprocs.all:
@@ -173,6 +179,10 @@ class SamplingBatch:
             logprob_token_ids=token_ids or None,
             spec_token_ids=[[] for _ in params],
         )
+
+    def _make_min_p(self) -> NDArray[np.float32]:
+        """[slots], which vLLM's metadata leaves to a logits processor."""
+        return np.array([request.sampling_params.min_p for request in self.slots], np.float32)
 
     def _with_tokens(self, metadata: SamplingMetadata) -> SamplingMetadata:
         needs_output = not metadata.no_penalties or metadata.bad_words_token_ids or self._needs_output_tokens

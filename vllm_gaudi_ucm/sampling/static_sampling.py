@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle
-    from vllm_gaudi_ucm.vllm_api.sampling import SamplingMetadata
 
 # Scores per row where `--max-logprobs -1` sets no limit: vLLM's default limit.
 _DEFAULT_WIDTH = 20
@@ -98,7 +97,6 @@ class StaticSampler:
         self._allowed = TokenMask(max_num_seqs, vocab_size, device, stage, mask)
         self._allowed_tokens = AllowedTokens(vocab_size)
         self._bias = LogitBias(max_num_seqs, vocab_size, device, stage, region)
-        self._biased_for: tuple[SamplingMetadata, int] | None = None
         self._rows = RowTransfer(vocab_size, device, stage, host, region)
         self._penalties = Penalties(max_num_seqs, vocab_size, device, stage, region, carried)
         self._stage, self._likeliest = stage, region(likeliest_tokens)
@@ -153,10 +151,8 @@ class StaticSampler:
     def warm(self, rows: int) -> None:
         """Executes every stage once for `rows` logits rows; call it in inference mode, as for sampling."""
         logits = torch.zeros(rows, self._vocab_size, device=self._device)
-        self._biased_for = None
-        for part in (self._grammar, self._allowed, self._bias, self._rows, self._penalties):
+        for part in (self._grammar, self._allowed, self._bias, self._rows, self._penalties, self._choice):
             part.warm(logits)
-        self._choice.warm(logits)
         self._logprobs.score(logits, self._greedy(logits))
 
     def refill(self) -> None:
@@ -202,8 +198,9 @@ class StaticSampler:
             logits = self._grammar.apply(logits, bitmask)
         scored = logits
         if self._allowed_tokens.forbids(batch.slots):
-            logits = self._allowed.apply(logits, self._allowed_tokens.of(batch.slots, len(logits), bitmask))
-        logits = self._biased(logits, batch)
+            logits = self._without_forbidden(logits, batch, bitmask)
+        if any(request.sampling_params.logit_bias for request in batch.slots):
+            logits = self._bias.apply(logits, batch)
         for slot, edits in ({} if rows is None else rows.edits).items():
             row = self._rows.take(logits, slot, f"row for {edits[0][0]}")
             for _, edit in edits:
@@ -226,13 +223,14 @@ class StaticSampler:
             tokens: torch.Tensor = self._likeliest(logits)
             return tokens
 
-    def _biased(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        if not any(request.sampling_params.logit_bias for request in batch.slots):
-            return logits
-        rows, metadata, last = len(logits), batch.metadata, self._biased_for
-        is_staged = last is not None and last[0] is metadata and last[1] == rows
-        self._biased_for = (metadata, rows)
-        return self._bias.apply(logits, None if is_staged else batch.slots)
+    def _without_forbidden(
+        self, logits: torch.Tensor, batch: SamplingBatch, bitmask: NDArray[np.int32] | None
+    ) -> torch.Tensor:
+        slots, allowed = batch.slots, self._allowed_tokens
+        changing = allowed.changing(slots)
+        if bitmask is not None and allowed.depends_on_grammar(slots, changing):
+            return self._allowed.apply(logits, allowed.within(bitmask, slots, changing))
+        return self._allowed.apply_kept(logits, (batch.membership, changing), lambda: allowed.of(slots, changing))
 
     def _device_tokens(self, batch: SamplingBatch, drawn: _Drawn, width: int | None) -> DeviceTokens:
         """width: scores of each row; None where no request wants any."""

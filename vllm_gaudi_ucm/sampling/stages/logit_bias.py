@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
@@ -14,6 +15,7 @@ from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.graph_manager import Stage
+    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 
 MOST_BIASES = 1024
 """Tokens of a request, as of vLLM's runner for GPUs; OpenAI's interface has 300."""
@@ -41,31 +43,46 @@ class LogitBias:
         self._tokens = StagedRows((max_rows, self.width), np.int64, 0, device)
         self._biases = StagedRows((max_rows, self.width), np.float32, 0.0, device)
 
-    def apply(self, logits: torch.Tensor, slots: Sequence[LiveRequest] | None) -> torch.Tensor:
-        """slots: request i of row i; None: those before, in as many rows."""
-        rows = len(logits)
-        if slots is not None:
-            tokens = np.tile(self._pads, (rows, 1))
-            biases = np.zeros((rows, self.width), np.float32)
-            for row, request in enumerate(slots):
-                wanted = request.sampling_params.logit_bias or {}
-                if len(wanted) <= self.width:
-                    tokens[row, : len(wanted)] = list(wanted)
-                    biases[row, : len(wanted)] = list(wanted.values())
-            self._tokens.stage(tokens, rows)
-            self._biases.stage(biases, rows)
-        with self._stage("logit bias"):
-            found: torch.Tensor = self._add(logits, self._tokens.staged(rows), self._biases.staged(rows))
-            return found
+    def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Adds the biases of the request of each row. More than fit a row are left out."""
+        rows, key = len(logits), batch.membership
+        tokens = self._tokens.keep(key, rows, lambda: self._tokens_of(batch.slots, rows))
+        biases = self._biases.keep(key, rows, lambda: self._biases_of(batch.slots))
+        return self._run(logits, tokens, biases)
 
     def warm(self, logits: torch.Tensor) -> None:
         """Runs the stage once over pads."""
-        self.apply(logits, ())
+        rows = len(logits)
+        tokens, biases = self._tokens_of((), rows), self._biases_of(())
+        self._run(logits, self._tokens.stage(tokens, rows), self._biases.stage(biases, rows))
 
     def refill(self) -> None:
         """See StagedRows."""
         self._tokens.refill()
         self._biases.refill()
+
+    def _run(self, logits: torch.Tensor, tokens: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
+        with self._stage("logit bias"):
+            found: torch.Tensor = self._add(logits, tokens, biases)
+            return found
+
+    def _tokens_of(self, slots: Sequence[LiveRequest], rows: int) -> NDArray[np.int64]:
+        """[rows, width]"""
+        tokens = np.tile(self._pads, (rows, 1))
+        for row, wanted in enumerate(map(self._wanted, slots)):
+            tokens[row, : len(wanted)] = list(wanted)
+        return tokens
+
+    def _biases_of(self, slots: Sequence[LiveRequest]) -> NDArray[np.float32]:
+        """[slots, width]"""
+        biases = np.zeros((len(slots), self.width), np.float32)
+        for row, wanted in enumerate(map(self._wanted, slots)):
+            biases[row, : len(wanted)] = list(wanted.values())
+        return biases
+
+    def _wanted(self, request: LiveRequest) -> Mapping[int, float]:
+        wanted = request.sampling_params.logit_bias or {}
+        return wanted if len(wanted) <= self.width else {}
 
 
 def add_biases(logits: torch.Tensor, tokens: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
-    from vllm_gaudi_ucm.vllm_api.sampling import SamplingMetadata
 
 
 def has_penalty(params: SamplingParams) -> bool:
@@ -56,29 +54,22 @@ class Penalties:
         self._presence = StagedRows((max_rows,), np.float32, 0.0, device)
         self._frequency = StagedRows((max_rows,), np.float32, 0.0, device)
         self._repetition = StagedRows((max_rows,), np.float32, 1.0, device)
-        self._staged_for: tuple[SamplingMetadata, int] | None = None
 
     def apply(
         self, logits: torch.Tensor, batch: SamplingBatch, slots_before: Mapping[LiveRequest, int]
     ) -> torch.Tensor:
         """Leaves the logits as they are and returns penalised ones. slots_before: see TokenCounts."""
-        rows, metadata = len(logits), batch.metadata
-        if self._staged_for is None or self._staged_for[0] is not metadata or self._staged_for[1] != rows:
-            self._stage_factors(
-                metadata.presence_penalties.numpy(),
-                metadata.frequency_penalties.numpy(),
-                metadata.repetition_penalties.numpy(),
-                rows,
-            )
-            self._staged_for = (metadata, rows)
+        rows, metadata, key = len(logits), batch.metadata, batch.membership
+        self._presence.keep(key, rows, metadata.presence_penalties.numpy)
+        self._frequency.keep(key, rows, metadata.frequency_penalties.numpy)
+        self._repetition.keep(key, rows, metadata.repetition_penalties.numpy)
         wanted = [request if has_penalty(request.sampling_params) else None for request in batch.slots]
         return self._run(logits, self._counts.stage(wanted, rows, slots_before))
 
     def warm(self, logits: torch.Tensor) -> None:
         """Runs the stage once over pads."""
-        none = np.zeros(0, np.float32)
-        self._staged_for = None
-        self._stage_factors(none, none, none, len(logits))
+        for part in (self._presence, self._frequency, self._repetition):
+            part.stage(np.zeros(0, np.float32), len(logits))
         self._counts.warm()
         self._run(logits, self._counts.stage((), len(logits), {}))
 
@@ -87,11 +78,6 @@ class Penalties:
         self._counts.refill()
         for rows in (self._presence, self._frequency, self._repetition):
             rows.refill()
-
-    def _stage_factors(self, presence: NDArray, frequency: NDArray, repetition: NDArray, rows: int) -> None:
-        self._presence.stage(presence, rows)
-        self._frequency.stage(frequency, rows)
-        self._repetition.stage(repetition, rows)
 
     def _run(self, logits: torch.Tensor, counted: CountedRows) -> torch.Tensor:
         factors = (part.staged(len(logits)) for part in (self._presence, self._frequency, self._repetition))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
@@ -24,13 +26,30 @@ class StagedRows:
         self._host, self._other = np.full(shape, pad, dtype), np.full(shape, pad, dtype)
         self._pad = pad
         self._static = torch.from_numpy(self._host).to(device, copy=True)
+        self._held: tuple[Hashable, int] | None = None
 
     def stage(self, values: NDArray, rows: int) -> torch.Tensor:
         """Copies values and, behind them, pads; returns the first `rows` rows on the device."""
+        self._held = None
         self._host, self._other = self._other, self._host
         self._host[: len(values)] = values
         self._host[len(values) : rows] = self._pad
         return self._copy(rows)
+
+    def keep(self, key: Hashable, rows: int, values: Callable[[], NDArray]) -> torch.Tensor:
+        """The same, without a copy while the tensor still holds as many rows of an equal key.
+
+        Whatever else is staged, by a warm-up too, ends that: only the owner of the tensor knows what it holds.
+
+        Args:
+            key: all that the values depend on.
+            rows: as for `stage`.
+            values: makes them when they are needed.
+        """
+        if self._held != (key, rows):
+            self.stage(values(), rows)
+            self._held = (key, rows)
+        return self.staged(rows)
 
     def staged(self, rows: int) -> torch.Tensor:
         """What was staged last, for as many rows."""

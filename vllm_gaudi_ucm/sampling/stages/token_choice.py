@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens, within
@@ -17,7 +16,6 @@ from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
-    from vllm_gaudi_ucm.vllm_api.sampling import SamplingMetadata
 
 # vLLM's own bound between greedy and random rows
 _GREEDY_BELOW = 1e-5
@@ -73,28 +71,22 @@ class TokenChoice:
         self._min_p = StagedRows((max_rows,), np.float32, 0.0, device)
         self._keys = StagedRows((max_rows,), np.int32, 0, device)
         self._mixes = torch.from_numpy(token_mixes(vocab_size)).to(device)
-        self._staged: RandomRows
-        self._only_top = False
-        self._staged_for: tuple[SamplingMetadata, int] | None = None
 
     def random(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int64 [rows], and the logits that they were drawn from, [rows, vocabulary], if they are wanted.
 
         batch: on the host; greedy rows may be among the random ones.
         """
-        # staged once for each metadata, which stays the same as long as the slots do
         rows, metadata = len(logits), batch.metadata
-        if self._staged_for is None or self._staged_for[0] is not metadata or self._staged_for[1] != rows:
-            self._stage_batch(batch, rows)
-            self._staged_for = (metadata, rows)
-        return self._run(logits, self._staged, self._keys.stage(noise_keys(batch.slots), rows), self._only_top)
+        keys = self._keys.stage(noise_keys(batch.slots), rows)
+        only_top = metadata.top_k is not None or metadata.top_p is not None or bool(batch.min_p.any())
+        return self._run(logits, self._stage_batch(batch, rows), keys, only_top)
 
     def warm(self, logits: torch.Tensor) -> None:
         """Runs each stage once over pads."""
-        none = np.zeros(0)
-        pads = self._stage_values(none, none, none, none, len(logits))
-        keys = self._keys.stage(none, len(logits))
-        self._staged_for = None
+        parts = (self._temperature, self._top_k, self._top_p, self._min_p, self._keys)
+        *factors, keys = (part.stage(np.zeros(0), len(logits)) for part in parts)
+        pads = RandomRows(*factors)
         self._run(logits, pads, keys, only_top=False)
         self._run(logits, pads, keys, only_top=True)
 
@@ -111,23 +103,16 @@ class TokenChoice:
             drawn: tuple[torch.Tensor, torch.Tensor | None] = run(logits, rows, keys, self._mixes, self._returns_logits)
             return drawn
 
-    def _stage_batch(self, batch: SamplingBatch, rows: int) -> None:
-        metadata, count = batch.metadata, len(batch.slots)
+    def _stage_batch(self, batch: SamplingBatch, rows: int) -> RandomRows:
+        """Once for each batch, as long as its slots stay."""
+        metadata, count, key = batch.metadata, len(batch.slots), batch.membership
         assert metadata.temperature is not None, "a batch with random rows has temperatures"
-        top_k = np.full(count, self._vocab_size) if metadata.top_k is None else metadata.top_k.numpy()
-        top_p = np.full(count, _NO_TOP_P) if metadata.top_p is None else metadata.top_p.numpy()
-        min_p = np.array([request.sampling_params.min_p for request in batch.slots])
-        self._staged = self._stage_values(metadata.temperature.numpy(), top_k, top_p, min_p, rows)
-        self._only_top = metadata.top_k is not None or metadata.top_p is not None or bool(min_p.any())
-
-    def _stage_values(
-        self, temperature: NDArray, top_k: NDArray, top_p: NDArray, min_p: NDArray, rows: int
-    ) -> RandomRows:
+        top_k, top_p = metadata.top_k, metadata.top_p
         return RandomRows(
-            self._temperature.stage(temperature, rows),
-            self._top_k.stage(top_k, rows),
-            self._top_p.stage(top_p, rows),
-            self._min_p.stage(min_p, rows),
+            self._temperature.keep(key, rows, metadata.temperature.numpy),
+            self._top_k.keep(key, rows, lambda: np.full(count, self._vocab_size) if top_k is None else top_k.numpy()),
+            self._top_p.keep(key, rows, lambda: np.full(count, _NO_TOP_P) if top_p is None else top_p.numpy()),
+            self._min_p.keep(key, rows, lambda: batch.min_p),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,12 +48,13 @@ class TokenMask:
         self._words = StagedRows((max_rows, num_words(vocab_size)), np.int32, ALL_ALLOWED, device)
         self._shifts = torch.arange(WORD, dtype=torch.int32, device=device)
 
-    def apply(self, logits: torch.Tensor, bitmask: NDArray[np.int32] | None) -> torch.Tensor:
-        """bitmask: [at most rows, words]; rows behind it are not masked. None: the one before, for as many rows."""
-        rows = len(logits)
-        words = self._words.staged(rows) if bitmask is None else self._words.stage(bitmask, rows)
-        with self._stage("token mask"):
-            return self._mask(logits, words, self._shifts)
+    def apply(self, logits: torch.Tensor, bitmask: NDArray[np.int32]) -> torch.Tensor:
+        """bitmask: [at most rows, words]; rows behind it are not masked."""
+        return self._run(logits, self._words.stage(bitmask, len(logits)))
+
+    def apply_kept(self, logits: torch.Tensor, key: Hashable, bitmask: Callable[[], NDArray[np.int32]]) -> torch.Tensor:
+        """The same for a bitmask that depends on the key alone. See `StagedRows.keep`."""
+        return self._run(logits, self._words.keep(key, len(logits), bitmask))
 
     def refill(self) -> None:
         """See StagedRows."""
@@ -62,6 +63,10 @@ class TokenMask:
     def warm(self, logits: torch.Tensor) -> None:
         """Runs the stage once over pads."""
         self.apply(logits, np.zeros((0, 1), np.int32))
+
+    def _run(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        with self._stage("token mask"):
+            return self._mask(logits, words, self._shifts)
 
 
 def mask_logits(logits: torch.Tensor, words: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
