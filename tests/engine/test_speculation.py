@@ -315,3 +315,37 @@ def test_structured_outputs(tiny_text_model: Path) -> None:
     assert found[1:] == [found[0]] * 3
     assert counts[1].requests < counts[0].requests
     assert counts[2].requests < counts[0].requests
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static shapes"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
+def test_logprobs_with_prompts_in_mid_chunk(tiny_llama: Path, plain_engine: Engine, ahead: bool, static: bool) -> None:
+    """Drafts are accepted while several prompts that ask for logprobs, of the prompt too, are in their chunks."""
+    ucm = {"scheduler": {"async_scheduling": ahead}, **(STATIC if static else {})}
+    drafts = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 2}
+    options = {**OPTIONS, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 8}
+    asked = [{"logprobs": 1}, {"logprobs": 1}, {"logprobs": 2, "prompt_logprobs": 1}, {"logprob_token_ids": [3, 9, 4]}]
+    params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, **one) for one in asked]
+    prompts = [tokens(count) for count in (20, 120, 100, 90)]
+    expected = [plain_engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    with Engine(tiny_llama, ucm, **options, speculative_config=drafts) as engine:
+        found: dict[str, RequestOutput] = {}
+        engine.add("0", prompts[0], params[0])
+        for _ in range(5):
+            engine.step()
+        for index in range(1, len(prompts)):
+            engine.add(str(index), prompts[index], params[index])
+        while len(found) < len(prompts):
+            found.update((output.request_id, output) for output in engine.step() if output.finished)
+        engine.check_idle()
+    for index, wanted in enumerate(expected):
+        one, other = found[str(index)].outputs[0], wanted.outputs[0]
+        assert list(one.token_ids) == list(other.token_ids), index
+        assert _scores(one.logprobs) == pytest.approx(_scores(other.logprobs), abs=1e-3), index
+        assert _scores(found[str(index)].prompt_logprobs) == pytest.approx(_scores(wanted.prompt_logprobs), abs=1e-3)
+
+
+def _scores(lists: Any) -> list[float]:
+    """Every logprob, with the token that it belongs to."""
+    entries = [entry for entry in lists or () if entry is not None]
+    return [number for entry in entries for token in sorted(entry) for number in (token, entry[token].logprob)]

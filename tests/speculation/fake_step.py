@@ -96,8 +96,12 @@ class World:
         self,
         drafts: dict[str, list[int]],
         grammar: Callable[[dict[str, list[int]]], Grammar | None] = lambda drafts: None,
+        chunks: int = 0,
     ) -> tuple[list[str], SampledTokens]:
-        """Verifies these drafts; a request without any decodes. Names in the order of the results."""
+        """Verifies these drafts; a request without any decodes. Names in the order of the results.
+
+        chunks: further requests of the step, in the middle of their prompts.
+        """
         requests = list(self.table.requests.values())
         self.table.write_drafts(drafts)
         self.batch.sync(requests)
@@ -109,7 +113,9 @@ class World:
             tokens = self.table.token_ids[request.row].tolist()
             contexts += [tokens[: known + j] for j in range(count + 1)]
             last_rows.append(len(contexts) - 1)
-        step = StepDrafts({name: tokens for name, tokens in drafts.items() if tokens}, {})
+        num_scheduled = {request.request_id: 1 + len(drafts.get(request.request_id, ())) for request in requests}
+        num_scheduled.update((f"chunk-{number}", 8) for number in range(chunks))
+        step = StepDrafts({name: tokens for name, tokens in drafts.items() if tokens}, num_scheduled)
         model = FakeModel(contexts)
         logits = StepLogits(cast(Any, model), step, self._at_once, self._likeliest and self.batch.wants_likeliest)
         names = self.batch.req_ids

@@ -126,6 +126,23 @@ def test_logprobs_follow_their_tokens() -> None:
             assert part.sampled_token_ranks.tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_logprobs_are_there_for_every_request_of_a_step(chunks: int) -> None:
+    """vLLM asks for those of requests in the middle of their prompts, too, which stand behind the others."""
+    params = SamplingParams(temperature=0.0, logprobs=1)
+    expected = plain_tokens([1, 2, 3], params, 3)
+    world = World()
+    world.add("a", [1, 2, 3], params)
+    world.add("b", [4, 4], GREEDY)
+    _, sampled = world.step({"a": expected[:2]}, chunks=chunks)
+    found, tokens = sampled.logprobs, sampled.tokens + [[]] * chunks
+    assert sorted(map(len, sampled.tokens)) == [1, 3]
+    assert found is not None
+    for index, own in enumerate(tokens):
+        part = found.slice_request(index, len(own))
+        assert part.logprob_token_ids[:, :1].tolist() == [[token] for token in own]
+
+
 def test_drafts_of_minus_one_have_no_rows() -> None:
     """The scheduler pads new decodes with them."""
     output = scheduled_drafts({"a": [-1, -1], "b": [4, -1], "c": [5, 6]}, {"a": 3, "b": 3, "c": 3, "d": 7})

@@ -141,8 +141,10 @@ def grammar_at(grammar: Grammar, position: int, req_ids: Collection[str]) -> Gra
     )
 
 
-def join_logprobs(positions: Sequence[tuple[Sequence[int], LogprobsLists | None]]) -> LogprobsLists | None:
-    """The tokens of request 0, then those of request 1, and so on, with the index of each request's first.
+def join_logprobs(
+    positions: Sequence[tuple[Sequence[int], LogprobsLists | None]], num_requests: int
+) -> LogprobsLists | None:
+    """The tokens of request 0, then the tokens of request 1, and so on, with the index of each request's first.
 
     Positions differ in width as requests drop out that asked for more; what a narrower one lacks is padded with token 0
     at -inf, which vLLM never reads, since it cuts every request to the width that it asked for.
@@ -150,6 +152,7 @@ def join_logprobs(positions: Sequence[tuple[Sequence[int], LogprobsLists | None]
     Args:
         positions: of each position the requests that it sampled (numbers, all of them at position 0), and their
             logprobs, row i of request i of these; None where none of them asked.
+        num_requests: of the step. Those behind the sampled ones have no tokens, but vLLM slices their logprobs as well.
     """
     if all(logprobs is None for _, logprobs in positions):
         return None
@@ -159,7 +162,7 @@ def join_logprobs(positions: Sequence[tuple[Sequence[int], LogprobsLists | None]
     order = requests.argsort(kind="stable")
     found = [_tables(len(members), logprobs) for members, logprobs in positions]
     width = max(tokens.shape[1] for tokens, _, _ in found)
-    counts = np.bincount(requests)
+    counts = np.bincount(requests, minlength=num_requests)
     return LogprobsLists(
         np.concatenate([_widened(tokens, width, 0) for tokens, _, _ in found])[order],
         np.concatenate([_widened(scores, width, -np.inf) for _, scores, _ in found])[order],
@@ -222,7 +225,7 @@ class Verification:
                 break
             self._batch.sync(going_on)
             sampled = self._sample(logits, position, grammar)
-        return SampledTokens(tokens, join_logprobs(scores))
+        return SampledTokens(tokens, join_logprobs(scores, len(drafts.num_scheduled)))
 
     def _accept(self, likeliest: LikeliestTokens, drafts: StepDrafts) -> SampledTokens:
         """The same of likeliest tokens: one read of the device, whatever the number of drafts."""
