@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
-from vllm_gaudi_ucm.sampling.slot_noise import SlotNoise
+from vllm_gaudi_ucm.sampling.slot_noise import SlotNoise, noise_seed
 from vllm_gaudi_ucm.sampling.stages.penalties import has_penalty
 from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens, TokensInFlight
 from vllm_gaudi_ucm.vllm_api.sampling import (
@@ -149,7 +149,7 @@ class SamplingBatch:
         params = request.sampling_params
         if request.noise_seed is None and params.sampling_type != SamplingType.GREEDY:
             drawn = int(self._seeds.integers(1 << 63))
-            request.seed(drawn if params.seed is None else params.seed)
+            request.seed(drawn if params.seed is None else noise_seed(params.seed))
 
     def _make_metadata(self) -> SamplingMetadata:
         params = [request.sampling_params for request in self.slots]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,6 +21,20 @@ from vllm_gaudi_ucm.ops.row_noise.api import (
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
+
+
+_INT64 = 1 << 63
+
+
+def noise_seed(seed: int) -> int:
+    """64 bits, as an int64, for an integer of any size: itself if it is one, else its hash.
+
+    Children of a request with `n` have seed + i, which goes beyond what a server accepts.
+    """
+    if -_INT64 <= seed < _INT64:
+        return seed
+    data = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def noise_keys(slots: Sequence[LiveRequest], domain: int = 0) -> NDArray[np.int32]:
