@@ -535,6 +535,15 @@ def test_request_parameters_that_would_be_ignored(options: dict[str, Any]) -> No
     UcmPlatform.validate_request(None, SamplingParams())
 
 
+@pytest.mark.parametrize("token", [-1, 10**6, 1 << 40, 10**30])
+def test_tokens_that_the_model_does_not_have_are_refused(llama: Path, token: int) -> None:
+    """Without a tokenizer vLLM takes any number. covers: D5 (user data never raises in the engine)"""
+    start(llama)
+    with pytest.raises(VLLMValidationError, match=rf"{token} is out of vocabulary: found in the prompt, expected 0 to"):
+        UcmPlatform.validate_request({"type": "token", "prompt_token_ids": [5, token]}, SamplingParams())
+    UcmPlatform.validate_request({"type": "token", "prompt_token_ids": [5, 0]}, SamplingParams())
+
+
 def test_our_connector_brings_our_scheduler(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It hears who waits. A scheduler of the user's stays, and a warning says what is missing then."""
     transfer: dict[str, Any] = {

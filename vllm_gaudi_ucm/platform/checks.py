@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, configured_connectors
@@ -70,3 +70,24 @@ def check_request(params: SamplingParams) -> None:
     for name, is_asked in asked.items():
         if is_asked:
             raise UnsupportedRequestError(name)
+
+
+def check_prompt(prompt: Any, vocab_size: int) -> None:
+    """Raises ValueError for token ids outside of the vocabulary: a step would read beyond the model's embeddings.
+
+    vLLM compares ids with the larger of the tokenizer's and the model's vocabulary, and with neither under
+    `--skip-tokenizer-init`.
+
+    Args:
+        prompt: vLLM's processed inputs; anything without `prompt_token_ids` passes.
+        vocab_size: of the model; 0 where it is not known.
+    """
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if not tokens or not vocab_size:
+        return
+    least, most = min(tokens), max(tokens)
+    if least < 0 or most >= vocab_size:
+        raise ValueError(
+            f"Token id {least if least < 0 else most} is out of vocabulary: found in the prompt, expected 0 to "
+            f"{vocab_size - 1}; correct the ids, or use the tokenizer of this model"
+        )

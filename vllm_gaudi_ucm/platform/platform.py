@@ -27,7 +27,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
-from vllm_gaudi_ucm.platform.checks import check_places, check_request
+from vllm_gaudi_ucm.platform.checks import check_places, check_prompt, check_request
 from vllm_gaudi_ucm.platform.combinations import (
     keeps_one_block_table,
     refuse_beside_compaction,
@@ -88,6 +88,8 @@ class UcmPlatform(Platform):
     # vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would
     # make the first such request wait, and on Gaudi the backend is looked up before the bridge has registered it
     simple_compile_backend = "eager"
+    _vocab_size = 0
+    """Tokens of the largest vocabulary that this process has configured; a request comes without a configuration."""
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -111,6 +113,8 @@ class UcmPlatform(Platform):
         check_versions()
         config = resolve_config(vllm_config.additional_config)
         cls._refuse_unsupported(vllm_config, config)
+        if vllm_config.model_config is not None:
+            cls._vocab_size = max(cls._vocab_size, vllm_config.model_config.get_vocab_size())
         give_engine_time_to_stop(vllm_config)
         if is_engine_process():
             # where a worker has a process of its own, the engine's configuration is not the one it sets
@@ -283,12 +287,14 @@ class UcmPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuses a request with a parameter that would be ignored; its client gets the message, others go on.
+        """Refuses a request with a parameter that would be ignored, or with tokens that the model does not have; its
+        client gets the message, others go on.
 
-        params: `SamplingParams`; pooling models are refused at start.
+        processed_inputs: the prompt. params: `SamplingParams`; pooling models are refused at start.
         """
         try:
             check_request(params)
+            check_prompt(processed_inputs, cls._vocab_size)
         except ValueError as error:
             raise client_error(str(error)) from error
 
