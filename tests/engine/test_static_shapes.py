@@ -201,15 +201,15 @@ def test_what_is_warmed_in_idle_gaps_changes_no_answer(tiny_llama: Path, expecte
 def test_what_requests_ask_for_outlasts_a_warm_up_between_two_steps(tiny_llama: Path, true_engine: Engine) -> None:
     """Logits graphs are warmed in the gaps of one batch, over the tensors that hold what its requests ask for."""
     asked: list[dict[str, Any]] = [
+        {},
         {"allowed_token_ids": [4, 5, 6, 90]},
         {"min_tokens": 12, "stop_token_ids": list(range(3, VOCAB))},
         {"logit_bias": {5: 40.0, 9: -100.0}},
         {"presence_penalty": 1.5, "repetition_penalty": 2.0},
         {"temperature": 1.0, "seed": 5, "top_k": 3},
-        {},
     ]
     params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **options}) for options in asked]
-    params[-1]._bad_words_token_ids = [[token] for token in range(0, VOCAB, 2)]
+    params[0]._bad_words_token_ids = [[token] for token in range(0, VOCAB, 2)]
     wanted = [_results(output) for output in true_engine.generate(PROMPTS[: len(params)], params)]
     with Engine(tiny_llama, static("idle", skeleton=1, max_graphs=40), **OPTIONS) as engine:
         ready = shapes(engine).execution.ready
@@ -220,7 +220,7 @@ def test_what_requests_ask_for_outlasts_a_warm_up_between_two_steps(tiny_llama: 
         while len(found) < len(params):
             cold, end = len(ready.cold), time.monotonic() + 2
             found.update((output.request_id, output) for output in engine.step() if output.finished)
-            while cold and len(ready.cold) == cold and time.monotonic() < end:
+            while len(ready.cold) > max(0, cold - 4) and time.monotonic() < end:
                 time.sleep(0.02)
         assert cold_logits - ready.cold
         assert [_results(found[str(index)]) for index in range(len(params))] == wanted

@@ -10,10 +10,12 @@ Internal: `BUILTIN_LOGITS_PROCESSORS`, `LogitsProcessors` and `build_logitsprocs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config.model import LogprobsMode
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     AdapterLogitsProcessor,
@@ -67,8 +69,47 @@ def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
     vllm_raise(counts)
 
 
+class _RowScores(Sampler):
+    """vLLM's sampler with the scores that the request of each row asks for.
+
+    Reason: if one request of a batch has `logprob_token_ids`, vLLM's sampler leaves out the top tokens of all others.
+    Remove when: `Sampler.forward` returns both.
+    """
+
+    def __init__(self, logprobs_mode: LogprobsMode) -> None:
+        super().__init__(logprobs_mode)
+        self._most: int | None = None
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any) -> Any:
+        """See vLLM's `Sampler`."""
+        self._most = sampling_metadata.max_num_logprobs
+        return super().forward(logits, sampling_metadata, *args, **kwargs)
+
+    def gather_specific_token_logprobs(
+        self, logprobs: torch.Tensor, logprob_token_ids: dict[int, list[int]], sampled: torch.Tensor
+    ) -> LogprobsTensors | None:
+        """Scores of these tokens in the rows that name some, and of the likeliest tokens in the others."""
+        own = super().gather_specific_token_logprobs(logprobs, logprob_token_ids, sampled)
+        if own is None or self._most is None:
+            return own
+        top = self.gather_logprobs(logprobs, self._most, token_ids=sampled)
+        width = max(own.logprobs.shape[1], top.logprobs.shape[1])
+        names = torch.zeros(len(logprobs), 1, dtype=torch.bool)
+        names[list(logprob_token_ids)] = True
+        names = names.to(logprobs.device)
+        return LogprobsTensors(
+            torch.where(names, _wide(own.logprob_token_ids, width, 0), _wide(top.logprob_token_ids, width, 0)),
+            torch.where(names, _wide(own.logprobs, width, -inf), _wide(top.logprobs, width, -inf)),
+            top.selected_token_ranks,
+        )
+
+
+def _wide(table: torch.Tensor, width: int, pad: float) -> torch.Tensor:
+    return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=pad)
+
+
 def drawing_sampler(logprobs_mode: LogprobsMode, noise: Callable[[torch.Tensor], torch.Tensor]) -> Sampler:
-    """vLLM's sampler, which draws its random tokens with this noise.
+    """vLLM's sampler, which draws its random tokens with this noise, and scores each row as its request asks.
 
     noise: of logits [rows, vocabulary], like them, of an exponential distribution.
 
@@ -77,7 +118,7 @@ def drawing_sampler(logprobs_mode: LogprobsMode, noise: Callable[[torch.Tensor],
     that is installed, whatever the device of the logits; it cannot read the CPU's memory.
     Remove when: the sampler draws by seed and position, as that of `vllm.v1.worker.gpu.sample`, on every device.
     """
-    sampler = Sampler(logprobs_mode)
+    sampler = _RowScores(logprobs_mode)
 
     def choose(
         logits: torch.Tensor,
