@@ -535,6 +535,14 @@ def test_request_parameters_that_would_be_ignored(options: dict[str, Any]) -> No
     UcmPlatform.validate_request(None, SamplingParams())
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_transfer_parameters_that_are_no_mapping_are_refused(name: str) -> None:
+    params = SamplingParams(extra_args={name: 5})
+    with pytest.raises(VLLMValidationError, match=rf"{name}.*found 5, expected a mapping"):
+        UcmPlatform.validate_request(None, params)
+    UcmPlatform.validate_request(None, SamplingParams(extra_args={name: {"remote_host": "a"}}))
+
+
 @pytest.mark.parametrize("token", [-1, 10**6, 1 << 40, 10**30])
 def test_tokens_that_the_model_does_not_have_are_refused(llama: Path, token: int) -> None:
     """Without a tokenizer vLLM takes any number. covers: D5 (user data never raises in the engine)"""

@@ -62,6 +62,11 @@ def _check_phase_log(path: Path) -> None:
 def check_request(params: SamplingParams) -> None:
     """Raises ValueError that names the parameter, what was found and what to do."""
     read_extra_args(params.extra_args)
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        found = (params.extra_args or {}).get(name)
+        if found is not None and not isinstance(found, dict):
+            # vLLM reads it as a mapping, in the server and in the engine
+            raise ValueError(f"extra_args[{name!r}]: found {found!r}, expected a mapping; correct or remove it")
     asked = {
         "prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None,
         "thinking_token_budget": params.thinking_token_budget is not None,
