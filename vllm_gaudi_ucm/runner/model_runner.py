@@ -26,12 +26,12 @@ from vllm_gaudi_ucm.runner.setup import LoadedModel, WorkerParts, make_parts
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.vllm_api.kv_cache import in_blocks_of, in_tiles
+from vllm_gaudi_ucm.vllm_api.loading import get_model
 from vllm_gaudi_ucm.vllm_api.model import (
     Attention,
     ChunkedLocalAttention,
     as_trained,
     densely,
-    get_model,
     tokens_chosen,
 )
 

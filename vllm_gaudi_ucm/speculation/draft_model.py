@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
-from vllm_gaudi_ucm.vllm_api.model import get_model
+from vllm_gaudi_ucm.vllm_api.loading import get_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

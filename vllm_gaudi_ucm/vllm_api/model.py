@@ -4,7 +4,7 @@ Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `Ge
 `GeluAndMul`, `RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
 `NTKScalingRotaryEmbedding`, `DynamicNTKScalingRotaryEmbedding`, `DynamicNTKAlphaRotaryEmbedding`,
 `YaRNScalingRotaryEmbedding`), by a subclass; `op_registry_oot` is where vLLM keeps them.
-Internal: `get_model`; `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `LinearBase`, `ParallelLMHead`,
+Internal: `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `LinearBase`, `ParallelLMHead`,
 `UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that we look for in a
 model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and `set_forward_context`, through which
 layers find the step's metadata; `PPMissingLayer`, which stands for a layer of another stage of a pipeline;
@@ -35,7 +35,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.model_executor.parameter import BasevLLMParameter
 
@@ -71,7 +70,6 @@ __all__ = [
     "densely",
     "forget_names",
     "get_forward_context",
-    "get_model",
     "is_forward_context_available",
     "op_registry_oot",
     "plain_parameters",

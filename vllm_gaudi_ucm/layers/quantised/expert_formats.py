@@ -141,9 +141,11 @@ def stacked(form: WeightFormat, matrix: ExpertMatrix, refine: tuple[int, int] | 
             groups = matrix.groups(form.group)
             scale = "channel" if form.group is None else "group"
             words = (inputs, outputs // 8) if isinstance(form, AwqFormat) else (inputs * form.bits // 32, outputs)
-            per_word = 8 if isinstance(form, AwqFormat) else 32 // form.bits
             yield Stacked("qweight", words, torch.int32, inputs_first=True)
-            yield Stacked("qzeros", (groups, outputs // per_word), torch.int32, scale, inputs_first=True)
+            if isinstance(form, AwqFormat) and form.has_zeros:
+                yield Stacked("qzeros", (groups, outputs // 8), torch.int32, scale, inputs_first=True)
+            else:
+                yield Stacked("qzeros", (), torch.int32, loaded=False)
             yield Stacked("scales", (groups, outputs), scale=scale, inputs_first=True)
             yield Stacked("g_idx", (), torch.int32, loaded=False)
         case Mxfp4Format():

@@ -95,6 +95,20 @@ def _unloaded(*shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=torch.float32)
 
 
+def _ignore(*args: object, **options: object) -> None:
+    """Loads nothing."""
+
+
+def _register_unread(layer: nn.Module, name: str) -> None:
+    """Registers a parameter without elements for a tensor that the weight does not depend on.
+
+    A checkpoint may have the tensor, which is not loaded, or lack it.
+    """
+    parameter = nn.Parameter(torch.empty(0), requires_grad=False)
+    cast(Any, parameter).weight_loader = _ignore
+    layer.register_parameter(name, parameter)
+
+
 @dataclass(frozen=True)
 class ScaledFormat:
     """Codes of 8 bits, one per element, with a scale for each matrix, each output, or each block.
@@ -118,14 +132,20 @@ class ScaledFormat:
         layer.register_parameter("weight", _matrix(part, self.codes))
         layer.register_parameter(self.scale, self._scale(layer, part))
         if self.static_inputs:
-            for name, dtype in (("input_scale", torch.float32), ("input_zero_point", torch.int8)):
-                if name == "input_scale" or self.zero_of_inputs:
-                    data = torch.zeros(len(part.outputs), dtype=dtype)
-                    if name == "input_scale" and self.rounds_inputs:
-                        data = _unloaded(len(part.outputs))
-                    layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=part.load))
+            self._create_rounding(layer, part)
         # what a rank's part of a fused layer is made of, of which `read` needs the widths
         cast(Any, layer).logical_widths = list(part.outputs)
+
+    def _create_rounding(self, layer: nn.Module, part: LayerPart) -> None:
+        """Scales and zeros of activations, a number for each matrix."""
+        found = {"input_scale": _unloaded(len(part.outputs))}
+        if self.zero_of_inputs:
+            found["input_zero_point"] = torch.zeros(len(part.outputs), dtype=torch.int8)
+        for name, data in found.items():
+            if self.rounds_inputs:
+                layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=part.load))
+            else:
+                _register_unread(layer, name)
 
     def _scale(self, layer: nn.Module, part: LayerPart) -> nn.Parameter:
         if self.strategy == "tensor":
@@ -197,9 +217,7 @@ class PackedIntegers:
         if not self.symmetric:
             layer.register_parameter("weight_zero_point", cast(Any, zero)(**packed, **split))
         # the shape before packing, which says nothing new
-        shape: dict[str, Any] = {"data": torch.empty(2, dtype=torch.int64), "weight_loader": _ignore}
-        layer.register_parameter("weight_shape", nn.Parameter(shape.pop("data"), requires_grad=False))
-        cast(Any, layer.weight_shape).weight_loader = _ignore
+        _register_unread(layer, "weight_shape")
 
     def read(self, layer: nn.Module) -> QuantisedWeight:
         _take(layer, "weight_shape")
@@ -210,10 +228,6 @@ class PackedIntegers:
         codes = unpack_integers(parts["weight_packed"], self.bits, 1)
         zeros = None if self.symmetric else unpack_integers(parts["weight_zero_point"], self.bits, 0)
         return _integers(codes, parts["weight_scale"], self.group, zeros, self.bits)
-
-
-def _ignore(*args: object, **options: object) -> None:
-    """Loads nothing."""
 
 
 def _integers(codes: Tensor, scales: Tensor, group: int | None, zeros: Tensor | None, bits: int) -> QuantisedWeight:
@@ -236,17 +250,14 @@ class GptqFormat:
         groups = part.groups(self.group or part.all_inputs)
         split: dict[str, Any] = {"input_dim": 0, "output_dim": 1, "weight_loader": part.load}
         words = torch.empty(part.inputs // per_word, part.rows, dtype=torch.int32)
-        zeros = torch.empty(groups, part.rows // per_word, dtype=torch.int32)
         layer.register_parameter(
             "qweight", PackedvLLMParameter(data=words, packed_dim=0, packed_factor=per_word, **split)
         )
-        packed: dict[str, Any] = {"data": zeros, "packed_dim": 1, "packed_factor": per_word}
+        _register_unread(layer, "qzeros")
         if self.group is None:
             del split["input_dim"]
-            layer.register_parameter("qzeros", PackedColumnParameter(**packed, **split))
             layer.register_parameter("scales", ChannelQuantScaleParameter(data=_unloaded(groups, part.rows), **split))
         else:
-            layer.register_parameter("qzeros", PackedvLLMParameter(**packed, **split))
             layer.register_parameter("scales", GroupQuantScaleParameter(data=_unloaded(groups, part.rows), **split))
 
     def read(self, layer: nn.Module) -> QuantisedWeight:
@@ -280,13 +291,15 @@ class AwqFormat:
         layer.register_parameter("qweight", PackedvLLMParameter(data=words, **packed))
         zeros = torch.zeros(groups, part.rows // 8, dtype=torch.int32)
         scales = _unloaded(groups, part.rows)
+        kinds: tuple[type[nn.Parameter], type[nn.Parameter]] = PackedvLLMParameter, GroupQuantScaleParameter
         if self.group is None:
             del split["input_dim"], packed["input_dim"]
-            layer.register_parameter("qzeros", PackedColumnParameter(data=zeros, **packed))
-            layer.register_parameter("scales", ChannelQuantScaleParameter(data=scales, **split))
+            kinds = PackedColumnParameter, ChannelQuantScaleParameter
+        if self.has_zeros:
+            layer.register_parameter("qzeros", cast(Any, kinds[0])(data=zeros, **packed))
         else:
-            layer.register_parameter("qzeros", PackedvLLMParameter(data=zeros, **packed))
-            layer.register_parameter("scales", GroupQuantScaleParameter(data=scales, **split))
+            _register_unread(layer, "qzeros")
+        layer.register_parameter("scales", cast(Any, kinds[1])(data=scales, **split))
 
     def read(self, layer: nn.Module) -> QuantisedWeight:
         return self.decode({name: _take(layer, name) for name in ("qweight", "qzeros", "scales")})
