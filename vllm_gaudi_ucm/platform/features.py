@@ -193,6 +193,17 @@ def _windows_by_layer(config: ModelConfig) -> str | None:
     return family if mixed and family.startswith(_ALL_OR_NONE) else None
 
 
+def _end_of_positions(config: ModelConfig) -> int | None:
+    """The end of a table of learned positions that `--max-model-len` goes beyond. Other positions are computed, and
+    `refuse_far_positions` looks at their tables."""
+    text = config.hf_text_config
+    slopes = getattr(text, "position_embedding_type", None) == "alibi"
+    ends = getattr(text, "max_position_embeddings", None)
+    if slopes or ends is None or getattr(text, "rope_parameters", None):
+        return None
+    return ends if config.max_model_len > ends else None
+
+
 OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
     Feature("multimodal models", "{model}", "a prompt is token ids alone", lambda c: c.is_multimodal_model),
@@ -216,6 +227,12 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
         "{model}",
         "vLLM implements this family with windows in all layers or in none",
         _windows_by_layer,
+    ),
+    Feature(
+        "positions beyond the model's {found}",
+        "--max-model-len",
+        "it has learned a vector for each position; take at most as many tokens",
+        _end_of_positions,
     ),
     Feature("rotary positions with several axes (M-RoPE)", "{model}", "a row has one position", lambda c: c.uses_mrope),
     Feature(

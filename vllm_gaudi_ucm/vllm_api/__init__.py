@@ -17,7 +17,7 @@ condition under which it goes ("Remove when:").
 | `worker` | the worker's interface |
 | `distributed` | groups of workers, and the collectives between them |
 | `stage_layers` | layers of a block on each stage of a pipeline |
-| `loading` | models with every weight from their checkpoint |
+| `loading`, `positions` | models with every weight from their checkpoint; tables of positions |
 | `model`, `attention`, `kv_cache` | layers, attention backends, the cache's description |
 | `quantisation` | methods of quantised weights |
 | `moe` | layers with experts, and their routers |

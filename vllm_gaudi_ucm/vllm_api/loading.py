@@ -18,6 +18,8 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader import get_model_loader
 
+from vllm_gaudi_ucm.vllm_api.positions import refuse_far_positions, with_long_tables
+
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
@@ -32,19 +34,22 @@ Part = tuple[int | None, str | int | None]
 
 
 def get_model(*, vllm_config: VllmConfig, prefix: str = "", load_config: LoadConfig | None = None) -> nn.Module:
-    """Loads a model as vLLM's `get_model` does, and refuses a checkpoint that lacks a tensor.
+    """Loads a model as vLLM's `get_model` does, and refuses a checkpoint that lacks a tensor, before it loads weights
+    also a model whose positions end before `--max-model-len`.
 
     Reason: vLLM compares names of unquantised models alone, passes over every layer that has a method of weights, and
     takes a fused layer for loaded when one of its tensors came. The rest is memory that was never written.
     Remove when: `track_weights_loading` looks at each layer and each tensor of a fused one.
-    Raises ValueError with the names of the tensors.
+    Raises ValueError with the names of the tensors, or of the table of positions.
     """
+    vllm_config = with_long_tables(vllm_config)
     loader = get_model_loader(load_config or vllm_config.load_config)
     fill = loader.load_weights
     # vLLM's own switch, in `model_loader_extra_config`
     watches = getattr(loader, "enable_weights_track", None) is not False
 
     def load_weights(model: nn.Module, model_config: ModelConfig) -> None:
+        refuse_far_positions(model, model_config)
         if watches:
             WeightWatch(model).load(fill, model_config)
         else:
