@@ -101,7 +101,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.graphs.buckets": ([None, "buckets.yaml"], [3, True], "path of a file or null"),
     "ucm.graphs.trace": ([None, "phases.jsonl"], [3, True], "path of a file or null"),
     "ucm.graphs.max_graphs": ([2, 64, 4096], [1, 4097, "64", True], "integer, 2 to 4096"),
-    "ucm.graphs.max_shared_blocks": ([None, 1, 512], [0, 1.5, True], "integer, at least 1 or null"),
+    "ucm.graphs.max_shared_blocks": ([None, 1, 512], [0, 1.5, True, 1 << 31], "integer, 1 to 2147483647 or null"),
     "ucm.graphs.step_memory": ([0.5, 8.0], [0.0, -1.0, "8", True, None], "number, above 0"),
     "ucm.graphs.warm_up": (["idle", "full", "skeleton"], ["lazy", False], 'one of "idle", "full", "skeleton"'),
     "ucm.graphs.skeleton": ([1, 4, 64], [0, 65, 2.0], "integer, 1 to 64"),

@@ -66,6 +66,11 @@ def test_sizes_as_shown(count: int, text: str) -> None:
         ({"kind": "memory", "pin": "yes"}, "store.pin: found 'yes'"),
         ({"kind": "file", "path": "/x", "deadline": "1"}, "store.deadline: found '1', expected number, above 0"),
         ({"kind": "file", "path": "/x", "deadline": 0}, "store.deadline: found 0"),
+        (
+            {"kind": "redis", "deadline": 1e300},
+            "store.deadline: found 1e+300, expected number, above 0 and at most 3600",
+        ),
+        ({"kind": "redis", "ttl": 1e300}, "store.ttl: found 1e+300, expected number, above 0 and at most 4294967295"),
         ({"kind": "file", "path": "/x", "io_threads": 65}, "store.io_threads: found 65, expected integer, 1 to 64"),
         ({"kind": "file", "path": "/x", "fsync": 1}, "store.fsync: found 1, expected true or false"),
         ({"kind": "redis", "ttl": -1.0}, "store.ttl: found -1.0"),

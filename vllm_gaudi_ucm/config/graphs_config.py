@@ -55,7 +55,7 @@ class GraphsConfig(Section):
     max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
         default=64, description="Most graphs: forward, logits, and those for prompt remainders."
     )
-    max_shared_blocks: Annotated[int, Field(ge=1)] | None = Field(
+    max_shared_blocks: Annotated[int, Field(ge=1, le=2147483647)] | None = Field(
         default=None,
         description="Distinct shared blocks of the largest bucket; a step with more runs in several parts. Without it "
         "twice the blocks of the longest request, or what `step_memory` allows; on a GPU all that requests can use.",

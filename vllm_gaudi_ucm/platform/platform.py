@@ -10,7 +10,9 @@ from vllm.platforms import Platform, PlatformEnum
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device.cpu import host_memory
 from vllm_gaudi_ucm.device.detect import detect_device
+from vllm_gaudi_ucm.device.host_limits import Cgroup, find_cores
 from vllm_gaudi_ucm.envs import (
     announce_local_engines,
     copy_to_ray_engines,
@@ -41,6 +43,7 @@ from vllm_gaudi_ucm.platform.combinations import (
     refuse_without_prefix_cache,
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
+from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
 from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler, warms_by_order
 from vllm_gaudi_ucm.vllm_api.child_watch import watch_children
 from vllm_gaudi_ucm.vllm_api.engine_process import (
@@ -175,6 +178,10 @@ class UcmPlatform(Platform):
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():
             check_places(config, vllm_config.kv_transfer_config)
+            # Ray's workers may be on other machines
+            if not vllm_config.parallel_config.use_ray:
+                host = Host(find_cores().machine, host_memory(Cgroup()).total)
+                check_host_sizes(config, vllm_config.kv_transfer_config, host)
         compilation = vllm_config.compilation_config
         if compilation.mode != CompilationMode.NONE:
             logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")

@@ -35,6 +35,7 @@ from vllm_gaudi_ucm.observability.log_file import of_engine
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
@@ -177,6 +178,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         open_recipe_cache(graphs.recipe_cache, self._device, kind)
         self._device.take(visible_device(self.parallel_config, self.local_rank))
         self.device = self._device.torch_device()
+        check_device_sizes(self._ucm, self._device.memory().total)
         if self._ucm.cpu.threads is not None:
             torch.set_num_threads(self._ucm.cpu.threads)
         parallel = self.parallel_config
@@ -241,6 +243,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now
         kv_cache_config = self.model_runner.as_allocated(kv_cache_config)
+        check_kv_cache(kv_cache_config, self.vllm_config, self._ucm, self._device.memory().total)
         # one rank of all writes them: each runs the same steps
         reports = self._ranks.reports
         engine = self.parallel_config.data_parallel_index

@@ -26,7 +26,7 @@ class BreakerOptions(Section):
 class MediumOptions(StoreOptions):
     """Base of the options of a store whose medium can be slow or gone."""
 
-    deadline: Annotated[float, Field(gt=0)] = Field(
+    deadline: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=0.5,
         description="Seconds that a call may take; after them it is a miss, or a block that is not saved.",
     )

@@ -75,7 +75,8 @@ class RedisStoreOptions(MediumOptions):
 
     kind: Literal["redis"] = Field(default="redis", description="Blocks in a Redis or Valkey server.")
     url: str = Field(default="redis://127.0.0.1:6379/0", description="The server.", json_schema_extra=_URL)
-    ttl: Annotated[float, Field(gt=0)] | None = Field(
+    # milliseconds are 64 bits there
+    ttl: Annotated[float, Field(gt=0, le=4294967295)] | None = Field(
         default=None, description="Seconds after its last save or load at which a block expires; null: never."
     )
 

@@ -342,7 +342,7 @@ class SparseWorker:
 
 def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimits:
     """How large the choices of a server can be."""
-    longest = block_budget(max(sizes.max_model_len, options.min_tokens), sizes.block_size, options)
+    longest = block_budget(sizes.max_model_len, sizes.block_size, options)
     most = max(1, 0 if longest is None else longest.num_selected)
     room = sizes.max_num_seqs * most
     if sizes.static:
