@@ -96,7 +96,6 @@ def test_defaults_are_taken_as_they_fill(llama: Path, monkeypatch: pytest.Monkey
             ucm(kv_cache={"granularity": "token", "max_total_token_num": 10**30}),
         ),
         ("--num-gpu-blocks-override: found 1000000000", {"num_gpu_blocks_override": 10**9}),
-        ("--kv-cache-memory-bytes: found 100 TiB", {"kv_cache_memory_bytes": 100 << 40}),
     ],
 )
 def test_memory_of_the_device(tmp_path: Path, key: str, options: dict[str, Any]) -> None:

@@ -40,7 +40,8 @@ def check_host_sizes(config: UcmConfig, transfer: KVTransferConfig | None, host:
     for key, section, name in _of_host_memory(config, transfer):
         asked = getattr(section, name)
         if name in section.model_fields_set and asked > host.memory:
-            found.append(_too_large(f"{key}.{name}", asked, host.memory, "host"))
+            expected = f"at most {show_bytes(host.memory)}, the memory of the host"
+            found.append(Problem(f"{key}.{name}", show_bytes(asked), expected))
     if found:
         raise UcmConfigError(found)
 
@@ -83,24 +84,17 @@ def check_device_sizes(config: UcmConfig, memory: int) -> None:
 
 
 def check_kv_cache(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, config: UcmConfig, memory: int) -> None:
-    """Compares a KV cache with all memory of the device, before it is allocated.
+    """Compares a number of blocks or slots with all memory of the device, before they are allocated.
 
-    memory: bytes. Raises UcmConfigError that names the option by which it has its size.
+    `--kv-cache-memory-bytes` is compared with what is free, by `kv_cache_budget`.
+
+    memory: bytes. Raises UcmConfigError.
     """
     size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-    if size <= memory:
+    key, asked = f"{ROOT}.kv_cache.max_total_token_num", config.kv_cache.max_total_token_num
+    if asked is None:
+        key, asked = "--num-gpu-blocks-override", vllm_config.cache_config.num_gpu_blocks_override
+    if asked is None or size <= memory:
         return
-    cache, slots = vllm_config.cache_config, config.kv_cache.max_total_token_num
-    if slots is not None:
-        most = f"at most {slots * memory // size}, which take the {show_bytes(memory)} of the device"
-        problem = Problem(f"{ROOT}.kv_cache.max_total_token_num", str(slots), most)
-    elif (blocks := cache.num_gpu_blocks_override) is not None:
-        most = f"at most {blocks * memory // size}, which take the {show_bytes(memory)} of the device"
-        problem = Problem("--num-gpu-blocks-override", str(blocks), most)
-    else:
-        problem = _too_large("--kv-cache-memory-bytes", size, memory, "device")
-    raise UcmConfigError([problem])
-
-
-def _too_large(key: str, asked: int, memory: int, whose: str) -> Problem:
-    return Problem(key, show_bytes(asked), f"at most {show_bytes(memory)}, the memory of the {whose}")
+    most = f"at most {asked * memory // size}, which take the {show_bytes(memory)} of the device"
+    raise UcmConfigError([Problem(key, str(asked), most)])
