@@ -10,7 +10,6 @@ from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, con
 from vllm_gaudi_ucm.execution.step_memory import GIB
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.options.values import show_bytes
-from vllm_gaudi_ucm.prefetch.options import EngineOptions
 from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def _of_host_memory(config: UcmConfig, transfer: KVTransferConfig | None) -> Ite
     if config.ucm_sparse_method is not None:
         for name in sorted(config.ucm_sparse_config.used_by(config.ucm_sparse_method)):
             options = config.ucm_sparse_config.options(name)
-            if isinstance(options, EngineOptions):
+            if "prefetch_cache_bytes" in type(options).model_fields:
                 yield f"{ROOT}.ucm_sparse_config.{name}", options, "prefetch_cache_bytes"
     for connector in configured_connectors(transfer):
         if connector.name == OURS:
