@@ -60,12 +60,17 @@ def step_output(
 
 
 class RandomScheduler:
-    """Random steps over a few requests: chunks, decodes, preemption, both ways of resumption, ends, reused ids."""
+    """Random steps over a few requests: chunks, decodes, preemption, next inputs of sessions, ends, reused ids.
+
+    It has one of vLLM's two contracts: resumed requests come as cached ones, or as new ones, and then every new request
+    carries all its tokens.
+    """
 
     def __init__(self, rng: random.Random, block_size: int, max_model_len: int) -> None:
         self.rng = rng
         self.block_size = block_size
         self.max_model_len = max_model_len
+        self.resumes_as_new = rng.random() < 0.5
         self.waiting: dict[str, Known] = {}
         self.running: dict[str, Known] = {}
         self.preempted: dict[str, Known] = {}
@@ -73,9 +78,16 @@ class RandomScheduler:
         self._next_id = 0
         self._ended: list[str] = []
 
+    @property
+    def live(self) -> dict[str, Known]:
+        """Requests that the worker knows, also sessions whose next input waits."""
+        sessions = {name: request for name, request in self.waiting.items() if request.blocks}
+        return {**self.running, **self.preempted, **sessions}
+
     def step(self) -> SchedulerOutput:
         finished = self._finish_some()
         self._submit_some()
+        self._extend_some()
         preempted = self._preempt_some()
         scheduled: dict[str, int] = {}
         cached = CachedRequestData.make_empty()
@@ -89,10 +101,11 @@ class RandomScheduler:
         for request in [r for r in self.waiting.values() if self.rng.random() < 0.6]:
             del self.waiting[request.request_id]
             self.running[request.request_id] = request
-            request.computed = self.rng.randrange(len(request.prompt))  # a prefix hit
+            if not request.blocks:
+                request.computed = self.rng.randrange(len(request.prompt))  # a prefix hit
             self._schedule(request, scheduled)
             self._grow(request, scheduled)
-            new.append(new_request(request))
+            new.append(self._new(request))
         return step_output(scheduled, new, cached, finished, preempted)
 
     def after(self, request_id: str, num_scheduled: int, token: int | None) -> None:
@@ -121,6 +134,16 @@ class RandomScheduler:
                 request_id = f"request-{self._next_id}"
             prompt = [self.rng.randrange(1, 1000) for _ in range(self.rng.randrange(1, self.max_model_len // 2))]
             self.waiting[request_id] = Known(request_id, prompt)
+
+    def _extend_some(self) -> None:
+        """A session's next input: the answer, but for its last token, is a part of the prompt now."""
+        for name in [name for name, request in self.running.items() if request.outputs and self.rng.random() < 0.1]:
+            request = self.running[name]
+            most = self.max_model_len - request.computed - 1
+            if most > 0:
+                added = [self.rng.randrange(1, 1000) for _ in range(self.rng.randint(1, most))]
+                request.prompt, request.outputs = request.tokens[: request.computed] + added, []
+                self.waiting[name] = self.running.pop(name)
 
     def _preempt_some(self) -> list[str]:
         chosen = [name for name in self.running if self.rng.random() < 0.1]
@@ -153,12 +176,15 @@ class RandomScheduler:
         request.computed = self.rng.randrange(len(request.tokens))
         self._schedule(request, scheduled)
         self._grow(request, scheduled)
-        if self.rng.random() < 0.5:
-            new.append(new_request(request, prefill_token_ids=request.tokens))
+        if self.resumes_as_new:
+            new.append(self._new(request))
         else:
             cached.resumed_req_ids.add(request.request_id)
             cached.all_token_ids[request.request_id] = request.tokens
             self._append(cached, request, (list(request.blocks),))
+
+    def _new(self, request: Known) -> NewRequestData:
+        return new_request(request, prefill_token_ids=request.tokens if self.resumes_as_new else None)
 
     def _append(self, cached: CachedRequestData, request: Known, block_ids: tuple[list[int], ...] | None) -> None:
         cached.req_ids.append(request.request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def test_the_table_follows_any_schedule(rng: random.Random, max_num_seqs: int) -
             if token is not None:
                 table.append_token(table.requests[request_id], token)
         table.check_integrity()
-    live = {**scheduler.running, **scheduler.preempted}
+    live = scheduler.live
     assert set(table.requests) == set(live)
     table.update(step_output({}, finished=live))
     table.check_integrity()
@@ -82,7 +83,7 @@ def test_token_tables_follow_any_schedule(rng: random.Random, max_num_seqs: int,
             scheduler.after(request_id, count, token)
             if token is not None:
                 table.append_token(table.requests[request_id], token)
-    table.update(step_output({}, finished={**scheduler.running, **scheduler.preempted}))
+    table.update(step_output({}, finished=scheduler.live))
     table.check_integrity()
     assert not table.room(np.arange(len(table.num_tokens))).any()
 
@@ -190,6 +191,40 @@ def test_scores_of_a_prompt_that_went_with_a_dropped_output_are_wanted_again(as_
         table.update(step_output({"a": 5}, cached=cached))
     assert request.wants_prompt_logprobs
 
+
+@pytest.mark.parametrize("carries_tokens", [True, False])
+def test_the_next_input_of_a_session_is_a_new_request(carries_tokens: bool) -> None:
+    """vLLM has two contracts. In one of them every new request carries all its tokens, as a resumed one does."""
+
+    def sent(known: Known) -> RequestTable:
+        tokens = known.tokens if carries_tokens else None
+        table.update(step_output({"a": len(known.tokens) - known.computed}, [new_request(known, tokens)]))
+        table.check_integrity()
+        return table
+
+    table = RequestTable(2, 32, 4)
+    first = sent(Known("a", [5, 6, 7], blocks=[1, 2], params=SamplingParams(max_tokens=3))).requests["a"]
+    for token in (11, 12, 13):
+        table.append_token(first, token)
+    first.seed(7)
+    # the last token of an answer is not computed, and not kept
+    params = SamplingParams(allowed_token_ids=[1], prompt_logprobs=1)
+    known = Known("a", [5, 6, 7, 11, 12, 30, 31], blocks=[1, 2, 3], computed=5, params=params)
+    second = sent(known).requests["a"]
+    assert second is not first
+    assert second.prompt_token_ids == known.prompt
+    assert second.output_token_ids == []
+    assert second.sampling_params is params
+    assert second.noise_seed is None
+    assert second.wants_prompt_logprobs
+    assert table.token_ids[second.row, :8].tolist() == [5, 6, 7, 11, 12, 30, 31, 0]
+    _, batch = table.scheduled({"a": 2})
+    assert (batch.num_computed.tolist(), batch.num_tokens.tolist()) == ([5], [7])
+    if carries_tokens:
+        # preempted within its second input
+        table.append_token(second, 9)
+        assert sent(replace(known, outputs=[9], computed=4)).requests["a"] is second
+        assert second.output_token_ids == [9]
 
 def test_tokens_that_the_scheduler_has_thrown_away_are_none() -> None:
     """covers: C8. The step is computed again, and its last row yields a token again."""

@@ -237,15 +237,17 @@ class RequestTable:
                 )
 
     def _add(self, new: NewRequestData) -> None:
-        """Adds a request, or takes back a preempted one that the scheduler sends with all its tokens.
+        """Adds a request, puts the next input of a session in the place of the one before, or takes back a preempted
+        request.
 
-        The scheduler has two contracts: it sends a resumed request as a cached one, or as a new one with
-        `prefill_token_ids`. In the second case generator and collected prompt logprobs must survive.
+        The scheduler has two contracts: it sends a resumed request as a cached one, or as a new one, and then every new
+        request has `prefill_token_ids`. A resumed request keeps its generator and its prompt logprobs. It has the
+        prompt that it had; the prompt of a next input is longer, by at least one token.
         """
         prompt = new.prompt_token_ids or []
         tokens = new.prefill_token_ids if new.prefill_token_ids is not None else prompt
-        request = self.requests.get(new.req_id) if new.prefill_token_ids is not None else None
-        if request is None:
+        request = self.requests.get(new.req_id)
+        if request is None or len(request.prompt_token_ids) != len(prompt):
             self._remove(new.req_id)
             assert new.sampling_params is not None
             request = LiveRequest(new.req_id, self._take_row(), list(prompt), new.sampling_params)
