@@ -226,6 +226,7 @@ def test_the_next_input_of_a_session_is_a_new_request(carries_tokens: bool) -> N
         assert sent(replace(known, outputs=[9], computed=4)).requests["a"] is second
         assert second.output_token_ids == [9]
 
+
 def test_tokens_that_the_scheduler_has_thrown_away_are_none() -> None:
     """covers: C8. The step is computed again, and its last row yields a token again."""
     known = Known("a", [1, 2, 3, 4, 5], blocks=[5, 6])

@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.connector.lookup import GRACE_SECONDS
 from vllm_gaudi_ucm.connector.metadata import BlockLoad
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.vllm_api.blocks import isolate_blocks, share_blocks
 
 BLOCK = 16
 
@@ -34,6 +35,9 @@ def make_request(name: str, count: int, **more: Any) -> Any:
         "mm_features": [],
         "cache_salt": None,
         "prompt_embeds": None,
+        "_block_hasher": lambda request: [],
+        "block_hashes": [],
+        "update_block_hashes": lambda: None,
     }
     return SimpleNamespace(**{**fields, **more})
 
@@ -315,17 +319,39 @@ def test_a_request_that_runs_through_a_reset_stores_nothing_more(sides: Any) -> 
 
 
 def test_after_a_reset_a_session_is_what_it_was(sides: Any) -> None:
-    """covers: D2 F2. Its newest input has parameters of its own, which come too late to make it dense."""
+    """covers: D2 F2. Its newest input is dense, and its blocks are still those of a sparse request."""
     side = sides(ucm={"ucm_sparse_method": "GSA"})
-    switch = SimpleNamespace(extra_args={"ucm_sparse": True})
-    off = SimpleNamespace(extra_args={"ucm_sparse": False})
-    session, dense = (make_request(name, 70, sampling_params=one) for name, one in (("on", switch), ("off", off)))
+    session, dense = (make_request(name, 70) for name in ("on", "off"))
+    isolate_blocks(dense, "ucm dense")
     for request in (session, dense):
         side.side.begin(request)
-    session.sampling_params = off
+    side.side.next_input(session)
     side.side.clear()
     saves = side.side.metadata(scheduled(on=70, off=70)).saves
     assert len({save.key for save in saves}) == 8
+
+
+def test_a_dense_session_that_becomes_sparse_is_stored_as_a_sparse_one(sides: Any) -> None:
+    """covers: D2 F2. All of it, so that requests find its beginning, too."""
+    side = sides(ucm={"ucm_sparse_method": "GSA"})
+    session, dense, sparse = (make_request(name, 70) for name in ("session", "dense", "sparse"))
+    for request in (session, dense):
+        isolate_blocks(request, "ucm dense")
+    for request in (session, dense, sparse):
+        side.side.begin(request)
+
+    def keys(name: str, count: int) -> list[bytes]:
+        # each is told of as if nothing were stored
+        side.side.known.clear()
+        return [save.key for save in side.side.metadata(scheduled(**{name: count})).saves]
+
+    assert keys("session", 40) == keys("dense", 40)
+    session.num_computed_tokens = 40
+    share_blocks(session)
+    side.side.next_input(session)
+    found = keys("session", 30)
+    assert len(found) == 4
+    assert found == keys("sparse", 70)
 
 
 def test_blocks_that_are_away_are_not_stored(sides: Any) -> None:

@@ -15,6 +15,7 @@ def _prompt(rng: random.Random, longest: int = 150) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, longest))]
 
 
+@pytest.mark.usefixtures("contract")
 @pytest.mark.parametrize("blocks", [34, 400])
 def test_aborts_at_any_moment(tiny_llama: Path, blocks: int) -> None:
     """While waiting, in a chunk, while decoding, while preempted, before any block. covers: A7"""

@@ -111,6 +111,7 @@ def test_our_store(tiny_text_model: Path, expected: list[list[Found]], store: Fa
             assert worker_side(watched).load_counts.loaded_blocks > 20
 
 
+@pytest.mark.usefixtures("contract")
 def test_preempted_requests(tiny_text_model: Path, synchronous: Watched, store: FaultStore) -> None:
     """In a cache that is too small, also while loads are slow. covers: A7 C9"""
     traffic = any_traffic(11, 14)

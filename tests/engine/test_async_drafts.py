@@ -96,6 +96,7 @@ def test_preempted_requests(tiny_text_model: Path, tmp_path: Path, synchronous: 
             assert engine.preemptions > 2
 
 
+@pytest.mark.usefixtures("contract")
 def test_any_traffic(tiny_text_model: Path, synchronous: Watched) -> None:
     """Requests of any kind and aborts at any time, while blocks move, are copied and leave. covers: A7 A8 A20"""
     traffic = any_traffic(10, 14)

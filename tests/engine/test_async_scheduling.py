@@ -82,6 +82,7 @@ def grown(synchronous: Watched) -> list[list[Found]]:
     return synchronous.serve(GROWING)
 
 
+@pytest.mark.usefixtures("contract")
 @pytest.mark.parametrize("shapes", [{}, IDLE], ids=["true shapes", "static"])
 def test_preempted_requests(tiny_text_model: Path, grown: list[list[Found]], shapes: dict[str, Any]) -> None:
     """While their last token is still on the device; beside them graphs are warmed in idle gaps. covers: A7"""

@@ -103,6 +103,7 @@ def test_tokens_are_those_of_synchronous_steps(tiny_text_model: Path, drafted: d
     assert all(0 <= count - totals[0][mode] <= len(found[0]) for some in totals[1:] for mode, count in some.items())
 
 
+@pytest.mark.usefixtures("contract")
 def test_preempted_requests(tiny_text_model: Path, drafted: dict[str, Any]) -> None:
     """Under a lock, in a cache that is too small, while blocks move and are copied. Of all blocks, because a request
     that was preempted is computed densely again. covers: A7 A8 C17"""

@@ -178,6 +178,7 @@ def test_a_store_that_loses_everything(tiny_llama: Path, monkeypatch: pytest.Mon
         engine.check_idle()
 
 
+@pytest.mark.usefixtures("contract")
 @pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
 def test_preempted_requests_compute_everything_again(tiny_llama: Path, static: bool) -> None:
     """covers: C5 C9. A cache so small that requests lose their blocks, some of which are away."""

@@ -186,6 +186,7 @@ def test_a_reset_of_the_prefix_cache_forgets_parts_too(tiny_llama: Path) -> None
     assert cached == 2 * [0, len(COMMON) - 1]
 
 
+@pytest.mark.usefixtures("contract")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_aborts(tiny_llama: Path, wanted: list[Answer], seed: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.engine.contracts import CONTRACTS, runner_contract
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
 from tests.engine.tiny_models import make_config, make_model
@@ -85,9 +86,10 @@ def expected(tiny_text_model: Path) -> Expected:
         return Expected(engine.alone(PROMPTS, OUTPUTS), _sampled(engine), engine.greedy(GROWING, GROWN))
 
 
-@pytest.fixture(scope="module")
-def pipeline(tiny_text_model: Path) -> Iterator[EngineOfWorkers]:
-    with EngineOfWorkers(tiny_text_model, ON_PIPELINE, pipeline_parallel_size=2, **OPTIONS, **TIGHT) as engine:
+@pytest.fixture(scope="module", params=CONTRACTS)
+def pipeline(tiny_text_model: Path, request: pytest.FixtureRequest) -> Iterator[EngineOfWorkers]:
+    options = {**OPTIONS, **TIGHT, "pipeline_parallel_size": 2}
+    with runner_contract(request.param), EngineOfWorkers(tiny_text_model, ON_PIPELINE, **options) as engine:
         yield engine
 
 

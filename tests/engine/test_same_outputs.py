@@ -81,6 +81,7 @@ def long_outputs(tiny_llama: Path) -> list[Answer]:
         return engine.alone(GROWING, LONG)
 
 
+@pytest.mark.usefixtures("contract")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("blocks", "chunk"), [(34, 48), (50, 512)])
 def test_preemption(tiny_llama: Path, long_outputs: list[Answer], caching: bool, blocks: int, chunk: int) -> None:

@@ -18,22 +18,23 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
+from tests.engine.contracts import CONTRACTS, runner_contract
 from tests.engine.serving import Engine
 from tests.engine.texts import SHORT
 
 PROMPT = SHORT[0]
 
 
-@pytest.fixture(scope="module")
-def text_engine(tiny_text_model: Path) -> Iterator[Engine]:
-    with Engine(
-        tiny_text_model,
-        skip_tokenizer_init=False,
-        max_logprobs=20,
-        max_num_batched_tokens=64,
+@pytest.fixture(scope="module", params=CONTRACTS)
+def text_engine(tiny_text_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": False,
+        "max_logprobs": 20,
+        "max_num_batched_tokens": 64,
         # a random model would fill its JSON with white space until its tokens are used up
-        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
-    ) as engine:
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    }
+    with runner_contract(request.param), Engine(tiny_text_model, **options) as engine:
         yield engine
 
 

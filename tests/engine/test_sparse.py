@@ -116,6 +116,7 @@ def test_below_the_minimum_and_when_switched_off_every_bit_is_dense(
         assert logprobs == (pytest.approx(dense_answer.logprobs, abs=1e-5) if static else dense_answer.logprobs)
 
 
+@pytest.mark.usefixtures("contract")
 @pytest.mark.parametrize("name", ["GSA", "KVStar"])
 def test_preempted_requests_end_like_others(tiny_llama: Path, name: str) -> None:
     """covers: C5. A cache so small that requests lose their blocks, and take other ones."""

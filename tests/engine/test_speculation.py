@@ -186,6 +186,7 @@ def test_ngrams_of_a_text_that_repeats_save_steps(ngram_engine: Engine, plain_en
     assert count.steps <= 1 + -(-59 // (NUM_DRAFTS + 1)) + 1
 
 
+@pytest.mark.usefixtures("contract")
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption(tiny_llama: Path, expected: list[Answer], caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that is far too small for all. covers: A3 A6 A7"""

@@ -88,6 +88,7 @@ def wanted(tiny_llama: Path) -> Iterator[list[Answer]]:
 
 
 # what is cheaper is chosen whatever the prefix cache holds
+@pytest.mark.usefixtures("contract")
 @pytest.mark.parametrize(
     ("mode", "caching"),
     [("swap", True), ("swap", False), ("auto", True)],
@@ -210,6 +211,7 @@ def test_auto_follows_what_was_measured(tiny_llama: Path, wanted: list[Answer]) 
             engine.check_all_free()
 
 
+@pytest.mark.usefixtures("contract")
 @pytest.mark.parametrize("seed", range(2))
 def test_random_aborts(tiny_llama: Path, wanted: list[Answer], seed: int) -> None:
     rng = random.Random(seed)

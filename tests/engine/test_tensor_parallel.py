@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.engine.contracts import CONTRACTS, runner_contract
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 
 pytestmark = pytest.mark.slow  # starts engines with several processes
@@ -37,9 +38,9 @@ def one_worker(tiny_llama: Path) -> list[Answer]:
         return engine.greedy(PROMPTS, TOKENS)
 
 
-@pytest.fixture(scope="module")
-def two_workers(tiny_llama: Path) -> Iterator[Engine]:
-    with Engine(tiny_llama, CHECKED, tensor_parallel_size=2, **TIGHT) as engine:
+@pytest.fixture(scope="module", params=CONTRACTS)
+def two_workers(tiny_llama: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with runner_contract(request.param), Engine(tiny_llama, CHECKED, tensor_parallel_size=2, **TIGHT) as engine:
         yield engine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from vllm.v1.request import RequestStatus
 
@@ -14,7 +15,7 @@ from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler
 def test_a_request_that_begins_anew_keeps_no_room_from_others(tmp_path: Path) -> None:
     """One whose load has brought a part goes on with it, and its room stays reserved."""
     scheduler = make_scheduler(vllm_config(tmp_path, {}), UcmScheduler)
-    scheduler.parts = (WaitingRequests(scheduler, lambda waiting: None),)
+    scheduler.parts = (WaitingRequests(scheduler, SimpleNamespace(plan_prefetch=lambda waiting: None)),)
     requests = {name: request(name, 90, start=at) for at, name in enumerate(("lost", "shorter", "loading"))}
     for one in requests.values():
         scheduler.requests[one.request_id] = one

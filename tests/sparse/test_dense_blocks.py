@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.scheduler.schedulers import make_scheduler, request, run_step, vllm_config
+from vllm_gaudi_ucm.protocol.attachments import sparse_ids_of, sparse_meta_of
+from vllm_gaudi_ucm.scheduler.parts import SparseStepsAhead
 from vllm_gaudi_ucm.scheduler.scheduler import UcmAsyncScheduler, UcmScheduler
 
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"min_tokens": 20}}}
+ALWAYS = {**GSA, "ucm_sparse_config": {"GSA": {"min_tokens": 20, "min_blocks": 1, "sparse_steps": "always"}}}
 CLASSES = pytest.mark.parametrize("scheduler_class", [UcmScheduler, UcmAsyncScheduler])
 
 
@@ -92,18 +96,76 @@ def test_a_preempted_request_finds_its_own_blocks(tmp_path: Path, scheduler_clas
     assert not set(found) & set(others)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_the_first_input_of_a_session_decides(tmp_path: Path, first: bool) -> None:
-    """covers: F2. Each input has parameters of its own; what a later one computes stands on what is there."""
-    scheduler = scheduler_of(tmp_path, GSA)
-    scheduler.add_request(request("session", 3, max_tokens=1, resumable=True, ucm_sparse=first))
-    run_step(scheduler)
+INPUTS = list(product((True, False), repeat=3))
+
+
+@CLASSES
+@pytest.mark.parametrize("waits", [True, False], ids=["once the one before has ended", "at once"])
+@pytest.mark.parametrize("switches", INPUTS, ids=str)
+def test_a_session_is_dense_as_long_as_all_its_inputs_are(
+    tmp_path: Path, scheduler_class: Any, switches: tuple[bool, ...], waits: bool
+) -> None:
+    """covers: D2 F2. Each input has parameters of its own; what a later one computes stands on what is there."""
+    scheduler = scheduler_of(tmp_path, GSA, scheduler_class)
     # goes on counting, so that the whole is a prompt that counts
-    scheduler.add_request(request("session", 40, start=3, max_tokens=1, resumable=True, ucm_sparse=not first))
-    twins = {switch: request(f"twin {switch}", 43, ucm_sparse=switch) for switch in (True, False)}
-    for twin in twins.values():
+    inputs = [
+        request("session", 20, start=20 * number, max_tokens=1, resumable=True, ucm_sparse=switch)
+        for number, switch in enumerate(switches)
+    ]
+    scheduler.add_request(inputs[0])
+    for number, one in enumerate(inputs[1:], 1):
+        if waits:
+            run_step(scheduler)
+            scheduler.add_request(one)
+        else:
+            scheduler.add_request(one)
+            run_step(scheduler)
+        session, so_far = scheduler.requests["session"], 20 * (number + 1)
+        twins = {switch: request(f"twin {number} {switch}", so_far, ucm_sparse=switch) for switch in (True, False)}
+        for twin in twins.values():
+            scheduler.add_request(twin)
+        kind = any(switches[: number + 1])
+        assert session.all_token_ids[:] == twins[kind].all_token_ids[:]
+        assert session.block_hashes == twins[kind].block_hashes != twins[not kind].block_hashes
+        assert len(session.block_hashes) == so_far // 4
+        scheduler.finish_requests([twin.request_id for twin in twins.values()], RequestStatus.FINISHED_ABORTED)
+    run_step(scheduler)
+    # what is in the cache was written by requests of the kind under which it is found
+    for switch in (True, False):
+        twin = request(f"last {switch}", 61, ucm_sparse=switch)
         scheduler.add_request(twin)
-    session = scheduler.requests["session"]
-    assert session.all_token_ids[:] == twins[first].all_token_ids[:]
-    assert session.block_hashes == twins[first].block_hashes != twins[not first].block_hashes
-    assert len(session.block_hashes) == 10
+        dense = next((number for number, one in enumerate(switches) if one), len(switches))
+        assert cached_tokens(scheduler, twin.request_id) == (60 if switch and not dense else 20 * dense * (not switch))
+
+
+@CLASSES
+@pytest.mark.parametrize("switches", INPUTS, ids=str)
+def test_each_input_decides_for_its_own_tokens(
+    tmp_path: Path, scheduler_class: Any, switches: tuple[bool, ...]
+) -> None:
+    """covers: D2"""
+    scheduler = scheduler_of(tmp_path, ALWAYS, scheduler_class)
+    for number, switch in enumerate(switches):
+        one = request("session", 30, start=30 * number, max_tokens=5, resumable=True, ucm_sparse=switch)
+        scheduler.add_request(one)
+        found = []
+        while scheduler.requests["session"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            meta = sparse_meta_of(run_step(scheduler))
+            assert meta is not None
+            found.append("session" in meta.requests)
+        # the prompt is computed whole
+        assert found == [False] + [switch] * 4
+
+
+def test_workers_get_the_decision_with_each_input(tmp_path: Path) -> None:
+    """covers: D2 F2. They decide over steps, whose drafts they verify before the scheduler knows."""
+    scheduler = scheduler_of(tmp_path, GSA, UcmAsyncScheduler)
+    method = scheduler.sparse
+    scheduler.parts = (SparseStepsAhead(scheduler, method),)
+    for name, switch in (("sparse", True), ("dense", 0), ("wrong", "no")):
+        scheduler.add_request(request(name, 3, ucm_sparse=switch))
+    scheduler.add_request(request("session", 3, max_tokens=1, resumable=True, ucm_sparse=False))
+    assert sparse_ids_of(run_step(scheduler)) == {"sparse"}
+    for switch in (True, True, False):
+        scheduler.add_request(request("session", 3, max_tokens=1, resumable=True, ucm_sparse=switch))
+        assert sparse_ids_of(run_step(scheduler)) == ({"session"} if switch else set())

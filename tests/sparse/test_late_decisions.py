@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from tests.sparse.steps import BLOCK_SIZE
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
-from vllm_gaudi_ucm.protocol.attachments import attach_choice_cost
+from vllm_gaudi_ucm.protocol.attachments import attach_choice_cost, attach_sparse_ids
 from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
@@ -40,17 +40,19 @@ def method_of(name: str) -> Any:
     return method
 
 
-def new(name: str, switch: object = None) -> Any:
-    extra = None if switch is None else {"ucm_sparse": switch}
+def new(name: str, num_computed: int = 0) -> Any:
+    """Its parameters are not what decides."""
+    asked = SamplingParams(extra_args={"ucm_sparse": False})
     return SimpleNamespace(
-        req_id=name, prompt_token_ids=[1] * 10, num_computed_tokens=0, sampling_params=SamplingParams(extra_args=extra)
+        req_id=name, prompt_token_ids=[1] * 10, num_computed_tokens=num_computed, sampling_params=asked
     )
 
 
 class Both:
     """One method that is told what a waiting scheduler knows, and one in the worker that gets what one ahead sends.
 
-    tokens: of each request; all but the last are computed. drafts: that its next step verifies.
+    tokens: of each request; all but the last are computed. sparse: those that may be. drafts: that its next step
+    verifies.
     """
 
     def __init__(self, name: str, cost: ChoiceCost | None = None) -> None:
@@ -60,13 +62,34 @@ class Both:
         if cost is not None:
             self.waiting.selecting_method.register_choice_cost(cost)
         self.tokens: dict[str, int] = {}
+        self.sparse: set[str] = set()
         self.begun: list[Any] = []
 
-    def begin(self, name: str, tokens: int, switch: object = None) -> None:
-        if switch is not False:
+    def begin(self, name: str, tokens: int, sparse: bool = True) -> None:
+        self.sparse.discard(name)
+        if sparse:
             self.waiting.request_begin(name, [])
+            self.sparse.add(name)
         self.tokens[name] = tokens
-        self.begun.append(new(name, switch))
+        self.begun.append(new(name))
+
+    def go_on(self, name: str, tokens: int, sparse: bool) -> None:
+        """The next input of a session, with so many tokens."""
+        if sparse and name in self.sparse:
+            self.waiting.request_preempted(name)
+        elif sparse:
+            self.waiting.request_begin(name, [])
+            self.sparse.add(name)
+        else:
+            self.waiting.request_finished_in_scheduler(name)
+            self.sparse.discard(name)
+        # the last token of the answer is dropped
+        self.begun.append(new(name, self.tokens[name] - 1))
+        self.tokens[name] += tokens - 1
+
+    def resume(self, name: str) -> None:
+        """A request that was preempted comes as a new one."""
+        self.begun.append(new(name))
 
     def step(
         self, drafts: Mapping[str, int], accepted: Mapping[str, int], finished: Any = (), preempted: Any = ()
@@ -77,9 +100,11 @@ class Both:
         for name in finished:
             if name not in {one.req_id for one in self.begun}:
                 self.waiting.request_finished_in_scheduler(name)
-        fresh = {one.req_id for one in self.begun}
+        fresh = {one.req_id: one.num_computed_tokens for one in self.begun}
         old = [name for name in self.tokens if name not in fresh]
-        counts = {one: self.tokens[one] for one in fresh} | {one: 1 + drafts[one] for one in old}
+        counts = {one: self.tokens[one] - computed for one, computed in fresh.items()} | {
+            one: 1 + drafts[one] for one in old
+        }
         given = {one: [7] * drafts[one] for one in old if drafts[one]}
         cached = replace(CachedRequestData.make_empty(), req_ids=old)
         exact = replace(
@@ -100,12 +125,13 @@ class Both:
             preempted_req_ids=set(preempted),
         )
         attach_choice_cost(sent, self.cost)
+        attach_sparse_ids(sent, self.sparse & fresh.keys())
         live: Any = {name: SimpleNamespace(request_id=name, num_tokens=count) for name, count in self.tokens.items()}
         expected = self.waiting.build_sparse_meta(exact, live)
         self.late.update(sent)
         step_drafts = StepDrafts(given, counts)
         order = list(counts)
-        computed = [0 if name in fresh else self.tokens[name] - 1 for name in order]
+        computed = [fresh.get(name, self.tokens[name] - 1) for name in order]
         sizes = (np.array(some, np.int32) for some in (computed, list(counts.values()), map_tokens(self, order)))
         batch = BatchInput(*sizes, np.zeros((len(order), 1), np.int32))
         found = self.late.decide(sent, step_drafts, [live[name] for name in order], batch)
@@ -131,7 +157,8 @@ def map_tokens(both: Both, order: list[str]) -> list[int]:
 @pytest.mark.parametrize("cost", [None, CHOICE_COST], ids=["always", "where it pays"])
 @pytest.mark.parametrize("name", METHODS)
 def test_any_life(name: str, cost: ChoiceCost | None) -> None:
-    """Requests that begin, grow past their first choice, lose their blocks, end, and come again under the same id."""
+    """Requests that begin, grow past their first choice, lose their blocks, end, come again under the same id, and have
+    another input, which may say otherwise."""
     rng = random.Random(6)
     both, sparse, dense, modes = Both(name, cost), 0, 0, set()
     for _ in range(300):
@@ -142,9 +169,15 @@ def test_any_life(name: str, cost: ChoiceCost | None) -> None:
             free = next(one for one in "abc" if one not in both.tokens)
             if free in finished:
                 both.waiting.request_finished_in_scheduler(free)
-            both.begin(free, rng.randrange(2, 40), rng.choice([None, True, False]))
+            both.begin(free, rng.randrange(2, 40), rng.random() < 0.7)
         old = [one for one in both.tokens if one not in {new.req_id for new in both.begun}]
         preempted = [one for one in old if rng.random() < 0.03]
+        for one in old:
+            if one in preempted and rng.random() < 0.5:
+                both.resume(one)
+            elif one not in preempted and rng.random() < 0.03:
+                both.go_on(one, rng.randrange(1, 20), rng.random() < 0.7)
+        old = [one for one in old if one not in {new.req_id for new in both.begun}]
         drafts = {one: rng.randrange(NUM_DRAFTS + 1) for one in old}
         meta = both.step(drafts, {one: rng.randrange(NUM_DRAFTS + 1) for one in old}, finished, preempted)
         sparse += len(meta.requests)
@@ -158,13 +191,15 @@ def test_any_life(name: str, cost: ChoiceCost | None) -> None:
         assert 0 < both.ahead.metrics.accepted_tokens < both.ahead.metrics.drafted_tokens
 
 
-def test_a_switch_that_is_none_is_dense() -> None:
-    """The scheduler has said so."""
+def test_the_scheduler_says_who_may_be_sparse() -> None:
+    """covers: D2 F2. For each input of a session."""
     both = Both("GSA")
-    both.tokens["a"] = 40
-    both.begun.append(new("a", "no"))
-    for _ in range(3):
-        assert both.step({"a": 1}, {}).requests == {}
+    both.begin("a", 40, sparse=False)
+    found = [bool(both.step({"a": 1}, {}).requests) for _ in range(3)]
+    for sparse in (True, True, False):
+        both.go_on("a", 5, sparse)
+        found += [bool(both.step({"a": 1}, {}).requests) for _ in range(3)]
+    assert found == [False] * 3 + [False, True, True] * 2 + [False] * 3
 
 
 class Own(BlockSparse):

@@ -90,6 +90,10 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         self._scheduler.begin(request)
 
+    def next_input(self, session: Request) -> None:
+        """A session of streamed inputs goes on. Called by our scheduler."""
+        self._scheduler.next_input(session)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._scheduler.matched_tokens(request, num_computed_tokens)
         return found, bool(found)

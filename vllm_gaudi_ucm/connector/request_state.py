@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestState:
-    """may_be_sparse: as it said when it came; the next input of a session may say otherwise, and changes nothing.
-    is_closed: nothing is loaded for it any more. lost: blocks of its load that a worker did not get. is_late: its load
-    was late for a worker. saved: blocks that were sent, or found. is_whole: its next load leaves nothing in the store.
-    has_records: the summaries of its prompt were offered."""
+    """is_dense: whether its keys are for requests that are dense under a sparse method. is_closed: nothing is loaded
+    for it any more. lost: blocks of its load that a worker did not get. is_late: its load was late for a worker. saved:
+    blocks that were sent, or found. is_whole: its next load leaves nothing in the store. has_records: the summaries of
+    its prompt were offered."""
 
     request: Request
     keys: RequestKeys
-    may_be_sparse: bool
+    is_dense: bool
     lookup: Lookup | None = None
     is_closed: bool = False
     loading: BlockLoad | None = None

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.connector.request_state import RequestKeys, RequestState, Sa
 from vllm_gaudi_ucm.connector.waiting_prefetch import WaitingPrefetch
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
-from vllm_gaudi_ucm.sparse.options import read_extra_args
+from vllm_gaudi_ucm.vllm_api.blocks import is_isolated
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.group_keys import Tables
@@ -89,16 +89,22 @@ class SchedulerSide:
 
     def begin(self, request: Request) -> None:
         """A request has arrived."""
-        extra_args = None if request.sampling_params is None else request.sampling_params.extra_args
-        try:
-            may_be_sparse = request.sampling_params is not None and read_extra_args(extra_args)
-        except ValueError:
-            return  # refused where requests are checked; one that came another way is not stored
-        keys = self._new_keys(request, may_be_sparse)
-        self._states[request.request_id] = RequestState(request, keys, may_be_sparse)
+        self._states[request.request_id] = RequestState(request, self._new_keys(request), is_isolated(request))
 
-    def _new_keys(self, request: Request, may_be_sparse: bool) -> RequestKeys:
-        namespace = self._setup.namespace(may_be_sparse)
+    def next_input(self, request: Request) -> None:
+        """A session goes on. If it may be sparse from now on, its blocks are stored under other keys: what it has
+        computed, too, as the keys of blocks to come follow from these."""
+        state = self._states.get(request.request_id)
+        if state is None or state.is_dense == is_isolated(request):
+            return
+        self._waiting.forget(request.request_id)
+        state.drop_lookup()
+        keys = self._new_keys(request)
+        self._states[request.request_id] = RequestState(request, keys, False, is_closed=state.is_closed)
+
+    def _new_keys(self, request: Request) -> RequestKeys:
+        # our scheduler has marked it, if it is dense under a sparse method
+        namespace = self._setup.namespace(not is_isolated(request))
         if self._epoch:
             namespace = sha256(namespace + self._epoch).digest()
         return RequestKeys(request, namespace, self._block_size)
@@ -323,8 +329,8 @@ class SchedulerSide:
             if state.request.num_computed_tokens:
                 del self._states[request_id]
                 continue
-            keys = self._new_keys(state.request, state.may_be_sparse)
-            self._states[request_id] = RequestState(state.request, keys, state.may_be_sparse, is_closed=state.is_closed)
+            keys = self._new_keys(state.request)
+            self._states[request_id] = RequestState(state.request, keys, state.is_dense, is_closed=state.is_closed)
         return True
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ _ATTRIBUTE = "ucm_sparse_meta"
 _REPORT = "ucm_offload_report"
 _BUCKETS = "ucm_buckets"
 _CHOICE_COST = "ucm_choice_cost"
+_SPARSE_IDS = "ucm_sparse_ids"
 
 
 class VerifiedDrafts(NamedTuple):
@@ -66,6 +67,17 @@ def attach_choice_cost(scheduler_output: SchedulerOutput, cost: Any) -> None:
 def choice_cost_of(scheduler_output: SchedulerOutput) -> Any:
     """None where every step with a budget is sparse."""
     return getattr(scheduler_output, _CHOICE_COST, None)
+
+
+def attach_sparse_ids(scheduler_output: SchedulerOutput, request_ids: Set[str]) -> None:
+    """Sends which of a step's new requests may be sparse, with a step whose sparse requests the workers decide over."""
+    setattr(scheduler_output, _SPARSE_IDS, request_ids)
+
+
+def sparse_ids_of(scheduler_output: SchedulerOutput) -> Set[str]:
+    """Empty where another scheduler than ours made the step."""
+    request_ids: Set[str] = getattr(scheduler_output, _SPARSE_IDS, frozenset())
+    return request_ids
 
 
 def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.protocol.attachments import (
     attach_choice_cost,
+    attach_sparse_ids,
     attach_sparse_meta,
     buckets_of,
     computed_tokens,
@@ -26,11 +27,13 @@ from vllm_gaudi_ucm.vllm_api.blocks import (
     drop_sampled_tokens,
     isolate_blocks,
     release_reservations,
+    share_blocks,
     wait_for_blocks_again,
 )
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.connector.connector import UcmConnector
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.memory.compaction import Compaction
     from vllm_gaudi_ucm.memory.swaps import Swaps
@@ -70,6 +73,9 @@ class SchedulerPart:
     def before_adding(self, request: Request) -> None:
         """A request arrives that the scheduler does not know yet."""
 
+    def next_input(self, session: Request) -> None:
+        """A session of streamed inputs has the prompt and the parameters of its next input."""
+
     def before_schedule(self, reset: Collection[str]) -> None:
         """Before a step is scheduled; reset: requests that a reset of the prefix cache has preempted."""
 
@@ -95,15 +101,20 @@ class WaitingRequests(SchedulerPart):
 
     Args:
         scheduler: vLLM's.
-        plan_prefetch: of our connector; takes requests without blocks, the next one first.
+        connector: ours.
     """
 
-    def __init__(self, scheduler: Scheduler, plan_prefetch: Callable[[Iterable[Request]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, connector: UcmConnector) -> None:
         super().__init__(scheduler)
-        self._plan_prefetch = plan_prefetch
+        self._connector = connector
+
+    def next_input(self, session: Request) -> None:
+        self._connector.next_input(session)
 
     def before_schedule(self, reset: Collection[str]) -> None:
-        self._plan_prefetch(request for request in self._scheduler.waiting if request.status in _WITHOUT_BLOCKS)
+        self._connector.plan_prefetch(
+            request for request in self._scheduler.waiting if request.status in _WITHOUT_BLOCKS
+        )
 
     def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         release_reservations(self._scheduler)
@@ -170,6 +181,9 @@ class MemorySteps(SchedulerPart):
 class SparseSteps(SchedulerPart):
     """Tells the method what happens to requests, and sends its selections with every step.
 
+    Whether a request may be sparse is read from its parameters here alone, once for each input. Keys of blocks follow
+    from the mark of `isolate_blocks`, steps from what the method is told, or from what is sent to the workers.
+
     Args:
         scheduler: vLLM's.
         method: in the role SCHEDULER.
@@ -178,6 +192,7 @@ class SparseSteps(SchedulerPart):
     def __init__(self, scheduler: Scheduler, method: UcmSparseBase) -> None:
         super().__init__(scheduler)
         self.method: UcmSparseBase = method
+        self._sparse: set[str] = set()
 
     def before_adding(self, request: Request) -> None:
         # the id may be that of a request that has finished since the last step: its end is told first
@@ -188,19 +203,34 @@ class SparseSteps(SchedulerPart):
             # a block does not say what wrote it: what sparse steps have written must not be found
             isolate_blocks(request, "ucm dense")
 
+    def next_input(self, session: Request) -> None:
+        """Each input says for its own tokens whether they may be sparse. Blocks count as written by dense requests for
+        as long as all inputs were dense."""
+        was_sparse, is_sparse = session.request_id in self._sparse, may_be_sparse(session)
+        if is_sparse and was_sparse:
+            # a worker takes it for a new request, of which nothing is stored
+            self.method.request_preempted(session.request_id)
+        elif is_sparse:
+            share_blocks(session)
+            self.begin(session)
+        elif was_sparse:
+            self.end(session.request_id)
+
     def begin(self, request: Request) -> None:
-        """A request that may be sparse was added."""
+        """A request that may be sparse was added, or is a session that may be sparse from now on."""
+        self._sparse.add(request.request_id)
         self.method.request_begin(request.request_id, request.prompt_token_ids or ())
 
     def end(self, request_id: str) -> None:
-        """A request has ended, or never began."""
+        """A request has ended, is sparse no more, or never began."""
+        self._sparse.discard(request_id)
         self.method.request_finished_in_scheduler(request_id)
 
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
         for request_id in scheduler_output.preempted_req_ids or ():
             self.method.request_preempted(request_id)
         for request_id in self._ended(scheduler_output.finished_req_ids):
-            self.method.request_finished_in_scheduler(request_id)
+            self.end(request_id)
         attach_sparse_meta(scheduler_output, self._meta(scheduler_output, reset))
 
     def _meta(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> SparseMeta:
@@ -223,13 +253,25 @@ class SparseStepsAhead(SparseSteps):
     """Sparse steps that are sent before it is known how many drafts of the last one are right: `LateDecisions` of each
     worker decides over them."""
 
+    def next_input(self, session: Request) -> None:
+        if may_be_sparse(session):
+            share_blocks(session)
+            self.begin(session)
+        else:
+            self.end(session.request_id)
+
     def begin(self, request: Request) -> None:
-        """The worker learns of a request with its first step."""
+        """The worker learns of a request, or of an input, with its first step."""
+        self._sparse.add(request.request_id)
 
     def end(self, request_id: str) -> None:
         """And of its end with the step after it."""
+        self._sparse.discard(request_id)
 
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
+        for request_id in self._ended(scheduler_output.finished_req_ids):
+            self.end(request_id)
+        attach_sparse_ids(scheduler_output, self._sparse.intersection(_new_ids(scheduler_output)))
         choosing = self.method.selecting_method
         attach_choice_cost(scheduler_output, choosing.choice_cost if isinstance(choosing, BlockSparse) else None)
 
@@ -314,6 +356,10 @@ class OffloadedSteps(SparseSteps):
         self.finished()
 
 
+def _new_ids(scheduler_output: SchedulerOutput) -> Iterator[str]:
+    return (new.req_id for new in scheduler_output.scheduled_new_reqs)
+
+
 def _prompt_tokens(scheduler_output: SchedulerOutput) -> int:
     """Tokens of requests with several that are no drafts."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -324,7 +370,7 @@ def _prompt_tokens(scheduler_output: SchedulerOutput) -> int:
 
 
 def may_be_sparse(request: Request) -> bool:
-    """Whether a request leaves it to the sparse method."""
+    """Returns whether the parameters of a request leave it to the sparse method."""
     if request.sampling_params is None:
         return False
     try:

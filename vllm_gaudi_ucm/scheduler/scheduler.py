@@ -47,6 +47,11 @@ class UcmScheduler(Scheduler):
                 part.before_adding(request)
         super().add_request(request)
 
+    def _update_request_as_session(self, session: Request, *args: Any, **kwargs: Any) -> None:
+        super()._update_request_as_session(session, *args, **kwargs)
+        for part in self.parts:
+            part.next_input(session)
+
     def has_requests(self) -> bool:
         """Whether the engine's loop has something to do."""
         return super().has_requests() or any(part.has_work for part in self.parts)

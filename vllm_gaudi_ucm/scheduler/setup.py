@@ -30,7 +30,6 @@ from vllm_gaudi_ucm.scheduler.parts import (
     SparseSteps,
     SparseStepsAhead,
     WaitingRequests,
-    may_be_sparse,
 )
 from vllm_gaudi_ucm.scheduler.scheduler_class import warms_by_order
 from vllm_gaudi_ucm.scheduler.warm_up_steps import WarmUpSteps
@@ -39,7 +38,7 @@ from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import decides_late
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, skipped_tokens
+from vllm_gaudi_ucm.vllm_api.blocks import is_isolated, kv_block_bytes, skipped_tokens
 from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
 from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 
@@ -120,7 +119,7 @@ def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals)
     has_method = config.ucm_sparse_method is not None
 
     def root(request: Request) -> Hashable:
-        is_sparse = has_method and may_be_sparse(request)
+        is_sparse = has_method and not is_isolated(request)
         adapter = request.lora_request.lora_name if request.lora_request else None
         return is_sparse, request.cache_salt, adapter
 
@@ -160,7 +159,7 @@ def make_parts(
     # others than our connector do not ask who waits
     ours = our_connector(scheduler.connector)
     if ours is not None:
-        parts.append(WaitingRequests(scheduler, ours.plan_prefetch))
+        parts.append(WaitingRequests(scheduler, ours))
     elif idle := idle_options(config):
         where = "see --kv-transfer-config, and ucm.memory_mode.store"
         logger.warning("GSA's options %s do nothing without a store: %s.", ", ".join(idle), where)

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from vllm_gaudi_ucm.protocol.attachments import VerifiedDrafts, choice_cost_of
+from vllm_gaudi_ucm.protocol.attachments import VerifiedDrafts, choice_cost_of, sparse_ids_of
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.options import read_extra_args
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
@@ -47,6 +45,7 @@ class LateDecisions:
 
     def __init__(self, method: UcmSparseBase) -> None:
         self._method = method
+        self._sparse: set[str] = set()
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """What became of requests since the step before."""
@@ -54,12 +53,23 @@ class LateDecisions:
         if cost is not None and isinstance(choosing, BlockSparse) and choosing.choice_cost is None:
             choosing.register_choice_cost(cost)
         for request_id in scheduler_output.finished_req_ids:
-            self._method.request_finished_in_scheduler(request_id)
+            self._end(request_id)
+        may_be_sparse = sparse_ids_of(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            if _may_be_sparse(new.sampling_params):
+            if new.req_id not in may_be_sparse:
+                self._end(new.req_id)
+            elif new.req_id in self._sparse:
+                # the next input of a session, or a preempted request that comes as a new one
+                self._method.request_preempted(new.req_id)
+            else:
+                self._sparse.add(new.req_id)
                 self._method.request_begin(new.req_id, new.prompt_token_ids or ())
         for request_id in scheduler_output.preempted_req_ids or ():
             self._method.request_preempted(request_id)
+
+    def _end(self, request_id: str) -> None:
+        self._sparse.discard(request_id)
+        self._method.request_finished_in_scheduler(request_id)
 
     def decide(
         self,
@@ -93,13 +103,3 @@ def _as_known(
         num_scheduled_tokens=drafts.num_scheduled,
         scheduled_spec_decode_tokens=drafts.tokens,
     )
-
-
-def _may_be_sparse(params: SamplingParams | None) -> bool:
-    if params is None:
-        return False
-    try:
-        return read_extra_args(params.extra_args)
-    except ValueError:
-        # the scheduler has said so, and has its blocks isolated
-        return False

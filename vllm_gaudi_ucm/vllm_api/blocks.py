@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, FreeKVCacheBlockQueue, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.outputs import ModelRunnerOutput
@@ -152,6 +152,22 @@ class _Salted:
         return getattr(self._request, name)
 
 
+class _Isolated:
+    """The block hasher of a request with a mark. It does not hold the request: that would be a reference cycle.
+
+    Args:
+        shared: the hasher of other requests.
+        mark: a part of the salt.
+    """
+
+    def __init__(self, shared: "Callable[[Request], list[BlockHash]]", mark: str) -> None:
+        self.shared = shared
+        self._mark = mark
+
+    def __call__(self, request: "Request") -> "list[BlockHash]":
+        return self.shared(cast("Request", _Salted(request, self._mark)))
+
+
 def isolate_blocks(request: "Request", mark: str) -> None:
     """Hashes the blocks of a request so that only requests with the same mark and salt find them.
 
@@ -161,11 +177,27 @@ def isolate_blocks(request: "Request", mark: str) -> None:
     user's, and goes to connectors and events.
     Remove when: a scheduler can give a request extra keys of its own.
     """
-    hasher = request._block_hasher
-    if hasher is None:
+    if request._block_hasher is None:
         return  # there is neither a prefix cache nor a connector
-    # does not capture the request: that would be a reference cycle
-    request._block_hasher = lambda grown: hasher(cast("Request", _Salted(grown, mark)))
+    _hash_by(request, _Isolated(request._block_hasher, mark))
+
+
+def is_isolated(request: "Request") -> bool:
+    """Returns whether `isolate_blocks` applies to a request."""
+    return isinstance(request._block_hasher, _Isolated)
+
+
+def share_blocks(request: "Request") -> None:
+    """Undoes `isolate_blocks`: hashes all blocks of the request as other requests hash theirs.
+
+    Blocks that are in the prefix cache keep the hashes by which the requests with the mark find them.
+    """
+    if isinstance(request._block_hasher, _Isolated):
+        _hash_by(request, request._block_hasher.shared)
+
+
+def _hash_by(request: "Request", hasher: "Callable[[Request], list[BlockHash]]") -> None:
+    request._block_hasher = hasher
     request.block_hashes.clear()
     request.update_block_hashes()
 
