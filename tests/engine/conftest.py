@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.connector.fault_store import FaultStore
-from tests.engine.contracts import CONTRACTS, SWITCH, allow_without_driver, runner_contract
+from tests.engine.contracts import CONTRACTS, runner_contract
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
 from tests.import_heap import leave_out_collections
@@ -35,8 +34,6 @@ def in_process() -> Iterator[None]:
         patch.setattr("vllm.renderers.base.BaseRenderer.warmup", lambda self, chat_params: None)
         patch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", WarmContext)
         patch.setattr("vllm.utils.network_utils._get_open_port", port_of_ranks)
-        if os.environ.get(SWITCH) == "1":
-            allow_without_driver(patch)
         yield
         from vllm.distributed import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
@@ -50,6 +47,13 @@ def contract(request: pytest.FixtureRequest, in_process: None) -> Iterator[str]:
     """The test runs once under each contract of vLLM's scheduler."""
     with runner_contract(request.param):
         yield request.param
+
+
+@pytest.fixture
+def first_contract(in_process: None) -> Iterator[None]:
+    """The test runs under V1 alone, whatever the environment says."""
+    with runner_contract("V1"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,13 +20,18 @@ def runner_contract(name: str) -> Iterator[None]:
     """Engines that are started within have this contract."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, str(int(name == "V2")))
-        allow_without_driver(patch)
         # what an engine has read of the environment outlives it
         disable_envs_cache()
-        yield
+        with v2_without_driver():
+            yield
     disable_envs_cache()
 
 
-def allow_without_driver(patch: pytest.MonkeyPatch) -> None:
-    """vLLM refuses V2 without a driver for Triton, which its own runner needs and ours does not."""
-    patch.setattr("vllm.config.vllm.HAS_TRITON", True)
+@contextmanager
+def v2_without_driver() -> Iterator[None]:
+    """Has vLLM start with V2 if the environment asks for it. It would refuse without a driver for Triton, which its own
+    runner needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get(SWITCH) == "1":
+            patch.setattr("vllm.config.vllm.HAS_TRITON", True)
+        yield

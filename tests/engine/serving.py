@@ -15,6 +15,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.envs import disable_envs_cache
 from vllm.v1.engine import core as engine_core
 
+from tests.engine.contracts import v2_without_driver
 from tests.engine.model_classes import import_class
 from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
@@ -69,7 +70,8 @@ class Engine:
         merged = {"model": str(model), **TINY_OPTIONS, "additional_config": {"ucm": dict(ucm or {})}, **options}
         import_class(model)
         share_groups()
-        self.llm = LLM(**merged)
+        with v2_without_driver():
+            self.llm = LLM(**merged)
         self.preemptions = 0
         client: Any = self.llm.llm_engine.engine_core
         self._core = client.engine_core

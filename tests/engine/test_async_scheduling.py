@@ -171,6 +171,7 @@ class NeverTwice(LogitsProcessor):
         return logits
 
 
+@pytest.mark.usefixtures("first_contract")
 def test_custom_logits_processors(tiny_text_model: Path) -> None:
     """They read tokens of the step before, which waits for them."""
     asked = [Arrival(2 * index, MIX[index].prompt, params(max_tokens=12)) for index in range(5)]

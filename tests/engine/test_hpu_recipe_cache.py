@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.contracts import v2_without_driver
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import TINY_OPTIONS, greedy_params
 
@@ -28,7 +29,8 @@ def start(model: str, recipes: str) -> list[list[int]] | str:
 
     graphs = {"warm_up": "full", "max_graphs": GRAPHS, "recipe_cache": recipes}
     try:
-        llm = LLM(**{**TINY_OPTIONS, **OPTIONS, "model": model, "additional_config": {"ucm": {"graphs": graphs}}})
+        with v2_without_driver():
+            llm = LLM(**{**TINY_OPTIONS, **OPTIONS, "model": model, "additional_config": {"ucm": {"graphs": graphs}}})
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]

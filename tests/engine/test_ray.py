@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm import LLM
 
+from tests.engine.contracts import v2_without_driver
 from tests.engine.serving import TINY_OPTIONS, Engine, greedy_params
 from tests.fork_server import ProcessOnCpu
 from tests.warm_process import WarmProcess
@@ -45,7 +46,8 @@ def serve_on_ray(model: str, result: str) -> None:
         cluster.add_node(**node)
         os.environ.update(VARIABLES, RAY_ADDRESS=cluster.address)
         options = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "worker_extension_cls": WORKER}
-        llm = LLM(model=model, **{**TINY_OPTIONS, **options})
+        with v2_without_driver():
+            llm = LLM(model=model, **{**TINY_OPTIONS, **options})
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy_params(TOKENS))
         seen = llm.collective_rpc("get_environment", args=(list(VARIABLES),))
         llm.llm_engine.engine_core.shutdown()

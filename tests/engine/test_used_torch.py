@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.contracts import v2_without_driver
 from tests.engine.hpu_process import run_apart
 from tests.engine.serving import TINY_OPTIONS, greedy_params
 from tests.engine.tiny_models import make_config, make_model
@@ -34,7 +35,8 @@ def compute_then_serve(model: str) -> list[Any]:
     torch.set_num_threads(2)
     torch.rand(1024, 1024).exp_()
     after = len(os.listdir("/proc/self/task")) - threading.active_count()
-    llm = LLM(**{**TINY_OPTIONS, "model": model})
+    with v2_without_driver():
+        llm = LLM(**{**TINY_OPTIONS, "model": model})
     (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], greedy_params(4), use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()

@@ -15,12 +15,15 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.engine.input_processor import InputProcessor
 
+from tests.engine.contracts import CONTRACTS, runner_contract
 from tests.engine.model_classes import import_class
 from tests.engine.pair_connector import PairConnector
 from tests.engine.tiny_models import FAMILIES, make_config
 from tests.engine.window_models import window_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import FORCED, ForcedTokens
 from vllm_gaudi_ucm.envs import LOCAL_ENGINES, local_engines
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.combinations import refuse_device_ids
@@ -451,6 +454,18 @@ def test_custom_logits_processors_beside_drafts(llama: Path) -> None:
     with pytest.raises(UnsupportedFeatureError, match=r"custom logits processors .*--logits-processors"):
         start(llama, speculative_config=NGRAM, logits_processors=["a.module:Class"])
     start(llama, speculative_config=NGRAM)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_custom_logits_processors(llama: Path, contract: str) -> None:
+    """Where vLLM accepts those of its V2 runner alone, the error says how to have it accept ours."""
+    with runner_contract(contract):
+        refusal = pytest.raises(UnsupportedFeatureError, match=r"VLLM_USE_V2_MODEL_RUNNER=0.*--logits-processors")
+        with refusal if contract == "V2" else nullcontext():
+            start(llama, logits_processors=["a.module:Class"])
+        # what the command sparse-report is made of is accepted on every device
+        config = start(llama, logits_processors=[ForcedTokens])
+        InputProcessor(config).validate_logits_processors_params(SamplingParams(extra_args={FORCED: [3]}))
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

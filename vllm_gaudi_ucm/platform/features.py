@@ -57,6 +57,14 @@ def _parallel(name: str, why: str) -> Feature[VllmConfig]:
     return Feature(f"{name} parallelism", flag, why, lambda c: _above_one(size(c)))
 
 
+def _foreign_processors(config: VllmConfig) -> bool:
+    """Whether vLLM's frontend would refuse logits processors that our sampler calls."""
+    from vllm_gaudi_ucm.vllm_api.sampling import is_for_any_runner
+
+    custom = None if config.model_config is None else config.model_config.logits_processors
+    return bool(custom) and config.use_v2_model_runner and not all(map(is_for_any_runner, custom or ()))
+
+
 def _has_experts(config: VllmConfig) -> bool:
     model = config.model_config
     return model is not None and most_experts(model.hf_text_config) > 1
@@ -169,6 +177,12 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         "--kv-offloading-size",
         "vLLM would silently replace the other connector",
         _replaced_connector,
+    ),
+    Feature(
+        "custom logits processors for vLLM's V2 runner (set VLLM_USE_V2_MODEL_RUNNER=0)",
+        "--logits-processors",
+        "our sampler calls those of the V1 runner, which vLLM refuses wherever Triton has a driver, unless that is set",
+        _foreign_processors,
     ),
     Feature("measured ranges", "QUANT_CONFIG", "unset it; quantise by llm-compressor", lambda _: measured_ranges()),
     Feature(

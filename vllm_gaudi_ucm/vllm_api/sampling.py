@@ -1,7 +1,8 @@
 """Logits to tokens: `vllm.v1.sample`, `vllm.v1.structured_output`; and functions for what they lack.
 
-Extension point: custom logits processors. `LogitsProcessor` is their base class, and `AdapterLogitsProcessor`
-of those for single requests; `BatchUpdate` and `MoveDirectionality` are types of their methods.
+Extension point: custom logits processors. `LogitsProcessor` is their base class, `AnyRunnerLogitsProcessor` of those
+that vLLM accepts for either of its runners, and `AdapterLogitsProcessor` of those for single requests; `BatchUpdate`
+and `MoveDirectionality` are types of their methods.
 Internal: `BUILTIN_LOGITS_PROCESSORS`, `LogitsProcessors` and `build_logitsprocs`, which make the processors of a batch;
 `Sampler`, `SamplingMetadata` and `LogprobsMode`; `apply_grammar_bitmask` and
 `strip_speculative_padding`.
@@ -33,6 +34,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import (
 )
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask, strip_speculative_padding
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
     "AdapterLogitsProcessor",
+    "AnyRunnerLogitsProcessor",
     "BatchUpdate",
     "LogitsProcessor",
     "LogitsProcessors",
@@ -52,10 +55,26 @@ __all__ = [
     "apply_penalties",
     "build_logitsprocs",
     "drawing_sampler",
+    "is_for_any_runner",
     "propose_ngram",
     "raise_if_nan_logits",
     "strip_speculative_padding",
 ]
+
+
+class AnyRunnerLogitsProcessor(LogitsProcessor, V2LogitsProcessor):
+    """Base class of a logits processor that our sampler calls, and that vLLM's frontend accepts on every device.
+
+    Reason: where Triton has a driver, vLLM's frontend accepts subclasses of its V2 runner's base class alone, whatever
+    the runner.
+    Remove when: a platform can say which processors its runner takes.
+    """
+
+
+def is_for_any_runner(processor: object) -> bool:
+    """Returns whether a logits processor, as `ModelConfig.logits_processors` has it, is an `AnyRunnerLogitsProcessor`.
+    A name is not imported for it."""
+    return isinstance(processor, type) and issubclass(processor, AnyRunnerLogitsProcessor)
 
 
 def raise_if_nan_logits(counts: Mapping[str, int]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm import SamplingParams
 
-from vllm_gaudi_ucm.vllm_api.sampling import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm_gaudi_ucm.vllm_api.sampling import AnyRunnerLogitsProcessor, BatchUpdate, MoveDirectionality
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,7 +20,7 @@ FORCED = "forced_token_ids"
 _Followed = tuple[list[int], list[int]]
 
 
-class ForcedTokens(LogitsProcessor):
+class ForcedTokens(AnyRunnerLogitsProcessor):
     """A logits processor of vLLM; requests without the key, and tokens beyond the given ones, are left alone."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
