@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,9 @@ class Sessions:
         ):
             self._steps += 1
             if self._preempts and not self._steps % 4:
-                core.scheduler.reset_prefix_cache(reset_running_requests=True)
+                # sessions that wait for input keep their blocks, so that the cache is not reset
+                with suppress(RuntimeError):
+                    core.scheduler.reset_prefix_cache(reset_running_requests=True)
             outputs, executed = core.step_fn()
             core.post_step(executed)
             table.check_integrity()
@@ -94,9 +97,11 @@ class Sessions:
 
     def alone(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """The answer to a request of its own."""
-        self.send("alone", prompt, params, resumable=False)
+        # its last step may still be in flight when the next one begins
+        name = f"alone-{len(self.got)}"
+        self.send(name, prompt, params, resumable=False)
         self.run()
-        return self.got["alone"]
+        return self.got[name]
 
     def end(self) -> None:
         core = self.engine.core

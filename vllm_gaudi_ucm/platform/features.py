@@ -58,7 +58,7 @@ def _parallel(name: str, why: str) -> Feature[VllmConfig]:
 
 
 def _foreign_processors(config: VllmConfig) -> bool:
-    """Whether vLLM's frontend would refuse logits processors that our sampler calls."""
+    """Returns whether vLLM's frontend would refuse logits processors that our sampler calls."""
     from vllm_gaudi_ucm.vllm_api.sampling import is_for_any_runner
 
     custom = None if config.model_config is None else config.model_config.logits_processors

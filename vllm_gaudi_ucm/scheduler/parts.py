@@ -181,8 +181,8 @@ class MemorySteps(SchedulerPart):
 class SparseSteps(SchedulerPart):
     """Tells the method what happens to requests, and sends its selections with every step.
 
-    Whether a request may be sparse is read from its parameters here alone, once for each input. Keys of blocks follow
-    from the mark of `isolate_blocks`, steps from what the method is told, or from what is sent to the workers.
+    Nothing else reads from the parameters of a request if it may be sparse. They are read once for each input: keys of
+    blocks follow from the mark of `isolate_blocks`, steps from the method's state, here or in the workers.
 
     Args:
         scheduler: vLLM's.
