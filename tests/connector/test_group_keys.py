@@ -49,7 +49,7 @@ def test_a_load_that_fails_twice_is_not_tried_again() -> None:
     """The first time a part may have been left out, or another server may have removed it meanwhile."""
     request: Any = SimpleNamespace(request_id="a")
     keys: Any = SimpleNamespace()
-    state = RequestState(request, keys, may_be_sparse=False)
+    state = RequestState(request, keys, is_dense=False)
     for closed in (False, True):
         state.begin_load(BlockLoad("a", [], [], is_partial=True))
         state.begin_anew()

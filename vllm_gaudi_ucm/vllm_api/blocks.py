@@ -183,7 +183,11 @@ def isolate_blocks(request: "Request", mark: str) -> None:
 
 
 def is_isolated(request: "Request") -> bool:
-    """Returns whether `isolate_blocks` applies to a request."""
+    """Returns whether `isolate_blocks` applies to a request.
+
+    Reason: vLLM's request has no place for a note of a scheduler's.
+    Remove when: it has, or a scheduler can give a request extra keys of its own.
+    """
     return isinstance(request._block_hasher, _Isolated)
 
 
@@ -191,6 +195,9 @@ def share_blocks(request: "Request") -> None:
     """Undoes `isolate_blocks`: hashes all blocks of the request as other requests hash theirs.
 
     Blocks that are in the prefix cache keep the hashes by which the requests with the mark find them.
+
+    Reason: as for `isolate_blocks`, and a session of streamed inputs may become a request of another kind.
+    Remove when: `isolate_blocks` is removed.
     """
     if isinstance(request._block_hasher, _Isolated):
         _hash_by(request, request._block_hasher.shared)

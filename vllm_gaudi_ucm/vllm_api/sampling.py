@@ -73,7 +73,11 @@ class AnyRunnerLogitsProcessor(LogitsProcessor, V2LogitsProcessor):
 
 def is_for_any_runner(processor: object) -> bool:
     """Returns whether a logits processor, as `ModelConfig.logits_processors` has it, is an `AnyRunnerLogitsProcessor`.
-    A name is not imported for it."""
+    A name is not imported for it.
+
+    Reason: see `AnyRunnerLogitsProcessor`.
+    Remove when: that class is removed.
+    """
     return isinstance(processor, type) and issubclass(processor, AnyRunnerLogitsProcessor)
 
 
