@@ -89,7 +89,7 @@ def test_tune_buckets(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_own_sparse_method(tiny_text_model: Path, tmp_path: Path) -> None:
     printed = run("own_sparse_method.py", "--model", str(tiny_text_model), folder=tmp_path)
-    assert "Sparse method Stride: contexts of 128 tokens and more are sparse" in printed
+    assert "Sparse method Stride: contexts of 128 tokens and more can be sparse" in printed
     answers = dict(re.findall(r"^(sparse|dense ) '(.*)'$", printed, re.M))
     assert len(answers) == 2
     assert answers["sparse"] != answers["dense "]  # what it leaves out is missed

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.scheduler.test_scheduler import scheduler_of
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.scheduler.setup import logger, scheduler_role
 from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, SparseMethodError, UcmSparseFactory
@@ -45,7 +47,17 @@ def test_no_method() -> None:
 
 def test_shortest_context(lines: Lines) -> None:
     role(4096)
-    assert lines.messages == [("INFO", "Sparse method GSA: contexts of 2048 tokens and more are sparse.")]
+    assert lines.messages == [("INFO", "Sparse method GSA: contexts of 2048 tokens and more can be sparse.")]
+
+
+@pytest.mark.parametrize(("sparse_steps", "said"), [("auto", True), ("always", False)])
+def test_it_is_said_where_choosing_pays(lines: Lines, tmp_path: Path, sparse_steps: str, said: bool) -> None:
+    """A tiny model's contexts are never sparse by cost, although they are long enough."""
+    options = {"min_tokens": 20, "sparse_steps": sparse_steps}
+    scheduler_of(tmp_path, {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}})
+    texts = [text for _, text in lines.messages]
+    assert any("tokens and more can be sparse" in text for text in texts)
+    assert any("estimated to be faster: here never, up to --max-model-len" in text for text in texts) is said
 
 
 @pytest.mark.parametrize("options", [{}, {"min_tokens": 1, "local_window_sz": 20}])

@@ -50,6 +50,25 @@ def test_on_an_h200_long_contexts_of_small_budgets_pay(requests: int, tokens: in
     assert cost_on("h200").pays([budget] * requests) is pays
 
 
+def test_the_shortest_context_that_pays() -> None:
+    """What the log says at start: shorter with more requests, and nothing if none pays."""
+    options = GsaOptions(min_tokens=1, sparse_ratio=0.5)
+    longest = 64 * BLOCK_SIZE
+    one = SIX_BLOCKS.shortest_context(BLOCK_SIZE, options, 1, longest)
+    two = SIX_BLOCKS.shortest_context(BLOCK_SIZE, options, 2, longest)
+    assert one is not None
+    assert two is not None
+    assert two < one <= longest
+
+    def pays(tokens: int) -> bool:
+        budget = block_budget(tokens, BLOCK_SIZE, options)
+        assert budget is not None
+        return SIX_BLOCKS.pays([budget])
+
+    assert (pays(one - BLOCK_SIZE), pays(one)) == (False, True)
+    assert SIX_BLOCKS.shortest_context(BLOCK_SIZE, options, 1, one - 1) is None
+
+
 def test_every_size_counts() -> None:
     """Five blocks saved of seven candidates do not pay for six, two requests of them do; nor do they where summaries
     are read, where few layers save, or where the saved blocks are small."""

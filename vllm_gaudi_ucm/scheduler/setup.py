@@ -34,6 +34,7 @@ from vllm_gaudi_ucm.scheduler.parts import (
 from vllm_gaudi_ucm.scheduler.scheduler_class import warms_by_order
 from vllm_gaudi_ucm.scheduler.warm_up_steps import WarmUpSteps
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import decides_late
@@ -173,6 +174,7 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
         if method is None:
             return None
         register_choice_cost(scheduler, method)
+        _log_where_choosing_pays(scheduler, method)
         return (SparseStepsAhead if decides_late(scheduler.vllm_config) else SparseSteps)(scheduler, method)
     # beside other connectors only our own loads, so that nothing is left in its store
     connector = scheduler.connector if isinstance(scheduler.connector, UcmConnector) else None
@@ -185,6 +187,25 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
         return OffloadedSteps(scheduler, method, offload)
     connector.open_scheduler_side(offload)
     return OffloadedSteps(scheduler, method, offload, connector.fetch)
+
+
+def _log_where_choosing_pays(scheduler: Scheduler, method: UcmSparseBase) -> None:
+    """Says at start from which length steps are sparse, if they are dense where that is faster."""
+    choosing = method.selecting_method
+    if not isinstance(choosing, BlockSparse) or choosing.choice_cost is None:
+        return
+    longest, requests = scheduler.max_model_len, scheduler.max_num_running_reqs
+    lengths = {
+        count: choosing.choice_cost.shortest_context(scheduler.block_size, choosing.block_options, count, longest)
+        for count in sorted({1, requests})
+    }
+    found = [f"{length} tokens of {count} request(s)" for count, length in lengths.items() if length is not None]
+    logger.info(
+        "Sparse method %s: a step is sparse if that is estimated to be faster: %s. sparse_steps 'always' makes every "
+        "decode of such a context sparse.",
+        type(choosing).__name__,
+        "from " + ", from ".join(found) if found else f"here never, up to --max-model-len {longest}",
+    )
 
 
 def offload_role(
@@ -220,7 +241,7 @@ def scheduler_role(config: UcmConfig, block_size: int, max_model_len: int, **par
     options = selecting.options
     if isinstance(options, BlockOptions):
         shortest = shortest_sparse_context(block_size, options)
-        logger.info("Sparse method %s: contexts of %d tokens and more are sparse.", name, shortest)
+        logger.info("Sparse method %s: contexts of %d tokens and more can be sparse.", name, shortest)
         if shortest > max_model_len:
             logger.warning(
                 "Sparse method %s: no request will be sparse, because contexts end at --max-model-len %d and the "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
+
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.budget import Budget
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,18 @@ class ChoiceCost:
         saved = self.sparse_layers * (candidates - selected) * self.block_bytes
         read = self.choosing_layers * candidates * self.summary_bytes
         return (saved - read) / self.bandwidth > self._fixed_seconds
+
+    def shortest_context(self, block_size: int, options: BlockOptions, requests: int, longest: int) -> int | None:
+        """Tokens of the shortest contexts for which choosing pays, in a step of as many alike; None up to `longest`."""
+
+        def pays(context: int) -> bool:
+            budget = block_budget(context, block_size, options)
+            return budget is not None and self.pays([budget] * requests)
+
+        first = shortest_sparse_context(block_size, options)
+        contexts = range(first, longest + 1, block_size)
+        place = bisect_left(contexts, True, key=pays)
+        return contexts[place] if place < len(contexts) else None
 
     def pays_in_buckets(self, dense: float, sparse: float) -> bool:
         """The same of steps that take these seconds in their buckets, where every pad costs what a block does.
