@@ -6,6 +6,7 @@ Run as a module it is one of the workers: a process of its own, as an engine's w
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,10 @@ LIMIT_SECONDS = 120
 # Of a decode of 8 rows, and of a prompt of 1,024 tokens, with 4,096 numbers of two bytes each.
 SIZES = (64 << 10, 8 << 20)
 ROUNDS = 10
+SHARED = Path("/dev/shm")
+# of the largest queue between an engine and its workers, of which only what was written to takes memory
+# (`MessageQueue`: 10 chunks of 24 MiB)
+LEAST_SHARED = 240 << 20
 
 
 def collective_checks(device: str | None, workers: int) -> Iterator[Check]:
@@ -35,6 +40,8 @@ def collective_checks(device: str | None, workers: int) -> Iterator[Check]:
     if workers < 1:
         yield Check(SECTION, OPTION, "fail", str(workers), "1 or more", "correct the option")
         return
+    if SHARED.is_dir():
+        yield shared_memory(shutil.disk_usage(SHARED).free)
     with tempfile.TemporaryDirectory(prefix="gaudi-ucm-doctor-") as folder:
         children = [_start(device, rank, workers, Path(folder) / "store") for rank in range(workers)]
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -49,6 +56,15 @@ def collective_checks(device: str | None, workers: int) -> Iterator[Check]:
         slowest = max(ending[index] for ending in endings if not isinstance(ending, str))
         found = f"{1e6 * slowest:,.0f} us, {size / slowest * 1e-9:.1f} GB/s; a step has two in each layer"
         yield Check(SECTION, f"sum of {size >> 10} KiB", "info", found)
+
+
+def shared_memory(free: int) -> Check:
+    """Whether an engine of several workers may start: it refuses to if its queues find less. free: bytes there."""
+    found, least = f"{free >> 20} MiB free", f"{LEAST_SHARED >> 20} MiB or more"
+    if free >= LEAST_SHARED:
+        return Check(SECTION, str(SHARED), "ok", found, least)
+    advice = "start the container with --shm-size 2g (Compose: shm_size), or remount: mount -o remount,size=2g /dev/shm"
+    return Check(SECTION, str(SHARED), "fail", found, least, advice)
 
 
 def _start(device: str, rank: int, workers: int, store: Path) -> subprocess.Popen[str]:
