@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_device import ALL_BLOCKS, make_model, make_prompts
+from check_device import make_model, make_prompts
 
 from vllm_gaudi_ucm.device.cuda import CudaDevice
 from vllm_gaudi_ucm.platform.worker import UcmWorker
 
 NEW_TOKENS = 24
+ALL_BLOCKS: dict[str, Any] = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 256}
 # Every block is chosen, so tokens are those of dense attention; scores of all heads are averaged over the workers.
 GSA: dict[str, Any] = {
     "ucm_sparse_method": "GSA",

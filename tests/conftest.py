@@ -17,6 +17,8 @@ from tests.import_heap import freeze_imports, freeze_rest
 from tests.log_capture import find_loggers_once
 from tests.work_order import RoomScheduling, rank
 from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
+from vllm_gaudi_ucm.device.detect import has_cuda
+from vllm_gaudi_ucm.envs import DEVICE
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILDREN = str(ROOT / "tests/children")
@@ -30,6 +32,10 @@ find_loggers_once()
 if CHILDREN not in os.environ.get("PYTHONPATH", ""):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILDREN, os.environ.get("PYTHONPATH"))))
     runpy.run_path(f"{CHILDREN}/sitecustomize.py")
+
+# Where there is an NVIDIA GPU vLLM has a platform of its own, and ours stays away unless it is asked for.
+if DEVICE not in os.environ and Path("/dev/nvidiactl").exists() and has_cuda():
+    os.environ[DEVICE] = "cuda"
 
 # A shell's background job ignores SIGINT, and so do its children: tests that interrupt a program would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

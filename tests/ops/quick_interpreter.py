@@ -106,7 +106,9 @@ def _broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> Any:
     return _broadcast(self, lhs, rhs)
 
 
-_check_operands, _cast_operand = TritonSemantic.binary_op_type_checking_impl, TritonSemantic._cast_to_computation_type
+_check_operands = TritonSemantic.binary_op_type_checking_impl
+# Triton up to 3.6 casts within the check
+_cast_operand: Any = getattr(TritonSemantic, "_cast_to_computation_type", None)
 _PROMOTED_TO_ITSELF = frozenset({"int1", "int32", "int64", "fp32"})
 _constants: dict[Any, Any] = {}
 
@@ -141,7 +143,7 @@ def _is_equal_type(self: Any, other: Any) -> bool:
 
 _options = interpreter.interpreter_builder.options
 assert not _options.debug, "else an overflow is an error"
-_QUICK: tuple[tuple[Any, str, Any], ...] = (
+_ALL: tuple[tuple[Any, str, Any], ...] = (
     (interpreter, "_patch_builtin", _patch_builtin),
     (interpreter, "_patch_lang", _patch_lang_once),
     (interpreter, "_get_np_dtype", _numpy_type),
@@ -155,6 +157,7 @@ _QUICK: tuple[tuple[Any, str, Any], ...] = (
     (_core.tensor, "__init__", _make_tensor),
     (_core.dtype, "__eq__", _is_equal_type),
 )
+_QUICK = tuple(quick for quick in _ALL if quick[1] != "_cast_to_computation_type" or _cast_operand is not None)
 REPLACED = tuple((owner, name, getattr(owner, name)) for owner, name, _ in _QUICK)
 """What was there before, with its place."""
 
