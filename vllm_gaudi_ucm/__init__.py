@@ -12,7 +12,11 @@ def register() -> str | None:
     """
     from vllm_gaudi_ucm.device.detect import detect_device
     from vllm_gaudi_ucm.vllm_api.engine_process import watch_parent
+    from vllm_gaudi_ucm.vllm_api.log_lines import leave_out_untrue_lines
 
     # first, because the server may be gone before the engine makes a worker
     watch_parent()
-    return PLATFORM_CLASS if detect_device() is not None else None
+    if detect_device() is None:
+        return None
+    leave_out_untrue_lines()
+    return PLATFORM_CLASS

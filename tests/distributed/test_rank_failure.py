@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.distributed.rank_failure import Peers, RankFailedError, ends_engine
+from vllm_gaudi_ucm.device.cpu import CpuDevice
+from vllm_gaudi_ucm.distributed.rank_failure import DeviceWatch, Peers, RankFailedError, RankGuard, ends_engine
 from vllm_gaudi_ucm.distributed.ranks import ALONE
+from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, ModelRunnerOutput
 
 
 def execute_model(tokens: int) -> int:
@@ -20,7 +26,7 @@ def execute_model(tokens: int) -> int:
 
 
 def test_the_rank_that_answers_names_itself() -> None:
-    call = ends_engine(execute_model, Peers(2, 4, {1: os.getpid()}), answering_rank=2)
+    call = ends_engine(execute_model, RankGuard(Peers(2, 4, {1: os.getpid()}), answers=True))
     assert call(7) == 7
     with pytest.raises(RankFailedError, match=r"^rank 2 of 4 \(process \d+\) failed in execute_model: MemoryError: no"):
         call(-1)
@@ -29,7 +35,7 @@ def test_the_rank_that_answers_names_itself() -> None:
 def test_another_rank_ends() -> None:
     """Its error would be logged, and the rank that answers would wait for it."""
     with pytest.raises(SystemExit, match="1"):
-        ends_engine(execute_model, Peers(1, 4, {}), answering_rank=0)(tokens=-1)
+        ends_engine(execute_model, RankGuard(Peers(1, 4, {}), answers=False))(tokens=-1)
 
 
 def test_the_error_names_a_rank_that_was_killed_before() -> None:
@@ -44,7 +50,7 @@ def test_the_error_names_a_rank_that_was_killed_before() -> None:
         other.kill()
         wanted = rf"^rank 1 of 2 \(process {other.pid}\) ended: .* Then rank 0 of 2 .* MemoryError"
         with pytest.raises(RankFailedError, match=wanted):
-            ends_engine(execute_model, peers, answering_rank=0)(-1)
+            ends_engine(execute_model, RankGuard(peers, answers=True))(-1)
     finally:
         other.kill()
         other.communicate()
@@ -53,3 +59,56 @@ def test_the_error_names_a_rank_that_was_killed_before() -> None:
 
 def test_one_worker_has_no_peers() -> None:
     assert Peers.of(ALONE) == Peers(0, 1, {})
+
+
+class LateOutput(AsyncModelRunnerOutput):
+    """The output of a step that fails when it is read."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        raise RuntimeError("device-side assert triggered")
+
+
+def late_output() -> AsyncModelRunnerOutput:
+    return LateOutput()
+
+
+def test_an_output_that_is_read_later_names_its_rank() -> None:
+    guarded = ends_engine(late_output, RankGuard(Peers(0, 2, {}), answers=True))()
+    assert isinstance(guarded, AsyncModelRunnerOutput)
+    with pytest.raises(RankFailedError, match=r"^rank 0 of 2 .* failed when the output of a step was read: RuntimeErr"):
+        guarded.get_output()
+
+
+class BrokenDevice(CpuDevice):
+    """Takes a step, and fails behind it."""
+
+    def fence(self) -> Any:
+        return self
+
+    def query(self) -> bool:
+        raise RuntimeError("device-side assert triggered")
+
+
+def test_a_device_that_fails_behind_a_step_is_noticed_without_a_call() -> None:
+    """The executor reads another rank, and sends no further step before that one has answered."""
+    errors: list[Exception] = []
+    watch = DeviceWatch(BrokenDevice(), errors.append)
+    assert watch.look()
+    assert ends_engine(execute_model, RankGuard(Peers(1, 2, {}), answers=False), watch)(3) == 3
+    assert not watch.look()
+    assert [str(error) for error in errors] == ["device-side assert triggered"]
+
+
+def _fail_in_a_thread() -> None:
+    guard = RankGuard(Peers(1, 2, {}), answers=False)
+    watch = DeviceWatch(BrokenDevice(), partial(guard.fail, "on its device"))
+    watch.queued()
+    watch.start()
+    threading.Event().wait(60)
+
+
+def test_a_process_ends_whose_main_thread_waits() -> None:
+    process = multiprocessing.get_context("fork").Process(target=_fail_in_a_thread)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1

@@ -86,6 +86,7 @@ def test_one_rank_ends_the_engine(
         _, left = psutil.wait_procs([psutil.Process(server.process.pid), *server.children], timeout=SECONDS)
         assert not left, f"{left}\n{server.log_tail()}"
         assert re.search(error, server.log()), server.log_tail()
+        assert server.process.wait(SECONDS) == 1, "a supervisor takes 0 for an end that was asked for"
         print(f"{time.monotonic() - begin:.1f} s until all processes had ended")
     finally:
         server.kill()

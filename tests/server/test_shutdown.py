@@ -65,6 +65,9 @@ def test_sigterm_in_the_middle_of_a_stream(tiny_text_model: Path, tmp_path: Path
         assert steps
         assert "attention work:" in server.log(), "no summary of the phases at exit"
         assert not metrics.exists(), server.log_tail()
+        assert server.process.poll() == 0
+        for noise in ("nanobind: leaked", "EngineDeadError", "requires Triton", "disabled by user settings"):
+            assert noise not in server.log()
     finally:
         server.kill()
         if reader.ident is not None:

@@ -22,7 +22,11 @@ class Workers:
         self.processes = [_CONTEXT.Process(target=time.sleep, args=(60,), name=name) for name in names]
         for process in self.processes:
             process.start()
-        self.watch = ChildWatch(lambda: [process for process in self.processes if process.is_alive()])  # type: ignore[misc]
+        self.ended: list[str] = []
+        self.watch = ChildWatch(
+            lambda: [process for process in self.processes if process.is_alive()],  # type: ignore[misc]
+            lambda engine: self.ended.append(engine.name),
+        )
 
     def signal(self, index: int, number: int) -> None:
         process = self.processes[index]
@@ -95,3 +99,32 @@ def test_one_that_died_takes_the_others_along(workers: Workers, number: int, lef
     assert workers.exit_statuses() == [None, -number, None]
     workers.looks(1)
     assert workers.exit_statuses() == [left, -number, None]
+
+
+@pytest.fixture
+def engines() -> Iterator[Workers]:
+    engines = Workers("EngineCore_DP0", "EngineCore_DP1", "another")
+    yield engines
+    for process in engines.processes:
+        process.kill()
+        process.join()
+
+
+def test_an_engine_that_was_killed_is_reported_once(engines: Workers) -> None:
+    """Its callers wait for a queue that stays empty."""
+    engines.looks(1)
+    assert engines.watch.failed() == []
+    engines.signal(1, signal.SIGKILL)
+    assert engines.watch.failed() == ["EngineCore_DP1"]
+    engines.looks(3)
+    assert engines.ended == ["EngineCore_DP1"]
+    assert engines.watch.failed() == ["EngineCore_DP1"]
+
+
+def test_an_engine_that_was_asked_to_end_has_not_failed(engines: Workers) -> None:
+    engines.looks(1)
+    engines.signal(0, signal.SIGTERM)
+    engines.processes[0].join(60)
+    engines.looks(1)
+    assert engines.ended == ["EngineCore_DP0"]
+    assert engines.watch.failed() == []

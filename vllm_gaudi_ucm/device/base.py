@@ -20,6 +20,9 @@ class Fence(Protocol):
     def wait(self) -> None:
         """Makes what this thread launches from now on run after the fence; the host does not wait."""
 
+    def query(self) -> bool:
+        """Whether the device has passed the fence, in any thread; raises the error of a device that has failed."""
+
 
 class Device(Protocol):
     """One device of this process. Methods act on the current device of the process (torch's `set_device`)."""

@@ -18,6 +18,9 @@ class _Behind:
     def wait(self) -> None:
         """There is nothing to wait for."""
 
+    def query(self) -> bool:
+        return True
+
 
 class CpuDevice:
     """The host's CPU and memory. `torch.accelerator` raises on a CPU-only torch and is never called."""

@@ -52,16 +52,19 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     end_start_at_sigterm,
     give_engine_time_to_stop,
     is_engine_process,
+    is_worker_process,
     leave_engines_heap_to_the_system,
     wake_at_sigterm,
     watch_parent,
 )
 from vllm_gaudi_ucm.vllm_api.kv_cache import keep_tile_of_slots
+from vllm_gaudi_ucm.vllm_api.log_lines import announce_engine
 from vllm_gaudi_ucm.vllm_api.platforms import (
     client_error,
     take_back_attention_backend,
     tolerate_missing_accelerator,
 )
+from vllm_gaudi_ucm.vllm_api.server_end import end_server_truly
 from vllm_gaudi_ucm.vllm_api.versions import check_versions
 
 if TYPE_CHECKING:
@@ -128,6 +131,8 @@ class UcmPlatform(Platform):
             # an engine of several is configured as the only one
             announce_local_engines(vllm_config.parallel_config.data_parallel_size_local)
             refuse_device_ids(vllm_config, cls.device_type)
+            # before the handler of SIGTERM changes by which it knows a server
+            end_server_truly()
         end_start_at_sigterm(OF_SERVER)
         # in a forked engine whose worker has a process of its own, nothing else of ours runs
         watch_parent()
@@ -190,6 +195,8 @@ class UcmPlatform(Platform):
         compilation.cudagraph_capture_sizes = []
         cls._warn_of_slow_dtype(vllm_config)
         cls._bound_step_memory(vllm_config, config)
+        if not is_engine_process() and not is_worker_process():
+            announce_engine()
 
     @classmethod
     def _refuse_unsupported(cls, vllm_config: VllmConfig, config: UcmConfig) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -17,7 +18,7 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.hpu_mode import check_hpu_mode
 from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.distributed.lockstep import Lockstep
-from vllm_gaudi_ucm.distributed.rank_failure import Peers, ends_engine
+from vllm_gaudi_ucm.distributed.rank_failure import DeviceWatch, Peers, RankGuard, ends_engine
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.distributed.stage import Stage
 from vllm_gaudi_ucm.envs import lazy_mode, local_engines
@@ -146,7 +147,7 @@ logger = plugin_logger(__name__)
 
 # vLLM's executor waits for all workers, for that of rank 0 first, and in steps for one
 _OF_START = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
-_OF_STEPS = ("execute_model", "sample_tokens")
+_OF_STEPS = ("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
 
 
 class UcmWorker(RefusedCalls, WorkerBase):
@@ -207,9 +208,17 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def _name_rank_in_errors(self) -> None:
         """Wraps the calls that all workers of an engine answer together."""
         peers = Peers.of(self._ranks)
-        for names, answering_rank in ((_OF_START, 0), (_OF_STEPS, self._ranks.output_rank)):
-            for name in names:
-                setattr(self, name, ends_engine(getattr(self, name), peers, answering_rank))
+        starts = RankGuard(peers, answers=self._ranks.rank == 0)
+        steps = RankGuard(peers, answers=self._ranks.rank == self._ranks.output_rank)
+        watch = None
+        # every step on Gaudi waits for its tokens, on all workers
+        if not steps.answers and self._device.kind != "hpu":
+            watch = DeviceWatch(self._device, partial(steps.fail, "on its device"))
+            watch.start()
+        for name in _OF_START:
+            setattr(self, name, ends_engine(getattr(self, name), starts))
+        for name in _OF_STEPS:
+            setattr(self, name, ends_engine(getattr(self, name), steps, watch))
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:

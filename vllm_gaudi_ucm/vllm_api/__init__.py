@@ -10,6 +10,8 @@ condition under which it goes ("Remove when:").
 | `platforms` | the platform, and what it leaves open |
 | `engine_process` | start and end of an engine's process |
 | `child_watch` | engines and workers that are stopped, or wait for a dead one |
+| `engine_death`, `server_end` | callers and servers whose engine has died |
+| `log_lines` | lines of the log that are untrue here |
 | `engine` | engines, their arguments, their logs |
 | `metrics` | statistics and their loggers |
 | `scheduling`, `blocks` | the scheduler; operations on its blocks and requests |
@@ -25,5 +27,6 @@ condition under which it goes ("Remove when:").
 | `kv_transfer`, `kv_offload` | KV connectors; offloading to the host |
 
 Our platform class is loaded while vLLM is being imported. What it needs at module level is in `versions`, `platforms`,
-`engine_process`, `blocks` and `kv_cache`; the other modules import parts of vLLM that need a platform.
+`engine_process`, `child_watch`, `server_end`, `log_lines`, `blocks` and `kv_cache`; the other modules import parts of
+vLLM that need a platform.
 """

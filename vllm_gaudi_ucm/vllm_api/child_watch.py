@@ -1,6 +1,6 @@
 """Engines and workers that neither answer nor die: processes that are stopped, and workers that wait for a dead one.
 
-Imports nothing of vLLM.
+An engine that has died is reported to callers that still wait for it. Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 import psutil
 
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.vllm_api.engine_death import tell_waiting_callers
 
 POLL_SECONDS = 1.0
 # Looks, not seconds: whoever stops a server with all its processes (Ctrl-Z), and lets them go on, stops the looks, too.
@@ -22,8 +23,9 @@ STOPPED_LOOKS = 5
 # for stores, which have five seconds for their writes and five for their threads
 LEFT_LOOKS = 10
 THREAD = "gaudi-ucm-child-watch"
+_ENGINE = "EngineCore"
 _WORKER = "VllmWorker"
-_WATCHED = ("EngineCore", _WORKER)
+_WATCHED = (_ENGINE, _WORKER)
 # at the end of work, and asked to end
 _ORDERLY = (0, -signal.SIGTERM)
 
@@ -34,10 +36,18 @@ class ChildWatch:
     """Kills what cannot end by itself, so that vLLM's own monitors end the engine with an error.
 
     children: those of this process that are alive.
+    engine_ended: called once with each engine that has ended, however it did.
     """
 
-    def __init__(self, children: Callable[[], list[BaseProcess]] = multiprocessing.active_children) -> None:
+    def __init__(
+        self,
+        children: Callable[[], list[BaseProcess]] = multiprocessing.active_children,
+        engine_ended: Callable[[BaseProcess], None] = tell_waiting_callers,
+    ) -> None:
         self._children = children
+        self._engine_ended = engine_ended
+        self._started: dict[int, BaseProcess] = {}
+        self._ended: list[BaseProcess] = []
         self._stopped: dict[int, int] = {}
         self._workers: dict[int, BaseProcess] = {}
         self._looks_since_death = 0
@@ -54,7 +64,25 @@ class ChildWatch:
                     *(child.name, pid, STOPPED_LOOKS * POLL_SECONDS, pid),
                 )
                 child.kill()
+        self._report_ended(alive)
         self._end_those_left(alive)
+
+    def ended(self, name: str = "") -> list[BaseProcess]:
+        """Engines and workers that have ended, since the last look, too. name: how theirs begins."""
+        found = [*self._ended, *(child for child in list(self._started.values()) if not child.is_alive())]
+        return [child for child in found if child.name.startswith(name)]
+
+    def failed(self) -> list[str]:
+        """Names of those that ended by an error or were killed; one that was asked to end is not among them."""
+        return [child.name for child in self.ended() if child.exitcode not in _ORDERLY]
+
+    def _report_ended(self, alive: dict[int, BaseProcess]) -> None:
+        self._started |= alive
+        for pid in self._started.keys() - alive.keys():
+            child = self._started.pop(pid)
+            self._ended.append(child)
+            if child.name.startswith(_ENGINE):
+                self._engine_ended(child)
 
     def _end_those_left(self, alive: dict[int, BaseProcess]) -> None:
         workers = {pid: child for pid, child in alive.items() if child.name.startswith(_WORKER)}
@@ -83,6 +111,10 @@ def _is_stopped(pid: int) -> bool:
         return False  # it has just ended
 
 
+_watch: ChildWatch | None = None
+"""Of this process; the thread `THREAD` looks through it."""
+
+
 def watch_children() -> None:
     """Watches the engines and workers that this process starts, now and later. Safe to call twice.
 
@@ -91,12 +123,31 @@ def watch_children() -> None:
     wait as long as the collective does, and hear no signal meanwhile.
     Remove when: vLLM's executors and its server ask their processes for signs of life.
     """
+    global _watch
     if all(thread.name != THREAD for thread in threading.enumerate()):
-        threading.Thread(target=_watch, name=THREAD, daemon=True).start()
+        _watch = ChildWatch()
+        threading.Thread(target=_look_for_ever, args=(_watch,), name=THREAD, daemon=True).start()
 
 
-def _watch() -> None:
-    watch = ChildWatch()
+def failed_children() -> list[str]:
+    """Names of this process's engines and workers that ended by an error or were killed, since `watch_children`.
+
+    Reason: vLLM's server keeps no record of how its engines ended, and ends with status 0.
+    Remove when: as for `end_server_truly`.
+    """
+    return [] if _watch is None else _watch.failed()
+
+
+def engines_ended_as_asked() -> bool:
+    """Whether this process had engines, and one of them has ended and none of them failed.
+
+    Reason: vLLM's log does not tell an engine that was asked to end from one that died.
+    Remove when: as for `leave_out_untrue_lines`.
+    """
+    return _watch is not None and bool(_watch.ended(_ENGINE)) and not _watch.failed()
+
+
+def _look_for_ever(watch: ChildWatch) -> None:
     while True:
         time.sleep(POLL_SECONDS)
         watch.look()
