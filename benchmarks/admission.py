@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Prefix, Request, Simulation
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     mixes = args.mix or sorted(MIXES)
     runs = [(mix, rule) for mix in mixes for rule in (*RULES, BOUND)]
-    console = Console(width=110, highlight=False)
+    console = report_console(least_width=110)
     results = [
         measure(mix, rule, args.blocks or PRESSURE[mix], args.steps, args.seeds, args.device)
         for mix, rule in track(runs, "simulating", console=Console(stderr=True), transient=True)

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.admission import RULES
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             served = serve(args.model, MIXES[args.mix], side, args)
             # the faster one: the machine may be busy with other things
             found[side] = min(found.get(side, served), served, key=lambda one: one.seconds)
-    Console(width=110, highlight=False).print(_table(list(found.values())))
+    report_console(least_width=110).print(_table(list(found.values())))
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(one) | {"memory": one.memory} for one in found.values()], indent=1))
     return 0

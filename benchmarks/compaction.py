@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from vllm import SamplingParams
@@ -25,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 from vllm_gaudi_ucm.scheduler.setup import BlockRules
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{moved:.2f}",
             f"{cost:.1f}",
         )
-    Console(width=110).print(table)
+    report_console(least_width=110).print(table)
     if args.plot is not None:
         plot(found, args.plot)
     return 0

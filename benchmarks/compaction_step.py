@@ -19,11 +19,11 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from rich.console import Console
 from rich.table import Table
 from vllm import LLM, SamplingParams
 
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 SIDES: Mapping[str, dict[str, Any]] = {
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # none is always the one behind another
             for side in list(sides.values())[:: 1 if number % 2 else -1]:
                 side.step()
-        Console(width=110).print(_table(sides, args.steps))
+        report_console(least_width=110).print(_table(sides, args.steps))
     return 0
 
 

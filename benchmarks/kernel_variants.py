@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_shapes import config_of
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     limits = Limits(options.rows, options.requests, options.length, BLOCK, options.blocks, False)
     buckets = server_buckets(limits, options.max_graphs, model)
     every, largest = (count(limits, shapes, model) for shapes in (buckets.forward, largest_of_phases(limits)))
-    console = Console(highlight=False, width=120)
+    console = report_console(least_width=120)
     console.print(f"{len(buckets.forward)} forward graphs of {buckets.num_graphs}, {options.shape}")
     console.print(table(every, largest))
     for kernel, variants in sorted(every.items()) if options.verbose else ():

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from benchmarks.tensor_parallel import BANDWIDTH
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
 from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
 from vllm_gaudi_ucm.ops.silu_and_mul.cuda import cuda_gate
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for time in times:
         figures = (time.ours_us, time.limit_us, time.torch_us, time.torch_us / time.ours_us)
         table.add_row(time.kernel, str(time.rows), *(f"{figure:.1f}" for figure in figures))
-    console = Console(highlight=False)
+    console = report_console()
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; up to 50 MB stay in the second cache")
     console.print(table)
     if options.json is not None:

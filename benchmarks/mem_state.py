@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.memory.free_runs import NO_BLOCK
 from vllm_gaudi_ucm.memory.id_runs import IdRuns
 from vllm_gaudi_ucm.ops.mem_state.api import give_slots, new_state, take_slots
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for what in ("a prompt", "a token", "a request's end"):
         host, device = (1e6 * statistics.median(times[what, side]) for side in sides)
         table.add_row(what, f"{host:.1f}", f"{device:.1f}", f"{device / host:.1f}x")
-    Console(width=110).print(table)
+    report_console(least_width=110).print(table)
     return 0
 
 

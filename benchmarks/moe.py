@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.moe_vllm import VllmKernel
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm.ops.moe.api import (
     Experts,
@@ -266,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     name = options.shape or ("30b-a3b" if options.device == "cuda" else "small")
     times = measure(SHAPES[name], options.rows, options.device, dtype, peaks)
-    console = Console(highlight=False, width=140)
+    console = report_console(least_width=140)
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     console.print(f"{name} {tuple(SHAPES[name])}, {dtype}, {where}, torch {torch.__version__}")
     show(times, console)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from vllm import LLM, SamplingParams
@@ -27,6 +26,7 @@ from vllm.sampling_params import BeamSearchParams
 
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 
 PROMPT = 300
 SHARING = 64
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     args = parser.parse_args()
     found = measure(args.model, args.block, args.rounds)
-    console, table = Console(width=110), Table(title=f"Partial hits, blocks of {args.block}")
+    console, table = report_console(least_width=110), Table(title=f"Partial hits, blocks of {args.block}")
     for column in ("workload", "tokens, off", "tokens, on", "seconds, off", "seconds, on", "times as fast"):
         table.add_column(column, justify="left" if column == "workload" else "right")
     for name, sides in found.items():

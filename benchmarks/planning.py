@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in results:
             print(json.dumps(row.to_json()))
         return 0
-    console = Console(highlight=False)
+    console = report_console()
     console.print(
         f"{describe_machine()}; blocks of {BLOCK_SIZE} where nothing else is said, median of {args.steps} steps",
         style="dim",

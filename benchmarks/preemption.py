@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--length", type=positive, default=256, help="tokens of prompt and answer (default: %(default)s)"
     )
     args = parser.parse_args(argv)
-    console = Console(width=110, highlight=False)
+    console = report_console(least_width=110)
     console.print(_modelled(args.device, args.link * 1e9))
     if args.plot is not None:
         plot(args.plot, args.device, args.link * 1e9)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target, choose_product, dequantise
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import CpuInt8
@@ -206,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape = tuple(options.shape or ((14336, 4096) if on_gpu else (1024, 512)))
     numbers = options.rows or ([1, 16, 64, 2048] if on_gpu else [1, 16])
     times = [time for kind in options.kinds for time in measure(kind, shape, numbers, options.device, peaks)]
-    console = Console(highlight=False, width=130)
+    console = report_console(least_width=130)
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     console.print(f"{shape[0]} outputs, {shape[1]} inputs, {where}, torch {torch.__version__}")
     show(times, console)

@@ -11,14 +11,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.store_bandwidth import measure_bandwidth
 from benchmarks.store_step import measure_steps
-from vllm_gaudi_ucm.cli.output import task_progress
+from vllm_gaudi_ucm.cli.output import report_console, task_progress
 
 PARTS = ("bandwidth", "step", "first-token")
 
@@ -63,7 +62,7 @@ def _print(part: str, rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
-    Console(width=120).print(table)
+    report_console(least_width=120).print(table)
 
 
 def _text(value: Any) -> str:

@@ -19,10 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from vllm_gaudi_ucm.cli.output import task_progress
+from vllm_gaudi_ucm.cli.output import report_console, task_progress
 from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
@@ -172,7 +171,7 @@ def show(rows: Sequence[DecodeTime]) -> None:
         speed = f"{first[row.requests] / row.engine_ms:.2f}"
         times = (f"{row.worker_ms:.2f}", f"{row.engine_ms:.2f}")
         table.add_row(str(row.devices), str(row.requests), *times, speed, *limit)
-    Console().print(table)
+    report_console().print(table)
 
 
 def _numbers(text: str) -> list[int]:

@@ -18,7 +18,6 @@ from statistics import mean
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -30,6 +29,7 @@ from vllm.v1.request import Request
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix
+from vllm_gaudi_ucm.cli.output import report_console
 
 BLOCK = 128
 SIZES = {"token": 1, f"blocks of {BLOCK}": BLOCK}
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="writes the figures to this file")
     parser.add_argument("--plot", type=Path, help="draws the waste by block size to this file")
     args = parser.parse_args(argv)
-    console = Console(width=110, highlight=False)
+    console = report_console(least_width=110)
     console.print(describe_machine(), style="dim")
     found: dict[str, Any] = {"waste": waste(args.requests), "fits": fits(args.share, args.seeds)}
     costs = manager_costs(args.requests, args.steps)

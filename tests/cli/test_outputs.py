@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import planning
 from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
-from vllm_gaudi_ucm.cli.output import check_output, written_whole
+from vllm_gaudi_ucm.cli.output import check_output, report_console, written_whole
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog, read_phase_log
 
 # With input that does not exist: who looks at it first has begun to work.
@@ -131,3 +132,40 @@ def test_names(tmp_path: Path) -> None:
     check_output("-o", Path("x.png"))
     with pytest.raises(ValueError, match=r"^-o .*x\.gif: expected a name that ends in \.png, \.svg"):
         check_output("-o", tmp_path / "x.gif", (".png", ".svg"))
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_tables_in_a_pipe_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    """Whatever the terminal's width, which COLUMNS stands for."""
+    monkeypatch.setenv("COLUMNS", columns)
+    log = tmp_path / "trace.jsonl"
+    for command in (
+        ["trace", "--mix", "chat", "--steps", "30", "-o", str(log)],
+        ["phases", str(log)],
+        ["op-cost", "--batch", "decode"],
+        ["plan", "--max-graphs", "4"],
+    ):
+        assert cli.main(command) == 0
+        out = capsys.readouterr().out
+        assert "\u2026" not in out, command
+        assert max(len(line) for line in out.splitlines()) > 60
+
+
+def test_tables_of_benchmarks_in_a_pipe_are_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert planning.main(["--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "\u2026" not in out
+    heading = next(line for line in out.splitlines() if "requests" in line)
+    assert heading.rstrip().endswith("goal, ms")
+
+
+def test_a_report_is_as_wide_as_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert report_console().width == 80
+    assert report_console(least_width=120).width == 120

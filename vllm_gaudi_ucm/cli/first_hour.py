@@ -21,12 +21,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER, PROBES
 from vllm_gaudi_ucm.first_hour.probe import MODES
 
 DEFAULT_OUTPUT = Path("first-hour")
 EXIT_INTERRUPTED = 130
-WIDTH = 160
 LONGEST_FOUND = 200  # of a line while the probes run; the report has all
 _STYLES = {"as expected": "green", "answered": "cyan", "does not apply here": "dim"}
 
@@ -162,7 +162,7 @@ def _list(probes: list[Any], as_json: bool) -> None:
     table = Table("no.", "probe", "expected", "modes", "devices")
     for one in probes:
         table.add_row(str(one.number), one.title, one.expectation, ", ".join(one.modes), ", ".join(one.devices))
-    _console().print(table)
+    report_console().print(table)
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -171,15 +171,7 @@ def _show(found: dict[str, Any]) -> None:
         mode = " ".join(filter(None, (one["mode"], one["case"])))
         verdict = Text(one["verdict"], _style(one["verdict"]))
         table.add_row(str(one["number"]), one["title"], mode, Text(one["found"]), verdict, f"{one['seconds']:.1f}")
-    _console().print(table)
-
-
-def _console() -> Console:
-    """A file or a pipe has no width that a table would have to fit."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    return console
+    report_console().print(table)
 
 
 def _say_written(written: dict[str, str], output: Path) -> None:

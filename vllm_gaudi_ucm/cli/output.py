@@ -1,4 +1,6 @@
-"""The place of a file that a command or a server writes: checked before the work, filled as a whole or not at all."""
+"""Output of commands: the console of their reports, and files, whose place is checked before the work and which are
+filled as a whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,27 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from vllm_gaudi_ucm.printable import print_look_alikes
+
+# of lines in a file or a pipe, where nothing has to fit: wider than any table
+FULL_WIDTH = 10_000
+
+
+def report_console(file: TextIO | None = None, least_width: int = 0) -> Console:
+    """Returns the console for tables and text of a report: as wide as the terminal, and of full width elsewhere.
+
+    file: where it prints; stdout if None. least_width: columns of a table that a narrower terminal should wrap, because
+    it would be cut otherwise.
+    """
+    print_look_alikes()
+    console = Console(file=file, highlight=False)
+    console.width = max(console.width, least_width) if console.is_terminal else FULL_WIDTH
+    return console
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_ucm.cli.output import check_output
+from vllm_gaudi_ucm.cli.output import check_output, report_console
 from vllm_gaudi_ucm.observability.joined_logs import JoinedLogs
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
@@ -80,11 +80,10 @@ def write_plot(records: list[StepRecord], path: Path, header: dict[str, Any]) ->
 
 def show(summary: PhaseSummary, header: dict[str, Any], plot: Path | None = None) -> None:
     """Print the histogram, the table and the attention shares."""
-    from rich.console import Console
 
     from vllm_gaudi_ucm.observability.phase_summary import attention_sentence, phase_bars, summary_table
 
-    console = Console(highlight=False)
+    console = report_console()
     facts = ", ".join(f"{name} {value}" for name, value in header.items() if name != "schema" and value is not None)
     if facts:
         console.print(facts, style="dim", markup=False)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.execution.step_memory import step_bytes
 from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes, Spread, graph_nodes, most_attention_nodes
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
@@ -244,9 +245,8 @@ def _rounded(seconds: Spread) -> dict[str, float]:
 
 def show(report: PlanReport) -> None:
     """Print the plan for people."""
-    from rich.console import Console
 
-    console = Console(highlight=False)
+    console = report_console()
     limits, buckets, memory = report.buckets.limits, report.buckets, report.memory
     console.print(f"{report.model} on {report.cost.device.name}; every figure is modelled", style="bold", markup=False)
     if report.num_devices > 1:

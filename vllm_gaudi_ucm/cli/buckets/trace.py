@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     read_model,
 )
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix, Simulation
-from vllm_gaudi_ucm.cli.output import check_output, task_progress, written_whole
+from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress, written_whole
 from vllm_gaudi_ucm.observability.log_file import keep_previous
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog, PhaseLogError
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
@@ -47,11 +47,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"header": header, "log": str(args.output), **summary.to_json()}, indent=2))
         return 0
-    from rich.console import Console
 
     from vllm_gaudi_ucm.observability.phase_summary import phase_bars, summary_table
 
-    console = Console(highlight=False)
+    console = report_console()
     console.print(
         f"{args.output}: {counted(args.steps, 'step')} of the mix {args.mix}, times modelled",
         markup=False,

@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     read_model,
 )
 from vllm_gaudi_ucm.cli.buckets.phases import open_logs
-from vllm_gaudi_ucm.cli.output import check_output, task_progress, written_whole
+from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress, written_whole
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
@@ -105,10 +105,9 @@ class TuneReport:
 def show(report: TuneReport, output: Path | None) -> None:
     """Print the comparison, the gap, and where the buckets went."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = report_console()
     shapes = len(report.steps.forward)
     console.print(
         f"{counted(report.steps.count, 'step')} of {counted(shapes, 'shape')}; "

@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
 from vllm_gaudi_ucm.cli.demo.engine import Answer
 from vllm_gaudi_ucm.cli.demo.load import GUIDE, LONG, SAMPLED, SHORT
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, attention_sentence, phase_bars, summary_table
 from vllm_gaudi_ucm.options.errors import counted
@@ -78,15 +78,15 @@ class DemoResult:
 
 def show_result(result: DemoResult, plot: Path | None = None) -> None:
     """Print some answers, the throughput, and the phases."""
-    console = Console(highlight=False)
+    console = report_console()
     for kind, count in SHOWN.items():
-        console.print(_rule(KIND_TITLES[kind]))
+        console.print(_rule(KIND_TITLES[kind]), width=LINE)
         for answer in [answer for answer in result.answers if answer.request.kind == kind][:count]:
             console.print(answer_text(answer))
-    console.print(_rule("throughput"))
+    console.print(_rule("throughput"), width=LINE)
     console.print(throughput_text(result))
     summary = PhaseSummary(result.records)
-    console.print(_rule(f"phases of {counted(summary.steps, 'step')}"))
+    console.print(_rule(f"phases of {counted(summary.steps, 'step')}"), width=LINE)
     console.print(phase_bars(summary))
     console.print(summary_table(summary))
     console.print(attention_sentence(summary))

@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
 )
 from vllm_gaudi_ucm.cli.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES
-from vllm_gaudi_ucm.cli.output import check_output, task_progress
+from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, Work, device_spec
 
 if TYPE_CHECKING:
@@ -242,13 +242,9 @@ class OpCostReport:
 def show(report: OpCostReport) -> None:
     """Print the table."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # a file or a pipe has no width that the table would have to fit
-        console.width = max(console.width, WIDTH)
+    console = report_console(least_width=WIDTH)
     console.print(report.title, style="bold", markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("attention of one layer")

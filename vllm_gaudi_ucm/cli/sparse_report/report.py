@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.cli.sparse_report.cases import Case
 from vllm_gaudi_ucm.cli.sparse_report.measurement import Measurement
 from vllm_gaudi_ucm.options.errors import counted
@@ -62,12 +63,10 @@ class SparseReport:
 
     def write(self, file: TextIO | None = None) -> None:
         """Prints the tables, to stdout or into a file."""
-        from rich.console import Console
-
-        console = Console(file=file, highlight=False, width=WIDTH)
-        console.print(self.title, markup=False)
+        console = report_console(file, least_width=WIDTH)
+        console.print(self.title, markup=False, width=WIDTH)
         console.print(_main_table(self.rows))
-        console.print(NOTES, style="dim", markup=False)
+        console.print(NOTES, style="dim", markup=False, width=WIDTH)
         sparse = self.sparse
         for first in range(0, len(sparse), LAYER_COLUMNS):
             console.print(_layer_table(sparse[first : first + LAYER_COLUMNS]))

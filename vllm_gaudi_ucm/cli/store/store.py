@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.table import Table
 
-from vllm_gaudi_ucm.cli.output import task_progress
+from vllm_gaudi_ucm.cli.output import report_console, task_progress
 from vllm_gaudi_ucm.options.files import parse_json
 from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.store.base import StoreOptions
@@ -96,7 +95,7 @@ def _stat(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock]) -
         table.add_row(f"{row['block_bytes']:,}", f"{row['blocks']:,}", show_bytes(row["bytes"]))
     table.add_section()
     table.add_row("all", f"{len(blocks):,}", show_bytes(total))
-    Console().print(table)
+    report_console().print(table)
     return 0
 
 
