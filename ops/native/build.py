@@ -40,6 +40,10 @@ NOT_PASSED = (
 )
 _NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
+# What to do about a BuildError, and about a CacheError.
+INSTALL = "install a C++ compiler that works, such as the package g++"
+KEEP = "set XDG_CACHE_HOME to a folder that this user may write to, with free space, on a mount without noexec"
+
 
 class BuildError(RuntimeError):
     """No compiler was found, or it failed; the message names it and quotes its output."""

@@ -16,7 +16,7 @@ from typing import cast
 import torch  # torch's OpenMP must be in the process before the library asks for its symbols
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.build import BuildError, CacheError, build
+from vllm_gaudi_ucm.ops.native.build import KEEP, BuildError, CacheError, build
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class _Outcome:
 
     library: ctypes.CDLL | None
     reason: str
+    not_kept: str = ""
+    """Why it was built for this process alone."""
 
 
 _lock = threading.Lock()
@@ -107,27 +109,35 @@ def why_not_native() -> str:
     return _outcome.reason
 
 
+def why_not_kept() -> str:
+    """Why each process builds the kernels anew, in words for a log; empty if a folder keeps them."""
+    native()
+    assert _outcome is not None
+    return _outcome.not_kept
+
+
 def _load() -> _Outcome:
     try:
-        library = _open_library()
+        library, not_kept = _open_library()
     except (BuildError, OSError) as error:
         return _Outcome(None, str(error))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return _Outcome(library, "")
+    return _Outcome(library, "", not_kept)
 
 
-def _open_library() -> ctypes.CDLL:
-    """Opens the library from the user's cache or, if that cannot be used, from a temporary folder."""
+def _open_library() -> tuple[ctypes.CDLL, str]:
+    """Opens the library from the user's cache or, if that cannot be used, from a temporary folder, and says why."""
     try:
-        return ctypes.CDLL(str(build()))
+        return ctypes.CDLL(str(build())), ""
     except CacheError as error:
-        logger.warning("Native CPU kernels are built for this process alone, and so at every start: %s", error)
+        alone = "Native CPU kernels are built for this process alone, and so at every start: %s; %s"
+        logger.warning(alone, error, KEEP)
         unusable = error
     with tempfile.TemporaryDirectory(prefix="vllm-gaudi-ucm-") as folder:
         try:
-            return ctypes.CDLL(str(build(Path(folder))))
+            return ctypes.CDLL(str(build(Path(folder)))), str(unusable)
         except CacheError as error:
             raise BuildError(f"{unusable}; {error}") from error
 

@@ -1,6 +1,7 @@
 """The doctor's single checks, and that whatever breaks becomes a row instead of a crash."""
 
 import argparse
+import ctypes
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from typing import Any
@@ -15,7 +16,7 @@ from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.device.base import Memory
 from vllm_gaudi_ucm.device.detect import Decision
 from vllm_gaudi_ucm.device.host_limits import Cores
-from vllm_gaudi_ucm.ops.native import matrix_unit
+from vllm_gaudi_ucm.ops.native import library, matrix_unit
 
 
 def test_crash_of_a_check_keeps_the_rows_before_it() -> None:
@@ -61,15 +62,66 @@ def test_pretty_report(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str
     assert all(
         word in out
         for word in (
-            "platform plugin",
-            "versions",
-            "configuration",
-            "device",
-            "static shapes",
+            "Platform plugin",
+            "Versions",
+            "Configuration",
+            "Device",
+            "Static shapes",
             "null: every request is dense",
             "no problem found",
         )
     )
+
+
+def test_the_verdict_comes_first_and_then_what_to_do(
+    quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(library, "_outcome", library._Outcome(None, "no C++ compiler"))
+    asked = argparse.Namespace(json=False, config='{"cpu": {"treads": 3}}', store=None, tensor_parallel_size=1)
+    assert doctor.run(asked) == 1
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].startswith("This machine cannot serve so: 1 of ")
+    assert lines[0].endswith("failed, with 1 warning.")
+    assert lines[2:4] == ["To do", "  fail  configuration, ucm.cpu.treads"]
+    end = next(index for index, line in enumerate(lines) if line == "Platform plugin")
+    to_do = " ".join(" ".join(lines[3:end]).split())
+    assert "expected: ucm.cpu.threads (the nearest valid key) to do: correct it" in to_do
+    assert "warn device, native kernels none: no C++ compiler" in to_do
+    assert "install a C++ compiler that works" in to_do
+    assert max(map(len, lines)) <= 80
+    asked.config = None
+    assert doctor.run(asked) == 0
+    assert capsys.readouterr().out.startswith("This machine can serve, on cpu: no check failed, with 1 warning.\n")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "words"),
+    [
+        (library._Outcome(None, "g++ failed: no"), "warn", "install a C++ compiler"),
+        (library._Outcome(ctypes.CDLL(None), "", "/root/.cache: Read-only file system"), "warn", "set XDG_CACHE_HOME"),
+        (library._Outcome(ctypes.CDLL(None), ""), "ok", ""),
+    ],
+)
+def test_kernels_that_are_missing_or_not_kept(
+    monkeypatch: pytest.MonkeyPatch, outcome: library._Outcome, status: str, words: str
+) -> None:
+    monkeypatch.setattr(library, "_outcome", outcome)
+    (row,) = machine.kernel_checks("cpu")
+    assert row.status == status
+    assert words in row.advice
+    assert outcome.reason + outcome.not_kept in row.found
+    assert not list(machine.kernel_checks("cuda"))
+
+
+def test_options_that_are_not_the_defaults() -> None:
+    def ucm(text: str | None) -> str:
+        return next(row.found for row in configuration_checks(text) if row.name == "ucm")
+
+    assert ucm(None).startswith("all defaults")
+    assert ucm('{"cpu": {"threads": 3}}') == "cpu.threads=3"
+    gsa = '{"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"sparse_ratio": 0.2}}}'
+    assert ucm(gsa) == 'ucm_sparse_method="GSA", ucm_sparse_config.GSA.sparse_ratio=0.2'
 
 
 def test_pretty_report_of_a_problem(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:

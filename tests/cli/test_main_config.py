@@ -14,10 +14,73 @@ from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table
 Capture = pytest.CaptureFixture[str]
 
 
-def test_table(capsys: Capture) -> None:
+@pytest.fixture(params=["80", "200"])
+def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Width of the terminal, and of lines: those of 100 columns are read with ease."""
+    monkeypatch.setenv("COLUMNS", request.param)
+    return min(int(request.param), 100)
+
+
+def test_overview(capsys: Capture, columns: int) -> None:
     assert main(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 4 * len(describe())
+    assert max(map(len, lines)) <= columns
+    section = ""
+    options = []
+    for line in lines:
+        words = line.split()
+        if line.startswith("ucm"):
+            section = words[0].rstrip(":")
+        elif line[:2] == "  " and line[2:3].strip():
+            options.append((f"{section}.{words[0]}", line))
+    shown = dict(options)
+    assert sorted(shown) == sorted(row.key for row in describe())
+    for row in describe():
+        line = shown[row.key]
+        assert line.split()[1] == row.default.split()[0]
+        assert row.description.split()[0].rstrip(".") in line, "a description begins on the line of its key"
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ("graphs", "ucm.graphs"),
+        ("ucm.graphs", "ucm.graphs"),
+        ("GSA", "ucm.ucm_sparse_config.GSA"),
+        ("gsa", "ucm.ucm_sparse_config.GSA"),
+        ("graphs.max_graphs", "ucm.graphs.max_graphs"),
+        ("all", "ucm"),
+    ],
+)
+def test_section(capsys: Capture, columns: int, asked: str, key: str) -> None:
+    assert main(["config", asked]) == 0
     out = capsys.readouterr().out
-    assert all(row.key in out for row in describe())
+    assert max(map(len, out.splitlines())) <= columns
+    words = " ".join(out.split())
+    for row in describe():
+        is_asked = f"{row.key}.".startswith(f"{key}.")
+        assert (f"\n{row.key} = {row.default}\n" in out) is is_asked
+        if is_asked:
+            assert " ".join(f"{row.type} {row.description}".split()) in words
+    assert main(["config", asked, "--json"]) == 0
+    assert all(f"{row['key']}.".startswith(f"{key}.") for row in json.loads(capsys.readouterr().out))
+
+
+def test_unknown_section(capsys: Capture) -> None:
+    assert main(["config", "grahps"]) == 2
+    error = capsys.readouterr().err
+    assert "SECTION grahps: found an unknown key, expected graphs (the nearest valid key)" in error
+    assert main(["config", "graphs", "--check", "ucm.yaml"]) == 2
+    assert "--check ucm.yaml" in capsys.readouterr().err
+
+
+def test_defaults_are_written_as_in_a_file() -> None:
+    defaults = {row.key: row.default for row in describe()}
+    assert defaults["ucm.graphs.skip_guards"] == "true"
+    assert defaults["ucm.ucm_sparse_config.GSA.reuse_steps"] == "1"
+    assert defaults["ucm.ucm_sparse_config.GSA.dense_layers"] == "[]"
+    assert defaults["ucm.phase_log"] == "null"
 
 
 def test_markdown(capsys: Capture) -> None:

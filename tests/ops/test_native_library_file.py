@@ -262,3 +262,4 @@ def test_without_a_cache_the_kernels_are_built_for_this_process_alone(
     (record,) = caplog.records
     assert "every start" in record.getMessage()
     assert re.search(words, record.getMessage())
+    assert record.getMessage().endswith(f"{outcome.not_kept}; {build.KEEP}")

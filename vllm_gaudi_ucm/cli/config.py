@@ -1,4 +1,4 @@
-"""`gaudi-ucm config`: the configuration table, or the check of a configuration file."""
+"""`gaudi-ucm config`: the options, in short or those of a section in full, or the check of a configuration file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table, resolve_value
-from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.cli.output import prose_console
+from vllm_gaudi_ucm.config.ucm_config import (
+    ROOT,
+    OptionRow,
+    UcmConfig,
+    describe,
+    markdown_table,
+    resolve_value,
+    section_description,
+)
+from vllm_gaudi_ucm.options.errors import UcmConfigError, unknown_key
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.cli.doctor.check import Check
@@ -20,6 +30,13 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gaudi-ucm config`."""
+    parser.add_argument(
+        "section",
+        metavar="SECTION",
+        nargs="?",
+        help="options to describe in full: a section, such as graphs or GSA, or one option; all for every option "
+        "(default: all of them, in short)",
+    )
     parser.add_argument(
         "--check", metavar="FILE", help="check a YAML or JSON file and print it with defaults filled in"
     )
@@ -31,14 +48,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0; with --check 1 where the file has problems."""
     if args.check is not None:
+        if args.section is not None or args.markdown:
+            raise ValueError(f"--check {args.check} checks a whole file: expected neither SECTION nor --markdown")
         return _check(args.check, args.json)
+    rows = _rows_of(args.section)
     if args.markdown:
-        print(markdown_table())
+        print(markdown_table(rows))
     elif args.json:
-        print(json.dumps([row._asdict() for row in describe()], indent=2))
+        print(json.dumps([row._asdict() for row in rows], indent=2))
+    elif args.section is None:
+        _print_overview(rows)
     else:
-        _print_table()
+        _print_options(rows)
     return 0
+
+
+ALL = "all"
+
+
+def _rows_of(asked: str | None) -> list[OptionRow]:
+    """The options of a section, or one option, by its key with or without what stands before it.
+
+    ValueError where there is no such.
+    """
+    rows = describe()
+    if asked in (None, ALL):
+        return rows
+    wanted = asked.strip(".").lower()
+    found = [row for row in rows if f".{wanted}." in f".{row.key.lower()}."]
+    if not found:
+        names = {part for row in rows for part in row.key.split(".")[1:]}
+        raise ValueError(f"SECTION {unknown_key(asked, '', sorted(names))}; `gaudi-ucm config` lists them all")
+    return found
 
 
 def _check(file: str, as_json: bool) -> int:
@@ -92,11 +133,46 @@ def _sentence(check: Check) -> str:
     return text + (f"; to do: {check.advice}" if check.advice else "")
 
 
-def _print_table() -> None:
-    table = Table(title="--additional-config '{\"ucm\": {...}}'")
-    table.add_column("key", no_wrap=True)
-    for heading in ("type", "default", "what it does"):
-        table.add_column(heading, overflow="fold")
-    for row in describe():
-        table.add_row(row.key, row.type, row.default, row.description)
-    Console(markup=False).print(table)
+def _print_overview(rows: list[OptionRow]) -> None:
+    """A line for each option: its default, and the first sentence of its description."""
+    console = prose_console()
+    console.print(f"Options under {ROOT!r} in --additional-config, with their defaults.")
+    console.print("`gaudi-ucm config SECTION` describes those of a section in full, such as graphs or GSA.")
+    for key, options in _by_section(rows).items():
+        console.print(_heading(key))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, min_width=NAME_WIDTH)
+        table.add_column(overflow="fold", min_width=DEFAULT_WIDTH, max_width=DEFAULT_WIDTH)
+        table.add_column()
+        for row in options:
+            about = row.description.partition(". ")[0].rstrip(".")
+            table.add_row(Text(row.key.rpartition(".")[2], style="bold"), row.default, about)
+        console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _print_options(rows: list[OptionRow]) -> None:
+    """A paragraph for each option."""
+    console = prose_console()
+    for key, options in _by_section(rows).items():
+        console.print(_heading(key))
+        for row in options:
+            console.print()
+            console.print(Text.assemble((row.key, "bold"), f" = {row.default}"))
+            console.print(Padding(Text(row.type, style="cyan"), (0, 0, 0, 4)))
+            console.print(Padding(Text(row.description), (0, 0, 0, 4)))
+
+
+# of the shortest of the overview's first two columns; keys are up to 22 characters long
+NAME_WIDTH, DEFAULT_WIDTH = 22, 10
+
+
+def _by_section(rows: list[OptionRow]) -> dict[str, list[OptionRow]]:
+    sections: dict[str, list[OptionRow]] = {}
+    for row in rows:
+        sections.setdefault(row.key.rpartition(".")[0], []).append(row)
+    return sections
+
+
+def _heading(key: str) -> Text:
+    about = section_description(key)
+    return Text.assemble("\n", (key, "bold cyan"), f": {about}" if about else "")

@@ -32,6 +32,18 @@ def report_console(file: TextIO | None = None, least_width: int = 0) -> Console:
     return console
 
 
+# columns that are read with ease: prose is broken there on wider terminals
+PROSE_WIDTH = 100
+
+
+def prose_console() -> Console:
+    """Returns the console for lists with sentences: as wide as the terminal, up to `PROSE_WIDTH`; 80 without one."""
+    print_look_alikes()
+    console = Console(markup=False, highlight=False)
+    console.width = min(console.width, PROSE_WIDTH)
+    return console
+
+
 def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
     """ValueError that names the option where `path` (None: nothing to check) cannot be written.
 

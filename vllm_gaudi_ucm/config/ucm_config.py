@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -246,6 +247,19 @@ def describe_section(model: type[BaseModel], key: str) -> list[OptionRow]:
     return _rows(_leaves(model, key))
 
 
+def section_description(key: str) -> str:
+    """What a section of the configuration is about; "" for the root, and for sections that others have registered."""
+    model: type[BaseModel] = UcmConfig
+    about = ""
+    for name in key.split(".")[1:]:
+        field = model.model_fields.get(name)
+        inner = None if field is None else section(field)
+        if field is None or inner is None:
+            return ""
+        model, about = inner, field.description or ""
+    return about
+
+
 def _rows(leaves: Iterable[tuple[str, FieldInfo]]) -> list[OptionRow]:
     return [OptionRow(key, expected(field), _default(field), field.description or "") for key, field in leaves]
 
@@ -283,7 +297,10 @@ def _default(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=False)
     if isinstance(default, Section):
         return "{}"
-    return "null" if default is None else str(default)
+    if isinstance(default, tuple):
+        return str([*default])
+    # as YAML and JSON have it
+    return json.dumps(default) if default is None or isinstance(default, bool) else str(default)
 
 
 def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchOptions:

@@ -9,6 +9,7 @@ import torch
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.host_memory.api import keep_freed_memory
+from vllm_gaudi_ucm.ops.native.build import INSTALL
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
 from vllm_gaudi_ucm.ops.rotary.api import can_rotate, rotate
@@ -135,4 +136,5 @@ def register_cpu_layers() -> None:
 
 def _load_kernels() -> None:
     if native() is None:
-        logger.warning("Native CPU kernels are missing, torch's operations are used and slower: %s", why_not_native())
+        missing = "Native CPU kernels are missing, torch's operations are used and slower: %s; %s"
+        logger.warning(missing, why_not_native(), INSTALL)

@@ -21,9 +21,11 @@ class SparseConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    GSA: GsaOptions = Field(default=GsaOptions(), description="GSA.")
-    ESA: BlockOptions = Field(default=BlockOptions(), description="ESA.")
-    KVStar: KVStarOptions = Field(default=KVStarOptions(), description="KVStar.")
+    GSA: GsaOptions = Field(
+        default=GsaOptions(), description="Blocks by their scores; prefetch, and reuse of a choice."
+    )
+    ESA: BlockOptions = Field(default=BlockOptions(), description="Blocks by their scores.")
+    KVStar: KVStarOptions = Field(default=KVStarOptions(), description="Another method's choice, locked for steps.")
 
     def __hash__(self) -> int:
         return hash((self.GSA, self.ESA, self.KVStar, *sorted((self.__pydantic_extra__ or {}).items())))

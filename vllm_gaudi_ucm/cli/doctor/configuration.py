@@ -55,16 +55,24 @@ def configuration_checks(text: str | None) -> Iterator[Check]:
                 CONFIGURATION, problem.key, "fail", problem.found, problem.expected, f"correct it{error.source}"
             )
         return
-    yield Check(CONFIGURATION, "ucm", "ok", ", ".join(_flat(config.to_dict())))
+    changed = ", ".join(_changed(config))
+    yield Check(CONFIGURATION, "ucm", "ok", changed or "all defaults, which `gaudi-ucm config` lists")
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """`attention.causal_slice=512`, one for each value."""
+def _changed(config: UcmConfig) -> Iterator[str]:
+    """`attention.causal_slice=1024`, one for each value that is not the default."""
+    defaults = dict(_flat(UcmConfig().to_dict()))
+    for key, value in _flat(config.to_dict()):
+        if key not in defaults or defaults[key] != value:
+            yield f"{key}={json.dumps(value)}"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}={json.dumps(value)}"
+            yield f"{prefix}{key}", value
 
 
 FILES = "files"

@@ -1,9 +1,9 @@
 """`gaudi-ucm doctor`: can this machine serve through the plugin, and if not, why. Never crashes.
 
 `--json` prints one object: `schema` (1), `ok` (no check failed), `device` (chosen device or null), `checks` (a list of
-objects with the strings `section`, `name`, `status` (ok, info, warn or fail), `found`, `expected`, `advice`), and
-`config` (the configuration as resolved, null where it has problems). Fields may be added; none changes its meaning
-without a new `schema`.
+objects with the strings `section`, `name`, `status` (ok, info, warn or fail), `found`, `expected`, `advice`), `config`
+(the configuration as resolved, null where it has problems), and `verdict` (the first line of the text). Fields may be
+added; none changes its meaning without a new `schema`.
 """
 
 import argparse
@@ -11,13 +11,9 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.doctor.collectives import collective_checks
@@ -32,6 +28,7 @@ from vllm_gaudi_ucm.cli.doctor.extensions import extension_checks
 from vllm_gaudi_ucm.cli.doctor.machine import (
     device_checks,
     implementation_checks,
+    kernel_checks,
     matrix_unit_checks,
     operator_checks,
     thread_checks,
@@ -39,20 +36,20 @@ from vllm_gaudi_ucm.cli.doctor.machine import (
 )
 from vllm_gaudi_ucm.cli.doctor.plugin import PluginChecks
 from vllm_gaudi_ucm.cli.doctor.preemption import preemption_checks
+from vllm_gaudi_ucm.cli.doctor.report import print_report, verdict
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device.detect import detect_device
-from vllm_gaudi_ucm.options.errors import UcmConfigError, counted
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-_STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gaudi-ucm doctor`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--config", metavar="FILE|JSON", help="configuration to check: what you pass as ucm in --additional-config"
     )
@@ -84,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        _print_table(examination.checks)
+        print_report(examination.device, examination.checks)
     return 0 if report["ok"] else 1
 
 
@@ -103,6 +100,7 @@ def examine(config: str | None, store: str | None = None, workers: int = 1) -> E
     if device is not None:
         checks += guarded("device", lambda: device_checks(device))
         checks += guarded("device", lambda: _of_config(config, lambda ucm: implementation_checks(ucm, device)))
+        checks += guarded("device", lambda: kernel_checks(device))
     checks += guarded("device", thread_checks)
     checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
     checks += guarded("several devices", lambda: collective_checks(device, workers))
@@ -143,6 +141,7 @@ def _report(examination: Examination, config: str | None) -> dict[str, Any]:
         "device": examination.device,
         "checks": [asdict(check) for check in examination.checks],
         "config": _resolved(config),
+        "verdict": verdict(examination.device, examination.checks),
     }
 
 
@@ -151,32 +150,3 @@ def _resolved(config: str | None) -> dict[str, Any] | None:
         return resolve_text(config).to_dict()
     except UcmConfigError:
         return None  # the section on the configuration has a row for every problem
-
-
-def _print_table(checks: Sequence[Check]) -> None:
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", ratio=1)
-    table.add_column(overflow="fold", ratio=3)
-    section = ""
-    for check in checks:
-        if check.section != section:
-            section = check.section
-            table.add_section()
-            table.add_row("", Text(section, style="bold"), "")
-        table.add_row(Text(check.status, style=_STYLES[check.status]), Text(check.name), Text(_finding(check)))
-    console = Console()
-    console.print(table)
-    failed = sum(check.status == "fail" for check in checks)
-    console.print(
-        "no problem found" if failed == 0 else f"{failed} of {counted(len(checks), 'check')} failed", style="bold"
-    )
-
-
-def _finding(check: Check) -> str:
-    lines = [check.found]
-    if check.expected and check.status in ("warn", "fail"):
-        lines.append(f"expected: {check.expected}")
-    if check.advice:
-        lines.append(f"to do: {check.advice}")
-    return "\n".join(lines)

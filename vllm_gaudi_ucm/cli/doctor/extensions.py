@@ -54,7 +54,8 @@ def _from_outside(registry: Registry[Any], entry: Entry) -> Check:
     try:
         options = option_names(registry.get(entry.name))
     except RegistryError as error:
-        return Check(EXTENSIONS, name, "warn", f"{error} ({entry.origin})", "something that can be imported")
+        advice = "repair or uninstall the package that adds it"
+        return Check(EXTENSIONS, name, "warn", f"{error} ({entry.origin})", "something that can be imported", advice)
     return Check(EXTENSIONS, name, "ok", f"{found}; options: {', '.join(options) or 'none'}")
 
 

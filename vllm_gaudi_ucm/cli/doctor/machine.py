@@ -86,6 +86,24 @@ def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]
         yield Check(DEVICE, "matrix unit", "info", "there, but ucm.cpu.matrix_unit is false", "true")
 
 
+def kernel_checks(device: str | None) -> Iterator[Check]:
+    """A row for a server on the CPU: whether its kernels can be built, and stay. May build them."""
+    from vllm_gaudi_ucm.ops.native.build import INSTALL, KEEP
+    from vllm_gaudi_ucm.ops.native.library import why_not_kept, why_not_native
+
+    if device != "cpu":
+        return
+    name, expected = "native kernels", "built once, and kept in the user's cache"
+    if found := why_not_native():
+        advice = f"{INSTALL}; until then steps take torch's operations, which are slower"
+        yield Check(DEVICE, name, "warn", f"none: {found}", expected, advice)
+    elif found := why_not_kept():
+        advice = f"{KEEP}; until then each process compiles them at its start"
+        yield Check(DEVICE, name, "warn", f"built for each process alone: {found}", expected, advice)
+    else:
+        yield Check(DEVICE, name, "ok", expected)
+
+
 def implementation_checks(config: UcmConfig, device: str) -> Iterator[Check]:
     """A row for each operation: its implementation at true shapes, and why not others. May build the kernels."""
     from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
@@ -116,9 +134,11 @@ def operator_checks(device: str | None) -> Iterator[Check]:
         if found.call is not None:
             yield Check(OPERATORS, operator.title, "ok", f"fused: {found.why}")
         else:
-            yield Check(OPERATORS, operator.title, "warn", f"{operator.instead}: {found.why}", operator.signature)
-    for title, found_instead in UNFUSED.items():
-        yield Check(OPERATORS, title, "info", found_instead)
+            advice = "take a release of Gaudi's software that has it; until then steps take longer"
+            found_instead = f"{operator.instead}: {found.why}"
+            yield Check(OPERATORS, operator.title, "warn", found_instead, operator.signature, advice)
+    for title, instead in UNFUSED.items():
+        yield Check(OPERATORS, title, "info", instead)
 
 
 def _cards() -> Check:
