@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from itertools import combinations
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.metrics import loggers
 
 from tests.conftest import ROOT
 from tests.observability.exposition import scrape
@@ -22,21 +24,104 @@ from vllm_gaudi_ucm.protocol.memory_orders import MemoryRates, MemoryTotals
 from vllm_gaudi_ucm.store.base import StoreStats
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/gaudi-ucm.json").read_text())
-PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def by_row() -> dict[str, list[dict[str, Any]]]:
+    """Panels by the title of their row. A collapsed row holds its own, an open one has them behind it."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    title = ""
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] == "row":
+            title = panel["title"]
+            found[title] = list(panel["panels"])
+        else:
+            found[title].append(panel)
+    return found
+
+
+BY_ROW = by_row()
+PANELS = [panel for panels in BY_ROW.values() for panel in panels]
 QUERIES: list[str] = [target["expr"] for panel in PANELS for target in panel["targets"]]
 ROWS = [
+    "Service",
     "Traffic by phase",
     "Padding",
+    "Time by stage",
     "Buckets",
     "Recompilations and bypasses",
     "Warm-up",
-    "Time by stage",
     "Sparse methods",
     "KV stores and prefetch",
     "Memory mode",
     "Preemption and copies",
 ]
 NAME = re.compile(r"\bgaudi_ucm_\w+")
+OF_VLLM = re.compile(r"(vllm:\w+)\{([^}]*)\}")
+SUFFIXES = {"gauge": "", "counter": "_total", "histogram": "_bucket"}
+
+
+@pytest.fixture(scope="module")
+def names_of_vllm() -> set[str]:
+    """Names of samples that the installed vLLM exports."""
+    source = inspect.getsource(loggers)
+    found = re.findall(r"_(gauge|counter|histogram)_cls\(\s*name=\"(vllm:\w+)\"", source)
+    return {name + SUFFIXES[kind] for kind, name in found}
+
+
+def test_the_first_row_shows_metrics_of_vllm(names_of_vllm: set[str]) -> None:
+    queries = [target["expr"] for panel in BY_ROW["Service"] for target in panel["targets"]]
+    shown = {name for query in queries for name, _ in OF_VLLM.findall(query)}
+    assert shown <= names_of_vllm
+    assert {
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:inter_token_latency_seconds_bucket",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_preemptions_total",
+    } <= shown
+    for query in queries:
+        for name, selector in OF_VLLM.findall(query):
+            assert set(re.findall(r"(\w+)=~", selector)) <= {"instance", "engine", "model_name"}
+            assert ("rate(" in query) == name.endswith(("_total", "_bucket")), query
+
+
+def test_rows_that_are_empty_on_a_plain_server_are_collapsed(folder: Path) -> None:
+    """Plain: true shapes, no sparse method, store, memory mode, swap or copy."""
+    metrics = StepMetrics(folder)
+    shape = Bucket("csu", 9, 1, 3, 2)
+    metrics.step(shape, shape)
+    metrics.times(1.0, 2.0, 3.0)
+    exported = {key.partition("{")[0] for key in scrape(folder)}
+    for row in (panel for panel in DASHBOARD["panels"] if panel["type"] == "row"):
+        queries = ["".join(target["expr"] for target in panel["targets"]) for panel in BY_ROW[row["title"]]]
+        has_figures = [set(NAME.findall(query)) <= exported for query in queries]
+        assert row["collapsed"] is not all(has_figures), row["title"]
+
+
+def test_bytes_seconds_and_counts_have_axes_of_their_own() -> None:
+    for panel in PANELS:
+        kinds: dict[str, str] = {}
+        for target in panel["targets"]:
+            in_bytes = re.search(r"_bytes", target["expr"]) is not None
+            in_seconds = re.search(r"_seconds", target["expr"]) is not None
+            kinds[target["legendFormat"]] = "bytes" if in_bytes else "seconds" if in_seconds else "counts"
+        shared = re.search(r'event=~"([^"]*)"', panel["targets"][0]["expr"])
+        if shared is not None:
+            assert len({"bytes" in event for event in shared[1].split("|")}) == 1, panel["title"]
+        assert len(set(kinds.values())) == 1 or panel["fieldConfig"]["overrides"], panel["title"]
+
+
+def test_every_event_of_memory_is_shown(exported: dict[str, dict[str, set[str]]]) -> None:
+    shown = {
+        event
+        for query in QUERIES
+        for events in re.findall(r'gaudi_ucm_memory_events_total\{[^}]*event=~"([^"]*)"', query)
+        for event in events.split("|")
+    }
+    assert shown == exported["gaudi_ucm_memory_events_total"]["event"]
 
 
 @pytest.fixture
@@ -95,7 +180,7 @@ def test_grafana_can_import_it() -> None:
     assert DASHBOARD["schemaVersion"] >= 36
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
     assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    ids = [panel["id"] for panel in DASHBOARD["panels"] if panel["type"] == "row"] + [panel["id"] for panel in PANELS]
     assert len(set(ids)) == len(ids)
     assert [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"] == ROWS
     for panel in PANELS:
@@ -108,12 +193,13 @@ def test_grafana_can_import_it() -> None:
 
 
 def test_panels_do_not_overlap() -> None:
-    cells = {panel["id"]: panel["gridPos"] for panel in DASHBOARD["panels"]}
-    assert all(cell["x"] + cell["w"] <= 24 for cell in cells.values())
-    for (one, a), (other, b) in combinations(cells.items(), 2):
-        apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        apart = apart or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
-        assert apart, f"panels {one} and {other}"
+    for together in (DASHBOARD["panels"], *BY_ROW.values()):
+        cells = {panel["id"]: panel["gridPos"] for panel in together}
+        assert all(cell["x"] + cell["w"] <= 24 for cell in cells.values())
+        for (one, a), (other, b) in combinations(cells.items(), 2):
+            apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+            apart = apart or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+            assert apart, f"panels {one} and {other}"
 
 
 def test_the_documentation_lists_every_metric_with_its_labels() -> None:
