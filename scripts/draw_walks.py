@@ -2,14 +2,16 @@
 
     python scripts/draw_walks.py            # writes the files, and links each below the heading of its walk
 
-A walk is a section `## The way of ...` with numbered lines that begin with `file` `name` pairs. `make drawings` runs
-this; tests/docs/test_walks.py fails where a drawing is older than its walk. Standard library only.
+A walk is a section `## The way of ...` with numbered lines that begin with `file` `name` pairs. Subsections `### ...`
+are alternatives, drawn as columns. `make drawings` runs this; tests/docs/test_walks.py fails where a drawing is older than
+its walk. Standard library only.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -20,15 +22,16 @@ PAGE = ROOT / "docs" / "architecture.md"
 FOLDER = Path("images") / "walks"  # below docs/
 
 _SECTION = re.compile(r"^## (The way of .+?)$\n(.*?)(?=^## |\Z)", re.M | re.S)
-# a numbered line with what continues it, or the line before some of them, such as "In the scheduler:"
-_ITEM = re.compile(r"^(?:\d+\. (.*(?:\n(?!\d+\. |\n).*)*)|([A-Z][^`\n]*):\n(?=\n\d+\. ))", re.M)
+# a numbered line with what continues it, the line before some of them, such as "In the scheduler:", or a subsection
+_ITEM = re.compile(r"^(?:\d+\. (.*(?:\n(?!\d+\. |\n).*)*)|([A-Z][^`\n]*):\n(?=\n\d+\. )|### (.+))", re.M)
 _PAIR = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
 # pixels
 WIDTH, MARGIN, ROOM, GAP, PAD = 880, 16, 128, 18, 12
 LINE = 17  # of the text
-CHARACTER = 6.4  # of the text, on average
+PLACE = 36  # a name, and its file
+CHARACTER = 6.6  # of the text, on average
 HUES = (212, 32, 150, 275, 350, 190, 55, 120, 310, 240)
 
 STYLE = """
@@ -55,15 +58,19 @@ DARK = """
 
 @dataclass(frozen=True)
 class Stop:
-    """A numbered line. places: (file, name), several where the way forks. text: what happens there.
+    """A numbered line. places: (file, name). text: what happens there.
 
-    part: of the walk, such as "In the scheduler"; empty in a walk of one part.
+    part: the part of the walk, such as "In the scheduler"; empty in a walk of one part.
+    way: the alternative, such as "In a bucket"; empty in a walk of one way.
+    is_choice: one of its places is entered, not all of them.
     """
 
     number: int
     places: tuple[tuple[str, str], ...]
     text: str
     part: str = ""
+    way: str = ""
+    is_choice: bool = False
 
     @property
     def room(self) -> str:
@@ -94,49 +101,42 @@ def walks(page: str) -> list[Walk]:
     found = []
     for title, body in _SECTION.findall(page):
         stops: list[Stop] = []
-        part = ""
-        for item, heading in _ITEM.findall(body):
+        part = way = ""
+        number = 0
+        for item, heading, subsection in _ITEM.findall(body):
             part = heading or part
+            if subsection:
+                way, part, number = subsection, "", 0
             if item:
-                stops.append(_stop(len(stops) + 1, item, part))
+                number += 1
+                stops.append(_stop(number, item, part, way))
         found.append(Walk(title, tuple(stop for stop in stops if stop.places)))
     return [walk for walk in found if walk.stops]
 
 
-def _stop(number: int, item: str, part: str) -> Stop:
+def _stop(number: int, item: str, part: str, way: str) -> Stop:
     head, colon, text = item.partition(": ")
     places = _PAIR.findall(head)
     if not colon or not places:
         places, text = _PAIR.findall(item)[:1], _PAIR.sub("", item, count=1)
     text = _LINK.sub(r"\1", _PAIR.sub(r"\2", text)).replace("`", "").replace("**", "")
-    return Stop(number, tuple(places), " ".join(text.split()).strip(" ,"), part)
+    is_choice = re.search(r"\bor `", head) is not None
+    return Stop(number, tuple(places), " ".join(text.split()).strip(" ,"), part, way, is_choice)
 
 
 def svg(walk: Walk) -> str:
-    """The drawing: a band for each stretch in one room, a box for each place, arrows from stop to stop."""
+    """The drawing: a column for each alternative, with a band for each stretch in one room, and a box for each stop."""
     rooms = list(dict.fromkeys(stop.room for stop in walk.stops))
+    ways = list(dict.fromkeys(stop.way for stop in walk.stops))
+    room = (WIDTH - 2 * MARGIN - (len(ways) - 1) * GAP) // len(ways)
     shapes: list[str] = []
-    top = MARGIN
-    end: int | None = None  # where the last stop's arrow begins
-    shown = ""
-    for (part, room), group in groupby(walk.stops, key=lambda stop: (stop.part, stop.room)):
-        stops = list(group)
-        if part != shown:
-            shapes.append(_words("part", MARGIN + PAD, top + 18, part))
-            top += 30
-            shown = part
-        bottom = top + sum(_height(stop) + GAP for stop in stops)
-        shapes.append(_rectangle(f"r{rooms.index(room)}", MARGIN, top, WIDTH - 2 * MARGIN, bottom - top, 8))
-        shapes.append(_words("room", MARGIN + PAD, top + 26, room))
-        for stop in stops:
-            begin = top + GAP // 2
-            if end is not None:
-                shapes.append(_arrow(end, begin))
-            shapes += _boxes(stop, begin)
-            end = begin + _height(stop)
-            top = end + GAP - GAP // 2
-        top += GAP // 2
-    height = top - GAP // 2 + MARGIN
+    bottom = 0
+    for index, way in enumerate(ways):
+        column = Column(MARGIN + index * (room + GAP), room, ROOM if len(ways) == 1 else 0)
+        drawn, end = column.draw([stop for stop in walk.stops if stop.way == way], rooms)
+        shapes += drawn
+        bottom = max(bottom, end)
+    height = bottom + MARGIN
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
     page = _rectangle("page", 0.5, 0.5, WIDTH - 1, height - 1, 10)
     return "\n".join(
@@ -144,35 +144,71 @@ def svg(walk: Walk) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Column:
+    """Stops one below the other. beside: pixels left of the boxes for a room's name; 0: it is above them."""
+
+    left: int
+    width: int
+    beside: int
+
+    def draw(self, stops: Sequence[Stop], rooms: Sequence[str]) -> tuple[list[str], int]:
+        """Shapes, and where they end."""
+        shapes: list[str] = []
+        top = MARGIN
+        end: int | None = None  # where the last stop's arrow begins
+        shown = ""
+        for (heading, room), group in groupby(stops, key=lambda stop: (stop.part or stop.way, stop.room)):
+            inside = list(group)
+            if heading != shown:
+                shapes.append(_words("part", self.left + PAD, top + 18, heading))
+                top += 30
+                shown = heading
+            above = 0 if self.beside else LINE
+            bottom = top + above + sum(self._height(stop) + GAP for stop in inside)
+            shapes.append(_rectangle(f"r{rooms.index(room)}", self.left, top, self.width, bottom - top, 8))
+            shapes.append(_words("room", self.left + PAD, top + (26 if self.beside else 18), room))
+            top += above
+            for stop in inside:
+                begin = top + GAP // 2
+                if end is not None:
+                    shapes.append(_arrow(self.left + (2 * ROOM + 40 if self.beside else self.width // 2), end, begin))
+                shapes += self._box(stop, begin)
+                end = begin + self._height(stop)
+                top = end + GAP - GAP // 2
+            top += GAP // 2
+        return shapes, top - GAP // 2
+
+    def _lines(self, stop: Stop) -> list[str]:
+        return textwrap.wrap(stop.text, int((self.width - self.beside - 4 * PAD) / CHARACTER))
+
+    def _height(self, stop: Stop) -> int:
+        places = 1 if self.beside else len(stop.places)
+        return 10 + PLACE * places + LINE * len(self._lines(stop)) + (PAD // 2 if stop.text else 0)
+
+    def _box(self, stop: Stop, top: int) -> list[str]:
+        """A box with the places of a stop: in a row, or below each other in a narrow column."""
+        left = self.left + (self.beside or PAD)
+        width = self.width - (self.beside or PAD) - PAD
+        shapes = [_rectangle("box", left, top, width, self._height(stop), 6)]
+        shapes.append(_words("number", left - 16 if self.beside else left + width - 16, top + 22, str(stop.number)))
+        share = (width - 2 * PAD) // len(stop.places)
+        joint = "or" if stop.is_choice else "and"
+        for index, (file, name) in enumerate(stop.places):
+            x, y = (left + PAD + index * share, top) if self.beside else (left + PAD, top + index * PLACE)
+            shapes.append(_words("name", x, y + 20, name if index == 0 else f"{joint} {name}"))
+            shapes.append(_words("file", x, y + 36, file.removeprefix("vllm_gaudi_ucm/")))
+        text = top + 18 + PLACE * (1 if self.beside else len(stop.places))
+        for index, line in enumerate(self._lines(stop)):
+            shapes.append(_words("text", left + PAD, text + LINE * index, line))
+        return shapes
+
+
 def _style(rooms: int) -> str:
     hues = [HUES[index % len(HUES)] for index in range(rooms)]
     light = "".join(f"  .r{index} {{ fill: hsl({hue}, 60%, 92%) }}\n" for index, hue in enumerate(hues))
     dark = "".join(f"    .r{index} {{ fill: hsl({hue}, 28%, 21%) }}\n" for index, hue in enumerate(hues))
     return f"<style>{STYLE}{light}  @media (prefers-color-scheme: dark) {{{DARK}{dark}  }}\n</style>"
-
-
-def _lines(stop: Stop) -> list[str]:
-    width = (WIDTH - 2 * MARGIN - ROOM - 4 * PAD) / CHARACTER
-    return textwrap.wrap(stop.text, int(width))
-
-
-def _height(stop: Stop) -> int:
-    return 46 + LINE * len(_lines(stop)) + (PAD // 2 if stop.text else 0)
-
-
-def _boxes(stop: Stop, top: int) -> list[str]:
-    """A box around a stop, with a place beside the other in it."""
-    left, width = MARGIN + ROOM, WIDTH - 2 * MARGIN - ROOM - PAD
-    shapes = [_rectangle("box", left, top, width, _height(stop), 6)]
-    shapes.append(_words("number", left - 16, top + 22, str(stop.number)))
-    share = (width - 2 * PAD) // len(stop.places)
-    for index, (file, name) in enumerate(stop.places):
-        x = left + PAD + index * share
-        shapes.append(_words("name", x, top + 20, name if index == 0 else f"or {name}"))
-        shapes.append(_words("file", x, top + 36, file.removeprefix("vllm_gaudi_ucm/")))
-    for index, line in enumerate(_lines(stop)):
-        shapes.append(_words("text", left + PAD, top + 54 + LINE * index, line))
-    return shapes
 
 
 def _rectangle(kind: str, x: float, y: float, width: float, height: float, radius: int) -> str:
@@ -183,8 +219,7 @@ def _words(kind: str, x: int, y: int, words: str) -> str:
     return f'<text class="{kind}" x="{x}" y="{y}">{escape(words)}</text>'
 
 
-def _arrow(begin: int, end: int) -> str:
-    x = MARGIN + 2 * ROOM + 40
+def _arrow(x: int, begin: int, end: int) -> str:
     head = f'<path class="head" d="M{x - 5} {end - 7} L{x + 5} {end - 7} L{x} {end} Z"/>'
     return f'<path class="arrow" d="M{x} {begin} V{end - 7}"/>{head}'
 

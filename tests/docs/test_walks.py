@@ -8,6 +8,7 @@ import pytest
 
 from scripts.draw_walks import FOLDER, PAGE, Walk, drawings, linked, svg, walks
 
+SVG = "{http://www.w3.org/2000/svg}"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
@@ -53,3 +54,35 @@ def test_forks_rooms_and_text_of_a_walk() -> None:
         ("batch", (("vllm_gaudi_ucm/batch/x.py", "Two"), ("vllm_gaudi_ucm/batch/y.py", "Three")), "ends."),
     ]
     assert linked(linked(page)).count("the-way-of-a-test.svg") == 1
+
+
+def test_subsections_are_alternatives_beside_each_other() -> None:
+    page = (
+        "## The way of a test\n\nWords.\n\n### At once\n\n1. `ops/a.py` `one`: begins.\n2. `ops/b.py` `two`: ends.\n\n"
+        "More words.\n\n### Later\n\n1. `ops/a.py` `one`, `ops/c.py` `three`: waits.\n"
+    )
+    (walk,) = walks(page)
+    assert [(stop.number, stop.way) for stop in walk.stops] == [(1, "At once"), (2, "At once"), (1, "Later")]
+    root = ElementTree.fromstring(svg(walk))
+    at = {node.text: (int(node.get("x", "0")), int(node.get("y", "0"))) for node in root.iter(f"{SVG}text")}
+    assert at["At once"][1] == at["Later"][1]
+    assert at["two"][0] < at["Later"][0] < at["and three"][0] + 1
+    # an arrow from the first to the second stop, and none from one alternative to the other
+    assert len([node for node in root.iter(f"{SVG}path") if node.get("class") == "arrow"]) == 1
+
+
+def test_places_are_joined_as_in_the_text() -> None:
+    page = (
+        "## The way of a test\n\n1. `ops/a.py` `one`, `ops/b.py` `two`: all.\n"
+        "2. `ops/a.py` `one`, or `ops/c.py` `three`: one.\n"
+    )
+    (walk,) = walks(page)
+    drawn = svg(walk)
+    assert ">and two<" in drawn
+    assert ">or three<" in drawn
+
+
+def test_the_ways_of_a_step_are_two_columns() -> None:
+    walk = next(walk for walk in walks(TEXT) if walk.title == "The way of a step")
+    assert list(dict.fromkeys(stop.way for stop in walk.stops)) == ["At its true shape", "In a bucket"]
+    assert "or RequestTable" not in svg(walk)
