@@ -11,7 +11,8 @@ PYTHON ?=
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 GAUDI_TORCH_VENV ?= .venv-gaudi-torch
-TORCH_ARGS ?=
+# pip's arguments for torch; made only where torch is installed, and not where the caller gives any
+TORCH_ARGS ?= $(shell bash scripts/torch_args.sh '$(firstword $(wildcard $(PY) $(PEERS_PY)) python3)')
 # Of `make bench-engine`: cpu or cuda.
 DEVICE ?=
 GAUDI_TORCH_ARGS ?= $(TORCH_ARGS)
@@ -69,7 +70,7 @@ MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@printf '\nVariables: PYTHON VENV TORCH_ARGS (extra pip arguments for torch) MODEL PORT ROOM SLOW ARGS (extra arguments of the command)\n'
+	@printf '\nVariables: PYTHON VENV TORCH_ARGS (pip arguments for torch) MODEL PORT ROOM SLOW ARGS (extra arguments of the command)\n'
 
 ## Use it
 setup: $(PLUGIN_STAMP) ## Virtual environment with torch, vLLM (empty-device build) and this plugin

@@ -10,7 +10,7 @@ from pathlib import Path
 import mkdocs_gen_files
 
 from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
-from vllm_gaudi_ucm.config.ucm_config import describe_section, markdown_table
+from vllm_gaudi_ucm.config.ucm_config import describe, describe_section, markdown_table, section_description, sections
 from vllm_gaudi_ucm.store.factory import STORES, store_class
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +26,14 @@ vllm serve MODEL --additional-config '{"ucm": "ucm.yaml"}'
 Unknown keys, wrong types and bad ranges are refused with the key's full name and the nearest valid one.
 `gaudi-ucm config --check FILE` tries a file without starting anything.
 
+<style>.md-typeset td:first-child code { white-space: nowrap }</style>
+"""
+SECTION = """
+## `{key}`
+
+{about}
+
+{table}
 """
 STORE = """
 ## Store `{kind}`
@@ -49,7 +57,10 @@ def usage(name: str) -> str:
 
 
 with mkdocs_gen_files.open("reference/configuration.md", "w") as page:
-    page.write(CONFIGURATION + markdown_table() + "\n")
+    page.write(CONFIGURATION)
+    for key, rows in sections(describe()).items():
+        table = markdown_table([row._replace(key=row.key.rpartition(".")[2]) for row in rows])
+        page.write(SECTION.format(key=key, about=section_description(key), table=table))
     for kind in STORES.names():
         options = describe_section(store_class(kind).Options, "store")
         page.write(STORE.format(kind=kind) + markdown_table(options) + "\n")

@@ -3,8 +3,8 @@
     python scripts/draw_walks.py            # writes the files, and links each below the heading of its walk
 
 A walk is a section `## The way of ...` with numbered lines that begin with `file` `name` pairs. Subsections `### ...`
-are alternatives, drawn as columns. `make drawings` runs this; tests/docs/test_walks.py fails where a drawing is older than
-its walk. Standard library only.
+are alternatives, drawn as columns. `make drawings` runs this; tests/docs/test_walks.py fails where a drawing is older
+than its walk. Standard library only.
 """
 
 from __future__ import annotations

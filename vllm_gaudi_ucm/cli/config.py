@@ -21,6 +21,7 @@ from vllm_gaudi_ucm.config.ucm_config import (
     markdown_table,
     resolve_value,
     section_description,
+    sections,
 )
 from vllm_gaudi_ucm.options.errors import UcmConfigError, unknown_key
 
@@ -138,7 +139,7 @@ def _print_overview(rows: list[OptionRow]) -> None:
     console = prose_console()
     console.print(f"Options under {ROOT!r} in --additional-config, with their defaults.")
     console.print("`gaudi-ucm config SECTION` describes those of a section in full, such as graphs or GSA.")
-    for key, options in _by_section(rows).items():
+    for key, options in sections(rows).items():
         console.print(_heading(key))
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True, min_width=NAME_WIDTH)
@@ -153,7 +154,7 @@ def _print_overview(rows: list[OptionRow]) -> None:
 def _print_options(rows: list[OptionRow]) -> None:
     """A paragraph for each option."""
     console = prose_console()
-    for key, options in _by_section(rows).items():
+    for key, options in sections(rows).items():
         console.print(_heading(key))
         for row in options:
             console.print()
@@ -164,13 +165,6 @@ def _print_options(rows: list[OptionRow]) -> None:
 
 # of the shortest of the overview's first two columns; keys are up to 22 characters long
 NAME_WIDTH, DEFAULT_WIDTH = 22, 10
-
-
-def _by_section(rows: list[OptionRow]) -> dict[str, list[OptionRow]]:
-    sections: dict[str, list[OptionRow]] = {}
-    for row in rows:
-        sections.setdefault(row.key.rpartition(".")[0], []).append(row)
-    return sections
 
 
 def _heading(key: str) -> Text:

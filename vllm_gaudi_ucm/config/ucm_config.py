@@ -247,6 +247,14 @@ def describe_section(model: type[BaseModel], key: str) -> list[OptionRow]:
     return _rows(_leaves(model, key))
 
 
+def sections(rows: Iterable[OptionRow]) -> dict[str, list[OptionRow]]:
+    """Rows by the key of their section."""
+    found: dict[str, list[OptionRow]] = {}
+    for row in rows:
+        found.setdefault(row.key.rpartition(".")[0], []).append(row)
+    return found
+
+
 def section_description(key: str) -> str:
     """What a section of the configuration is about; "" for the root, and for sections that others have registered."""
     model: type[BaseModel] = UcmConfig
