@@ -40,11 +40,7 @@ from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
-from vllm_gaudi_ucm.vllm_api.distributed import (
-    init_distributed_environment,
-    make_model_groups,
-    visible_device,
-)
+from vllm_gaudi_ucm.vllm_api.distributed import init_distributed_environment, make_model_groups, visible_device
 from vllm_gaudi_ucm.vllm_api.engine_process import (
     OF_ENGINE,
     abort_at_shutdown,
