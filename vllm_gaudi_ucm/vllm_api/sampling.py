@@ -34,11 +34,15 @@ from vllm.v1.sample.ops.topk_topp_sampler import (
 )
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask, strip_speculative_padding
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    # our sampler calls `apply` as the V1 runner does, without a context
+    V2LogitsProcessor = object
+else:
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
