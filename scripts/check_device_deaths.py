@@ -33,6 +33,8 @@ import torch
 VOCABULARY = 256
 LENGTH = 4096
 SECONDS = 30
+# until the last process that serves a server, such as multiprocessing's tracker, has noticed its end
+CLEAN_SECONDS = 10
 # to import, load and warm up, on a machine that does something else as well
 START_SECONDS = 400
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 4}
@@ -153,18 +155,26 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **offline, "PYTHONPATH": here}
 
 
-def _end(process: subprocess.Popen[bytes]) -> list[str]:
-    """Ends a process and those that it has started, in a session of their own; what was left of them."""
-    left = []
-    for one in psutil.process_iter(["pid", "name"]):
-        try:
-            if os.getsid(one.pid) == process.pid and one.status() != psutil.STATUS_ZOMBIE:
-                left.append(f"{one.pid} {one.info['name']}")
-                one.kill()
-        except (psutil.Error, OSError):
-            continue
+def _members(session: int) -> list[psutil.Process]:
+    """Processes of a session that have not ended."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(one.pid) == session and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> list[str]:
+    """Ends those of a process's session that have not ended by themselves after so many seconds; their ids."""
+    deadline = time.monotonic() + seconds
+    while (left := _members(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for one in left:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
     process.wait()
-    return left
+    return [str(one.pid) for one in left]
 
 
 def check_offline(case: str, folder: Path, log: Path) -> str:
@@ -243,7 +253,7 @@ def check_server(folder: Path, log: Path) -> str:
         except subprocess.TimeoutExpired:
             return f"the server runs {2 * SECONDS} s after rank 1 was killed"
         finally:
-            left = _end(process)
+            left = _end(process, CLEAN_SECONDS)
     if status == 0 or seconds > SECONDS or left:
         return f"status {status} after {seconds:.1f} s, expected another than 0 within {SECONDS} s; left: {left}"
     return f"ok: status {status} after {seconds:.1f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -13,6 +14,7 @@ from vllm_gaudi_ucm.vllm_api import child_watch
 from vllm_gaudi_ucm.vllm_api.child_watch import ChildWatch
 from vllm_gaudi_ucm.vllm_api.log_lines import leave_out_untrue_lines
 
+NUMBERS = itertools.count(5_000_000)  # more than any process has
 FAILED = "AsyncLLM output_handler failed."
 
 
@@ -28,13 +30,13 @@ class Records(logging.Handler):
 
 
 class Engine:
-    """A process that has ended."""
+    """A process; status: None while it runs."""
 
-    def __init__(self, status: int) -> None:
-        self.name, self.pid, self.exitcode = "EngineCore", 7, status
+    def __init__(self, status: int | None) -> None:
+        self.name, self.pid, self.exitcode = "EngineCore", next(NUMBERS), status
 
     def is_alive(self) -> bool:
-        return False
+        return self.exitcode is None
 
 
 @pytest.fixture
@@ -50,12 +52,13 @@ def records() -> Iterator[Records]:
         logger.removeHandler(found)
 
 
-def watch_of(monkeypatch: pytest.MonkeyPatch, *statuses: int) -> None:
-    """A process whose engines have ended with these."""
+def watch_of(monkeypatch: pytest.MonkeyPatch, *statuses: int | None) -> list[Any]:
+    """The engines of this process, by their ends."""
     children: list[Any] = [Engine(status) for status in statuses]
     watch = ChildWatch(lambda: cast("list[BaseProcess]", children), lambda engine: None)
     watch.look()
     monkeypatch.setattr(child_watch, "_watch", watch)
+    return children
 
 
 def test_warnings_that_are_not_of_a_user_are_left_out(records: Records) -> None:
@@ -75,3 +78,14 @@ def test_the_end_of_an_engine_is_an_error_unless_it_was_asked_for(
     watch_of(monkeypatch, *statuses)
     logging.getLogger("vllm.v1.engine.async_llm").error(FAILED)
     assert records.messages == ([FAILED] if is_shown else [])
+
+
+def test_an_engine_that_fails_is_not_excused_by_the_signal_that_follows(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server asks it to end while it closes its workers, which kills it; the server's status is 1."""
+    (engine,) = watch_of(monkeypatch, None)
+    logging.getLogger("vllm.v1.engine.async_llm").error(FAILED)
+    assert records.messages == [FAILED]
+    engine.exitcode = -15
+    assert child_watch.failed_children() == ["EngineCore"]

@@ -48,6 +48,7 @@ class ChildWatch:
         self._engine_ended = engine_ended
         self._started: dict[int, BaseProcess] = {}
         self._ended: list[BaseProcess] = []
+        self._without_outputs: list[BaseProcess] = []
         self._stopped: dict[int, int] = {}
         self._workers: dict[int, BaseProcess] = {}
         self._looks_since_death = 0
@@ -74,7 +75,13 @@ class ChildWatch:
 
     def failed(self) -> list[str]:
         """Names of those that ended by an error or were killed; one that was asked to end is not among them."""
-        return [child.name for child in self.ended() if child.exitcode not in _ORDERLY]
+        found = [child for child in self.ended() if child.exitcode not in _ORDERLY or child in self._without_outputs]
+        return [child.name for child in found]
+
+    def outputs_ended_as_asked(self) -> bool:
+        """See the function; an engine that still runs then has failed, however it ends."""
+        self._without_outputs += [child for child in self._started.values() if child.is_alive()]
+        return bool(self.ended(_ENGINE)) and not self._without_outputs and not self.failed()
 
     def _report_ended(self, alive: dict[int, BaseProcess]) -> None:
         self._started |= alive
@@ -138,13 +145,14 @@ def failed_children() -> list[str]:
     return [] if _watch is None else _watch.failed()
 
 
-def engines_ended_as_asked() -> bool:
-    """Whether this process had engines, and one of them has ended and none of them failed.
+def outputs_ended_as_asked() -> bool:
+    """Whether the engines of a server that can no longer read their outputs were asked to end; else they have failed.
 
-    Reason: vLLM's log does not tell an engine that was asked to end from one that died.
+    Reason: vLLM's log does not tell an engine that was asked to end from one that died. A server asks one that died to
+    end, too, and kills it by that while it closes its workers.
     Remove when: as for `leave_out_untrue_lines`.
     """
-    return _watch is not None and bool(_watch.ended(_ENGINE)) and not _watch.failed()
+    return _watch is not None and _watch.outputs_ended_as_asked()
 
 
 def _look_for_ever(watch: ChildWatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.vllm_api.child_watch import engines_ended_as_asked
+from vllm_gaudi_ucm.vllm_api.child_watch import outputs_ended_as_asked
 
 logger = plugin_logger(__name__)
 
@@ -30,7 +30,7 @@ _LINES = (
     # neither of vLLM's model runners is used
     _Line("vllm.config.vllm", "Model Runner V2 requires Triton", _always),
     # with a traceback, one time in two, when a server is stopped
-    _Line("vllm.v1.engine.async_llm", "AsyncLLM output_handler failed", engines_ended_as_asked),
+    _Line("vllm.v1.engine.async_llm", "AsyncLLM output_handler failed", outputs_ended_as_asked),
 )
 
 
