@@ -16,6 +16,9 @@ OBSERVED: Mapping[str, str] = {
     "VLLM_PLUGINS": "comma separated names of the vLLM plugins that may be loaded; unset: all",
     "VLLM_TARGET_DEVICE": "vLLM takes its own CPU platform without asking any plugin where this is `cpu`",
     "OMP_NUM_THREADS": "OpenMP threads of torch on the CPU; unset: one per core",
+    "GOMP_SPINCOUNT": "how long idle OpenMP threads keep their cores; unset: 500 for each core in an engine on the CPU",
+    "OMP_WAIT_POLICY": "`passive` or `active` waiting of idle OpenMP threads, in place of GOMP_SPINCOUNT",
+    "KMP_BLOCKTIME": "milliseconds that idle threads of Intel's OpenMP keep their cores",
     "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",
     "HABANA_VISIBLE_MODULES": "Gaudi cards that this process may use; unset: all",
     "PT_HPU_LAZY_MODE": "`1`: Gaudi's lazy mode, on the vendor's torch only; unset or `0`: eager with torch.compile",
@@ -118,8 +121,43 @@ def copy_to_ray_engines() -> None:
     os.environ[name] = ",".join(dict.fromkeys([*asked, *_FOR_RAY]))
 
 
+# how idle threads of OpenMP wait, which it reads when it is loaded
+_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+_ENVIRONMENT_OF_START = Path("/proc/self/environ")
+
+
+SPINS_OF_A_CORE = 500
+
+
+def let_idle_threads_wait_briefly(cores: int) -> None:
+    """Lets idle OpenMP threads of processes that this one starts give up their cores soon; a user's own choice stays.
+
+    By default they spin for milliseconds. On a machine with other work that takes the core from the very thread they
+    wait for, hundreds of times a step. How long a wait is worth it grows with the `cores` that compute: sleeping
+    threads are woken one after the other.
+    """
+    if not any(name in os.environ for name in _WAITING):
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS_OF_A_CORE * cores)
+
+
+def waiting_at_start() -> dict[str, str]:
+    """What this process's OpenMP was told about waiting: the variables it was started with."""
+    try:
+        pairs = _ENVIRONMENT_OF_START.read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}  # not Linux
+    found = dict(pair.partition("=")[::2] for pair in pairs)
+    return {name: found[name] for name in _WAITING if name in found}
+
+
+def users_threads() -> str | None:
+    """`OMP_NUM_THREADS` if the user has set it; vLLM sets it for processes that it starts, and says so."""
+    by_vllm = os.environ.get("VLLM_OMP_NUM_THREADS_SET_BY_VLLM") == "1"
+    return None if by_vllm else observed("OMP_NUM_THREADS")
+
+
 # decided while a process imports the plugin, or before
-_OF_IMPORT = (DEVICE, "VLLM_PLUGINS")
+_OF_IMPORT = (DEVICE, "VLLM_PLUGINS", *_WAITING)
 
 
 def needed_to_import() -> dict[str, str]:

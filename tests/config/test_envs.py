@@ -136,3 +136,41 @@ def test_our_scripts_can_be_read_again() -> None:
     readme = (root / "README.md").read_text()
     for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
         assert ("LLM(" in block) == ("__main__" in block)
+
+
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+
+
+@pytest.mark.parametrize("user", [None, *WAITING])
+def test_idle_threads_wait_briefly_unless_the_user_says_how(monkeypatch: pytest.MonkeyPatch, user: str | None) -> None:
+    """Workers on other machines get what is set before they import anything."""
+    for name in WAITING:
+        # a name that is set here is removed again at the end
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if user:
+        monkeypatch.setenv(user, "passive")
+    envs.let_idle_threads_wait_briefly(cores=16)
+    expected = {user: "passive"} if user else {"GOMP_SPINCOUNT": "8000"}
+    assert {name: os.environ[name] for name in WAITING if name in os.environ} == expected
+    assert expected.items() <= envs.needed_to_import().items()
+
+
+def test_what_openmp_read_is_what_this_process_was_started_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = tmp_path / "environ"
+    started.write_bytes(b"HOME=/root\0GOMP_SPINCOUNT=7\0A=b=c\0")
+    monkeypatch.setattr(envs, "_ENVIRONMENT_OF_START", started)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert envs.waiting_at_start() == {"GOMP_SPINCOUNT": "7"}
+    started.unlink()
+    assert envs.waiting_at_start() == {}
+
+
+def test_threads_that_vllm_has_set_are_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", raising=False)
+    assert envs.users_threads() == "3"
+    monkeypatch.setenv("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "1")
+    assert envs.users_threads() is None

@@ -39,7 +39,8 @@ class CpuConfig(Section):
 
     threads: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="Threads of torch in the worker. Without it torch's own choice, which `OMP_NUM_THREADS` sets.",
+        description="Threads of torch in the worker. Without it `OMP_NUM_THREADS`, and on a CPU without either one for "
+        "each core that the worker may use: affinity, a container's quota and other workers of the server count.",
     )
     packed_weights: bool = Field(
         default=True,

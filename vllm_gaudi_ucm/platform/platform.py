@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.envs import (
     announce_local_engines,
     copy_to_ray_engines,
     lazy_mode,
+    let_idle_threads_wait_briefly,
     merge_into_vllm,
     needed_to_import,
     spawn_workers,
@@ -264,6 +265,8 @@ class UcmPlatform(Platform):
 
         It waits for OpenMP's threads, which are not forked. A fork after Gaudi's bridge was loaded always hangs.
         """
+        if cls.device_type == "cpu":
+            let_idle_threads_wait_briefly(find_cores().usable)
         is_spawned = spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu")
         # the engine, which comes here as well, has started already
         if not is_spawned and not is_engine_process():

@@ -15,13 +15,15 @@ from torch import nn
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device.cpu_threads import choose_threads, waiting_in_words
+from vllm_gaudi_ucm.device.host_limits import find_cores
 from vllm_gaudi_ucm.device.hpu_mode import check_hpu_mode
 from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.distributed.lockstep import Lockstep
 from vllm_gaudi_ucm.distributed.rank_failure import DeviceWatch, Peers, RankGuard, ends_engine
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.distributed.stage import Stage
-from vllm_gaudi_ucm.envs import lazy_mode, local_engines
+from vllm_gaudi_ucm.envs import lazy_mode, local_engines, users_threads, waiting_at_start
 from vllm_gaudi_ucm.execution.bucket_choice import reads_own_blocks, server_limits, step_memory
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
@@ -176,8 +178,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         self._device.take(visible_device(self.parallel_config, self.local_rank))
         self.device = self._device.torch_device()
         check_device_sizes(self._ucm, self._device.memory().total)
-        if self._ucm.cpu.threads is not None:
-            torch.set_num_threads(self._ucm.cpu.threads)
+        self._set_threads()
         parallel = self.parallel_config
         init_distributed_environment(
             parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, self._device.dist_backend
@@ -200,6 +201,20 @@ class UcmWorker(RefusedCalls, WorkerBase):
         self.model_runner = ModelRunner(
             self.vllm_config, self._ucm, self._device, kind, self._ranks, stage, self._lockstep
         )
+
+    def _set_threads(self) -> None:
+        asked = self._ucm.cpu.threads
+        if self._device.kind != "cpu":
+            if asked is not None:
+                torch.set_num_threads(asked)
+            return
+        workers = self.parallel_config.local_world_size * local_engines()
+        choice = choose_threads(torch.get_num_threads(), find_cores(), workers, asked, users_threads())
+        if choice.threads != torch.get_num_threads():
+            torch.set_num_threads(choice.threads)
+        if self.rank == 0:
+            waiting = waiting_in_words(waiting_at_start())
+            logger.info("The model is computed by %d threads (%s); %s.", choice.threads, choice.reason, waiting)
 
     def _name_rank_in_errors(self) -> None:
         """Wraps the calls that all workers of an engine answer together."""
