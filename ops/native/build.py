@@ -199,7 +199,7 @@ def build(cache: Path | None = None) -> Path:
         _sweep(folder)
         library = folder / f"kernels-{_key(compiler)}.so"
         if fault(library):
-            with _alone(folder):
+            with alone(folder):
                 # another process may have built it meanwhile
                 if found := fault(library):
                     _compile(compiler, library, found)
@@ -229,7 +229,7 @@ def _sweep(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """One process at a time, if the lock works: two builds at once do no harm, but double the work."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -35,6 +35,7 @@ KERNELS = {
     "ucm_narrow_rows": Kernel(13, 0),
     "ucm_bf16_linear": Kernel(14, 0),
     "ucm_int8_linear": Kernel(15, 0),
+    "ucm_bf16_tile_linear": Kernel(16, 0),
 }
 _MOST_ARGUMENTS = 13
 

@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ucm_swap_blocks": (_INT, (POINTER(_INT), POINTER(_INT), _INT, _POINTER, *[_INT] * 6)),
     "ucm_linear": (None, (_POINTER, _INT, _POINTER, _POINTER, _POINTER, *[_INT] * 4)),
     "ucm_bf16_linear": (None, (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 4)),
+    "ucm_bf16_tile_linear": (None, (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 4)),
     "ucm_multiplies_bf16": (_INT, ()),
     "ucm_int8_linear": (None, (_POINTER, _INT, _POINTER, _INT, *[_POINTER] * 5, *[_INT] * 3)),
     "ucm_multiplies_int8": (_INT, ()),

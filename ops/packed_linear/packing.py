@@ -213,6 +213,11 @@ def find_pairs(weight: Tensor) -> Panels | None:
     kernels = native()
     if kernels is None or weight.dtype != torch.bfloat16 or not kernels.ucm_multiplies_bf16():
         return None
+    return pairs_of(weight)
+
+
+def pairs_of(weight: Tensor) -> Panels | None:
+    """The same on any CPU."""
     outputs, inputs = weight.shape
     width = next((width for width in PAIR_WIDTHS if outputs % width == 0), None)
     if width is None or inputs % 2:

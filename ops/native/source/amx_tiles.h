@@ -15,15 +15,16 @@ inline bool have_matrix_tiles() {
     return granted;
 }
 
-// While it lives, all eight tiles of this thread are 16 rows of 64 bytes. Released at the end: idle tiles cost context
+// While it lives, all eight tiles of this thread are 16 rows of 64 bytes; the first five may have fewer rows. Released at the end: idle tiles cost context
 // switches and clock. Whoever calls oneDNN on this thread meanwhile would lose them.
 struct MatrixTiles {
-    MatrixTiles() {
+    explicit MatrixTiles(int64_t rows = 16) {
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
         } shape;
+        for (int tile = 0; tile < 5; ++tile) shape.rows[tile] = uint8_t(rows);
         // not _tile_loadconfig: GCC takes it to read eight bytes, and drops the others
         asm volatile("ldtilecfg %0" ::"m"(shape));
     }

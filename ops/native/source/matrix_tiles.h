@@ -27,6 +27,7 @@ constexpr int TILE = 16;        // rows and columns of a result, in fp32
 constexpr int TILE_DEPTH = 32;  // bfloat16 of a row; the other operand has them in pairs, [16 pairs, 16 columns, 2]
 constexpr int PARTS = 3;
 
+#if defined(__AVX512F__)
 // 32 floats (two vectors, in order) as three rows of 32 bfloat16, the most significant first.
 // A value that is not finite is kept by the first row alone: the others would turn Inf into NaN.
 struct Split {
@@ -47,6 +48,7 @@ struct Split {
         return (left >= -FLT_MAX) & (left <= FLT_MAX) ? left : Floats{};
     }
 };
+#endif
 
 #else
 

@@ -35,6 +35,8 @@ void ucm_widen_rows(const uint16_t*, int64_t, float*, int64_t, int64_t, int64_t)
 void ucm_narrow_rows(const float*, uint16_t*, int64_t, int64_t, int64_t, int64_t);
 void ucm_bf16_linear(
     const uint16_t*, int64_t, const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t, int64_t, int64_t);
+void ucm_bf16_tile_linear(
+    const uint16_t*, int64_t, const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t, int64_t, int64_t);
 void ucm_int8_linear(
     const float*, int64_t, const float*, int64_t, const int8_t*, const float*, const int32_t*, const float*, float*,
     int64_t, int64_t, int64_t);
@@ -102,6 +104,7 @@ int64_t run(const Call& recorded) {
         case 13: return call(ucm_narrow_rows, words);
         case 14: return call(ucm_bf16_linear, words);
         case 15: return call(ucm_int8_linear, words);
+        case 16: return call(ucm_bf16_tile_linear, words);
     }
     return ~recorded.done;
 }
