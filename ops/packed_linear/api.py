@@ -8,12 +8,15 @@ in fewer bits is read from a compact copy (`packing.py`); its product differs on
 with a matrix unit both forms are multiplied there, as sums of bfloat16 (`ops/native/source/tile_linear.cpp`), and a
 weight with a compact copy needs no other copy; neither does it with 512-bit vectors and panels that stay in the cache.
 
-A bfloat16 weight is multiplied with bfloat16 rows in pairs where the CPU has instructions for that (`bf16_linear.cpp`),
-else a few rows of half precision are widened: both are native calls, which a graph can hold.
+A bfloat16 weight is multiplied with bfloat16 rows in pairs if the CPU has instructions for that (`bf16_linear.cpp`), or
+from the same memory on the matrix unit (`bf16_tiles.cpp`); else a few rows of half precision are widened. All are
+native calls, which a graph can hold. Which way multiplies how many rows is measured once a CPU (`measured_ways.py`).
 """
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,25 +26,12 @@ from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.half_rows import narrow_rows, widen_rows
 from vllm_gaudi_ucm.ops.native.library import HALF_TYPES, is_half_rows, is_rows, native
 from vllm_gaudi_ucm.ops.packed_linear.packing import Compact, Form, Panels, find_compact, find_pairs, find_panels
+from vllm_gaudi_ucm.ops.packed_linear.way import MEASURED_ROWS, NATIVE_ROWS, Kind, Way, fastest_way, times_of, ways
 
-# oneDNN chooses the block layout for a number of rows; of 1, 16, 256 and unknown, 16 was the best over 1 to 1024 rows.
+# oneDNN lays a weight out for this number of rows. It is a hint: other layouts are slower with few rows or with many.
 PACK_FOR_ROWS = 16
-# More rows are bound by arithmetic, which oneDNN orders better.
-NATIVE_ROWS = 64
-# Rows from which on the matrix unit is faster. fp32 panels have to be split first, and cost twice the products.
-# All of SmolLM2-135M's weights, one thread: compact 1 row 13 ms against 16, 2 rows 26 against 16; panels 64 rows even.
-TILE_ROWS_COMPACT = 2
-TILE_ROWS_PANELS = 65
-# A compact weight needs no copy for oneDNN on a CPU with this many lanes, up to this many inputs: a panel of 64
-# columns, written out, is 512 KB then, and stays in the second cache. Zen 5, one thread, GFLOP/s of oneDNN and of
-# compact weights, of 262: 576 inputs, 128 rows 222 and 224, 1024 rows 237 and 237; 1536: 231 and 237, 241 and 248.
+# A compact weight needs no copy for oneDNN on a CPU with this many lanes, which has registers for all of its sums.
 ALONE_LANES = 16
-ALONE_INPUTS = 2048
-# A weight in pairs needs no copy for oneDNN up to this many inputs. Zen 5, one thread, 4096 inputs and outputs, GFLOP/s
-# of oneDNN and of pairs: 1 row 50 and 56, 16 rows 309 and 363, 128 rows 451 and 474, 1024 rows 471 and 446.
-PAIRS_ALONE_INPUTS = 4096
-# Beside a matrix unit, which multiplies bfloat16 many times as fast: from here on reading the weight is not the limit.
-PAIRS_ROWS_BESIDE_TILES = 16
 # How the native kernel numbers fp32 panels, beside the values of `Form`.
 _FLOAT32 = 3
 
@@ -83,7 +73,7 @@ def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
     outputs, inputs = plain.shape
     pairs = find_pairs(plain)
     if pairs is not None:
-        is_alone = inputs <= PAIRS_ALONE_INPUTS and not matrix_unit.in_use()
+        is_alone = not _needs_onednn(pairs, inputs)
         packed = None if is_alone else torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
         return PackedWeight(packed, outputs, inputs, None, is_fp32=False, pairs=pairs)
     found = find_compact(plain.float()) if compact else None
@@ -108,10 +98,11 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         x = x.contiguous()
     form = weight.compact or weight.panels
     if form is not None and not torch.compiler.is_compiling() and _fits(x, weight, bias):
-        if x.shape[0] >= _tile_rows(form) and matrix_unit.in_use() and not _is_float16(form):
-            return _multiply(x, form, weight.outputs, bias, tiles=True)
-        if x.shape[0] <= NATIVE_ROWS or weight.tensor is None:
-            return _multiply(x, form, weight.outputs, bias, tiles=False)
+        tiles = matrix_unit.in_use() and not _is_float16(form)
+        # oneDNN's copy of another weight is not for fp32 rows
+        way = _way(kind_of(form), x.shape[0], tiles, weight.tensor is not None and weight.is_fp32)
+        if way is not Way.ONEDNN:
+            return multiply_form(x, form, weight.outputs, bias, tiles=way is Way.TILES)
     if weight.tensor is None:
         raise RuntimeError(
             f"a packed weight of {weight.outputs} outputs and {weight.inputs} inputs: found x {x.dtype} "
@@ -127,7 +118,10 @@ def _in_half(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | N
     if weight.pairs is not None:
         if not is_half_rows(x):
             x = x.contiguous()
-        return _multiply_pairs(x, weight.pairs, bias) if _takes_pairs(x, weight, bias) else None
+        if x.dtype != torch.bfloat16 or torch.compiler.is_compiling() or not _sizes_fit(x, weight, bias):
+            return None  # oneDNN gets the rows, and raises the error
+        way = _way(Kind.PAIRS, x.shape[0], has_pair_tiles(weight.inputs), weight.tensor is not None)
+        return None if way is Way.ONEDNN else multiply_pairs(x, weight.pairs, bias, tiles=way is Way.TILES)
     if not weight.is_fp32 and not (weight.compact is not None and x.shape[0] <= NATIVE_ROWS and is_half_rows(x)):
         return None
     wide_bias = None if bias is None else widen_rows(bias.view(1, -1)).view(-1)
@@ -135,21 +129,34 @@ def _in_half(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | N
     return narrow_rows(product, x.new_empty(product.shape))
 
 
-def _takes_pairs(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
-    """Whether sizes and dtypes match, and pairs are the fastest; if not, oneDNN gets the rows, and raises the error."""
-    if x.dtype != torch.bfloat16 or torch.compiler.is_compiling() or not _sizes_fit(x, weight, bias):
-        return False
-    most = PAIRS_ROWS_BESIDE_TILES if matrix_unit.in_use() else NATIVE_ROWS
-    return weight.tensor is None or x.shape[0] <= most
+def _way(kind: Kind, rows: int, tiles: bool, onednn: bool) -> Way:
+    return fastest_way(kind, min(rows, MEASURED_ROWS[-1] + 1), tiles, onednn)
 
 
-def _multiply_pairs(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+def multiplies_pairs() -> bool:
+    """Whether this CPU has instructions for pairs of bfloat16."""
+    kernels = native()
+    return kernels is not None and bool(kernels.ucm_multiplies_bf16())
+
+
+def has_pair_tiles(inputs: int) -> bool:
+    """Whether the matrix unit multiplies pairs of so many inputs: whole tiles, which it reads where they lie."""
+    return inputs % 32 == 0 and matrix_unit.in_use()
+
+
+def kind_of(form: Compact | Panels) -> Kind:
+    """The kind of a weight that is kept in this form; panels are fp32 here."""
+    return Kind[form.form.name] if isinstance(form, Compact) else Kind.FLOAT32
+
+
+def multiply_pairs(x: Tensor, weight: Panels, bias: Tensor | None, tiles: bool) -> Tensor:
     kernels = native()
     assert kernels is not None, "pairs are found only for native kernels"
     out = x.new_empty((x.shape[0], weight.owner.shape[0] * weight.width))
     address = None if bias is None else bias.data_ptr()
     given = (x.data_ptr(), x.stride(0), weight.address, address, out.data_ptr())
-    kernels.ucm_bf16_linear(*given, *x.shape, out.shape[1], weight.width)
+    multiply = kernels.ucm_bf16_tile_linear if tiles else kernels.ucm_bf16_linear
+    multiply(*given, *x.shape, out.shape[1], weight.width)
     return out
 
 
@@ -165,16 +172,36 @@ def _enough_alone(inputs: int) -> bool:
     if matrix_unit.in_use():
         return True
     kernels = native()
-    return kernels is not None and kernels.ucm_lanes() >= ALONE_LANES and inputs <= ALONE_INPUTS
+    # a panel is written out as fp32
+    return kernels is not None and kernels.ucm_lanes() >= ALONE_LANES and stays_in_cache(64 * inputs * 4)
+
+
+def _needs_onednn(pairs: Panels, inputs: int) -> bool:
+    """Whether a weight in pairs needs a copy for oneDNN, too, for steps of many rows."""
+    if matrix_unit.in_use() or not stays_in_cache(pairs.width * inputs * 2):
+        return True  # with the unit oneDNN orders the products of large weights better than a small one's times tell
+    times = times_of(Kind.PAIRS)
+    return bool(times.seconds) and times.needs_onednn(ways(tiles=False, onednn=True))
+
+
+def stays_in_cache(size: int) -> bool:
+    """Whether a panel of so many bytes stays in the second cache of a core, with as much room for rows."""
+    return 2 * size <= second_cache()
+
+
+@cache
+def second_cache() -> int:
+    """Bytes of a core's second cache; 1 MiB if the system does not say."""
+    try:
+        found = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+    except (OSError, ValueError):
+        found = 0
+    return found if found > 0 else 1 << 20
 
 
 def _is_float16(form: Compact | Panels) -> bool:
     """A form that the matrix unit does not read."""
     return isinstance(form, Compact) and form.form is Form.FLOAT16
-
-
-def _tile_rows(form: Compact | Panels) -> int:
-    return TILE_ROWS_COMPACT if isinstance(form, Compact) else TILE_ROWS_PANELS
 
 
 def _fits(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
@@ -189,7 +216,7 @@ def _sizes_fit(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
     return bias is None or (bias.dtype == x.dtype and bias.shape == (weight.outputs,) and bias.is_contiguous())
 
 
-def _multiply(x: Tensor, weight: Compact | Panels, outputs: int, bias: Tensor | None, tiles: bool) -> Tensor:
+def multiply_form(x: Tensor, weight: Compact | Panels, outputs: int, bias: Tensor | None, tiles: bool) -> Tensor:
     """The product by a native kernel. tiles: on the matrix unit, which is in use."""
     kernels = native()
     assert kernels is not None, "these forms are found only for native kernels"

@@ -17,6 +17,8 @@ from vllm_gaudi_ucm.device.base import Memory
 from vllm_gaudi_ucm.device.detect import Decision
 from vllm_gaudi_ucm.device.host_limits import Cores
 from vllm_gaudi_ucm.ops.native import library, matrix_unit
+from vllm_gaudi_ucm.ops.packed_linear import measured_ways
+from vllm_gaudi_ucm.ops.packed_linear.way import Kind, Times, Way
 
 
 def test_crash_of_a_check_keeps_the_rows_before_it() -> None:
@@ -278,6 +280,20 @@ def test_device_rows(monkeypatch: pytest.MonkeyPatch, free: int, status: str) ->
     assert rows["Gaudi cards"].status == "warn"
     monkeypatch.setattr(machine, "gaudi_cards", lambda: ["accel0"])
     assert {check.name: check for check in machine.device_checks("hpu")}["Gaudi cards"].status == "ok"
+
+
+def test_ways_of_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine has measured; the matrix unit is left out where the configuration does."""
+    seconds = {Way.VECTORS: (1.0,) * 8, Way.TILES: (3.0, *(0.5,) * 7), Way.ONEDNN: (2.0,) * 8}
+    monkeypatch.setattr(measured_ways, "known_ways", lambda: {Kind.PAIRS: Times(Kind.PAIRS, seconds)})
+    (row,) = machine.product_checks(resolve_config({}), "cpu")
+    assert row.found == "bfloat16: vectors up to 1 row, matrix unit up to 128 rows, oneDNN beyond"
+    (row,) = machine.product_checks(resolve_config({"ucm": {"cpu": {"matrix_unit": False}}}), "cpu")
+    assert row.found == "bfloat16: vectors up to 128 rows, oneDNN beyond"
+    monkeypatch.setattr(measured_ways, "known_ways", dict)
+    (row,) = machine.product_checks(resolve_config({}), "cpu")
+    assert row.found.startswith("not measured yet")
+    assert not list(machine.product_checks(resolve_config({}), "cuda"))
 
 
 def test_thread_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.packed_linear import packing
-from vllm_gaudi_ucm.ops.packed_linear.api import ALONE_INPUTS, ALONE_LANES, NATIVE_ROWS, pack, packed_linear
+from vllm_gaudi_ucm.ops.packed_linear.api import ALONE_LANES, pack, packed_linear, second_cache
 from vllm_gaudi_ucm.ops.packed_linear.packing import GROUP, Form, find_compact
+from vllm_gaudi_ucm.ops.packed_linear.way import NATIVE_ROWS
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels on this machine")
 EPSILON = torch.finfo(torch.float32).eps
@@ -110,14 +111,18 @@ def test_as_many_rows_as_are_multiplied_at_once_and_one_more(form: Form) -> None
     assert (found - exact).norm() <= 2 * (plain - exact).norm()
 
 
-@pytest.mark.parametrize("inputs", [ALONE_INPUTS, ALONE_INPUTS + GROUP])
+# of which a panel takes half of the second cache, and more
+MOST_INPUTS = second_cache() // (2 * 4 * 64) // GROUP * GROUP
+
+
+@pytest.mark.parametrize("inputs", [MOST_INPUTS, MOST_INPUTS + GROUP])
 def test_a_copy_for_onednn_is_kept_where_panels_leave_the_cache(inputs: int) -> None:
     kernels = native()
     assert kernels is not None
     with matrix_unit.using(False):
         packed = pack(four_bits(64, inputs), compact=True)
     assert packed.compact is not None
-    assert (packed.tensor is None) == (kernels.ucm_lanes() >= ALONE_LANES and inputs <= ALONE_INPUTS)
+    assert (packed.tensor is None) == (kernels.ucm_lanes() >= ALONE_LANES and inputs <= MOST_INPUTS)
 
 
 @pytest.mark.parametrize("form", FORMS)

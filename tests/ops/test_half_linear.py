@@ -12,8 +12,9 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.native import library, matrix_unit
 from vllm_gaudi_ucm.ops.native.half_rows import narrow_rows, widen_rows
 from vllm_gaudi_ucm.ops.packed_linear import api
-from vllm_gaudi_ucm.ops.packed_linear.api import NATIVE_ROWS, PackedWeight, pack, packed_linear
+from vllm_gaudi_ucm.ops.packed_linear.api import PackedWeight, pack, packed_linear
 from vllm_gaudi_ucm.ops.packed_linear.packing import find_pairs
+from vllm_gaudi_ucm.ops.packed_linear.way import NATIVE_ROWS
 
 each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 needs_kernels = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
@@ -74,7 +75,7 @@ def test_pairs_keep_nan_in_its_row() -> None:
 
 @needs_pairs
 def test_pairs_of_long_rows_have_a_copy_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "PAIRS_ALONE_INPUTS", 32)
+    monkeypatch.setattr(api, "second_cache", lambda: 0)
     x, weight, bias = problem(NATIVE_ROWS + 1, 128, 64, torch.bfloat16)
     packed = pack(weight)
     assert packed.tensor is not None

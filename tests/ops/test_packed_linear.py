@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.packed_linear import packing
-from vllm_gaudi_ucm.ops.packed_linear.api import NATIVE_ROWS, can_pack, pack, packed_linear
+from vllm_gaudi_ucm.ops.packed_linear.api import can_pack, pack, packed_linear
+from vllm_gaudi_ucm.ops.packed_linear.way import NATIVE_ROWS
 
 EPSILON = torch.finfo(torch.float32).eps
 

@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.packed_linear import api
 from vllm_gaudi_ucm.ops.packed_linear.api import PackedWeight, pack, packed_linear
 from vllm_gaudi_ucm.ops.packed_linear.packing import Form, Panels
+from vllm_gaudi_ucm.ops.packed_linear.way import Way
 
 needs_tiles = pytest.mark.skipif(not matrix_unit.available(), reason=matrix_unit.why_not() or "there is one")
 EPSILON = torch.finfo(torch.float32).eps
@@ -49,8 +50,7 @@ def check(x: Tensor, weight: Tensor, found: Tensor, bias: Tensor | None = None) 
 @pytest.fixture
 def every_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix unit for any number of rows, and results that start as NaN."""
-    monkeypatch.setattr(api, "TILE_ROWS_COMPACT", 1)
-    monkeypatch.setattr(api, "TILE_ROWS_PANELS", 1)
+    monkeypatch.setattr(api, "fastest_way", lambda *_: Way.TILES)
     monkeypatch.setattr(
         Tensor, "new_empty", lambda self, *size: self.new_full(torch.Size(size[0] if len(size) == 1 else size), NAN)
     )
@@ -95,7 +95,7 @@ def test_inputs_that_do_not_fill_a_tile(inputs: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_results_are_the_same_bits(form: Form | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Across runs, numbers of threads, and numbers of rows that the matrix unit is used for."""
-    monkeypatch.setattr(api, "TILE_ROWS_PANELS", 2)
+    monkeypatch.setattr(api, "fastest_way", lambda *_: Way.TILES)
     x, weight = torch.randn(300, 640), packed(make(form, 7 * 64, 640), form)
     before = torch.get_num_threads()
     try:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.ops.packed_linear.api import PackedWeight, can_pack, pack, packed_linear
+from vllm_gaudi_ucm.ops.packed_linear.api import PackedWeight, can_pack, multiplies_pairs, pack, packed_linear
+from vllm_gaudi_ucm.ops.packed_linear.measured_ways import kinds_of, learn_ways
+from vllm_gaudi_ucm.ops.packed_linear.way import Kind
 from vllm_gaudi_ucm.vllm_api.model import (
     LinearBase,
     ParallelLMHead,
@@ -50,6 +52,9 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
     output head keeps its own, because it may be the embedding's, whose rows are read one by one.
     """
     weights: list[PackedWeight] = []
+    if multiplies_pairs() and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        # before they are packed: whether they need a copy for oneDNN depends on it
+        learn_ways({Kind.PAIRS})
     for layer in model.modules():
         plain = getattr(layer, "weight", None)
         # a layer that another has taken the weight of has none left
@@ -62,4 +67,5 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
         elif isinstance(layer, ParallelLMHead) and type(layer.quant_method) is UnquantizedEmbeddingMethod:
             weights.append(pack(plain, compact))
             layer.quant_method = PackedHeadMethod(weights[-1])
+    learn_ways(kinds_of(weights))
     return PackedLayers(len(weights), sum(weight.compact is not None for weight in weights))

@@ -31,6 +31,7 @@ from vllm_gaudi_ucm.cli.doctor.machine import (
     kernel_checks,
     matrix_unit_checks,
     operator_checks,
+    product_checks,
     thread_checks,
     version_checks,
 )
@@ -103,6 +104,7 @@ def examine(config: str | None, store: str | None = None, workers: int = 1) -> E
         checks += guarded("device", lambda: kernel_checks(device))
     checks += guarded("device", thread_checks)
     checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
+    checks += guarded("device", lambda: _of_config(config, lambda ucm: product_checks(ucm, device)))
     checks += guarded("several devices", lambda: collective_checks(device, workers))
     checks += guarded("operators", lambda: operator_checks(device))
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))

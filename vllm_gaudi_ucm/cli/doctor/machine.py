@@ -104,6 +104,21 @@ def kernel_checks(device: str | None) -> Iterator[Check]:
         yield Check(DEVICE, name, "ok", expected)
 
 
+def product_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
+    """Rows for a server on the CPU: which way its linear layers are multiplied, as measured on this machine."""
+    from vllm_gaudi_ucm.ops.packed_linear.measured_ways import known_ways
+    from vllm_gaudi_ucm.ops.packed_linear.way import Way
+
+    if device != "cpu":
+        return
+    known = known_ways()
+    if not known:
+        yield Check(DEVICE, "linear layers", "info", "not measured yet; the first engine on this machine does that")
+    for kind, times in sorted(known.items()):
+        ways = [way for way in times.seconds if config.cpu.matrix_unit or way is not Way.TILES]
+        yield Check(DEVICE, "linear layers", "info", f"{kind}: {times.described(ways)}")
+
+
 def implementation_checks(config: UcmConfig, device: str) -> Iterator[Check]:
     """A row for each operation: its implementation at true shapes, and why not others. May build the kernels."""
     from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION

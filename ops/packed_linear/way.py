@@ -1,0 +1,120 @@
+"""How a product is computed, and which way is the fastest for how many rows.
+
+Without measured times (`measured_ways.py`) a rule decides by what each way has to do. One row is bound by reading the
+weight. From two rows on the matrix unit needs the fewest instructions, unless it has to split the weight first, which
+pays from 65 rows on. More rows than that are bound by arithmetic: oneDNN orders it best for bfloat16, and does without
+the matrix unit for fp32.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+# Rows of the products that are measured. Others are taken for the next one; for more the rule decides.
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+# Up to so many rows a step is a graph if all of its products are native calls, which saves the host's work for each.
+NATIVE_ROWS = 64
+# So much faster is oneDNN when it is worth a graph, and so much a native product of more rows, which oneDNN orders
+# better the more there are.
+WORTH_A_GRAPH, WORTH_MANY_ROWS = 1.4, 1.1
+
+
+class Way(StrEnum):
+    """Who multiplies: native kernels with vectors, or on the matrix unit, or oneDNN."""
+
+    VECTORS = "vectors"
+    TILES = "matrix unit"
+    ONEDNN = "oneDNN"
+
+
+class Kind(StrEnum):
+    """How a weight is kept: bfloat16 in pairs, fp32, or in fewer bits."""
+
+    PAIRS = "bfloat16"
+    FLOAT32 = "float32"
+    BFLOAT16 = "float32 kept in bfloat16"
+    FLOAT16 = "float32 kept in float16"
+    AFFINE4 = "float32 kept in 4 bits"
+    SYMMETRIC8 = "float32 kept in 8 bits"
+
+
+# Native kernels and oneDNN read as many bytes of these. oneDNN reads more of others: few rows wait for that, and
+# the times of one weight that stays in a cache do not show it.
+SAME_BYTES = (Kind.PAIRS, Kind.FLOAT32)
+
+
+class Times(NamedTuple):
+    """Seconds of one kind's products, by way and `MEASURED_ROWS`; empty if they are not known."""
+
+    kind: Kind
+    seconds: Mapping[Way, tuple[float, ...]]
+
+    def fastest(self, rows: int, ways: Collection[Way]) -> Way:
+        """The way of so many rows, one of `ways`."""
+        native = [way for way in ways if way is not Way.ONEDNN]
+        if not native or rows == 0:
+            return next(iter(ways))
+        if rows > MEASURED_ROWS[-1] or any(way not in self.seconds for way in ways):
+            return self._by_rule(rows, ways)
+        column = bisect_left(MEASURED_ROWS, rows)
+        best = min(native, key=lambda way: self.seconds[way][column])
+        reads_less = rows <= NATIVE_ROWS and self.kind not in SAME_BYTES
+        if Way.ONEDNN not in ways or reads_less:
+            return best
+        ratio = self.seconds[best][column] / self.seconds[Way.ONEDNN][column]
+        wins = ratio > WORTH_A_GRAPH if rows <= NATIVE_ROWS else ratio > 1 / WORTH_MANY_ROWS
+        return Way.ONEDNN if wins else best
+
+    def needs_onednn(self, ways: Collection[Way]) -> bool:
+        """Whether a weight needs a copy for oneDNN: native products of many rows are slower by more than a tenth."""
+        if any(way not in self.seconds for way in ways):
+            return True
+        native = min(self.seconds[way][-1] for way in ways if way is not Way.ONEDNN)
+        return native > WORTH_MANY_ROWS * self.seconds[Way.ONEDNN][-1]
+
+    def _by_rule(self, rows: int, ways: Collection[Way]) -> Way:
+        few, many_by_onednn = rows <= NATIVE_ROWS, Way.ONEDNN in ways
+        splits_for_few = few and self.kind is Kind.FLOAT32
+        bound_by_arithmetic = not few and self.kind is Kind.PAIRS and many_by_onednn
+        if Way.TILES in ways and rows > 1 and not splits_for_few and not bound_by_arithmetic:
+            return Way.TILES
+        return Way.VECTORS if few or not many_by_onednn else Way.ONEDNN
+
+    def described(self, ways: Collection[Way]) -> str:
+        """Which way multiplies up to how many rows, in words."""
+        steps = [(self.fastest(rows, ways), rows) for rows in (*MEASURED_ROWS, MEASURED_ROWS[-1] + 1)]
+        changes = [(way, rows) for (way, rows), (then, _) in pairwise(steps) if way is not then]
+        named = [f"{way} up to {rows} row{'s' * (rows > 1)}" for way, rows in changes]
+        return ", ".join((*named, f"{steps[-1][0]} beyond")) if named else f"{steps[-1][0]} for any number of rows"
+
+
+_known: dict[Kind, Times] = {}
+
+
+def times_of(kind: Kind) -> Times:
+    """What is known of a kind."""
+    return _known.get(kind, Times(kind, {}))
+
+
+def set_times(times: Mapping[Kind, Mapping[Way, tuple[float, ...]]]) -> None:
+    """Makes measured times known to this process, in place of what it knew; none leave everything to the rule."""
+    _known.clear()
+    _known.update({kind: Times(kind, seconds) for kind, seconds in times.items()})
+    fastest_way.cache_clear()
+
+
+@cache
+def ways(tiles: bool, onednn: bool) -> tuple[Way, ...]:
+    """Those that a weight may be multiplied in. tiles: the matrix unit is in use. onednn: it has a copy for that."""
+    return (Way.VECTORS, *((Way.TILES,) if tiles else ()), *((Way.ONEDNN,) if onednn else ()))
+
+
+@cache
+def fastest_way(kind: Kind, rows: int, tiles: bool, onednn: bool) -> Way:
+    """The way of so many rows of a kind; more rows than are measured may be given as one more than these."""
+    return times_of(kind).fastest(rows, ways(tiles, onednn))
