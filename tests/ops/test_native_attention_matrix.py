@@ -15,6 +15,7 @@ from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.local import Features, with_features
 from tests.ops.oracle import assert_matches, examples, oracle
 from tests.ops.test_native_attention import attend_natively
+from tests.ops.test_native_attention_pairs import BRAIN, check
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.unified_attention.impl import native_jobs, reference
 
@@ -88,6 +89,30 @@ def test_any_batch(requests: list[Request], kv_heads: int, group: int, dim: int,
     """covers: A1, A13, A22. Any number of query vectors, tokens and requests, with whatever does not fill a tile."""
     shape = Shape(kv_heads * group, kv_heads, dim, dim, block_size=16, dtype=dtype, seed=seed)
     assert_matches(build(requests, shape), "native")
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (128, 128), (96, 32)])
+@pytest.mark.parametrize("factor", [1, 16])
+def test_weights_of_bfloat16_are_rounded_to_it(dim: int, value_dim: int, factor: int) -> None:
+    """covers: A9, A13. Scales that bfloat16 holds and others, large scores, rows that see a part of a tile."""
+    batch = build([*MIXED, Request(200, 33)], replace(BRAIN, dim=dim, value_dim=value_dim))
+    batch.query.mul_(factor)
+    finite, out = attend_natively(batch)
+    assert finite
+    check(batch, out)
+
+
+def test_rounded_weights_of_equal_values_leave_that_value() -> None:
+    """They are shares of their own sum, in any tile and in merged results."""
+    batch = build([*MIXED, Request(300, 70)], BRAIN)
+    value = torch.tensor(1.6640625, dtype=torch.bfloat16)
+    batch.value.fill_(value)
+    batch.value_cache.fill_(value)
+    batch.query.mul_(8)
+    finite, out = attend_natively(batch)
+    assert finite
+    rows = [row for row, seen in enumerate(batch.seen) if seen is not None]
+    assert (out[rows] == value).all()
 
 
 @pytest.mark.parametrize("row_tile", [8, 33, 64])

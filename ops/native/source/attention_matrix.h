@@ -1,5 +1,8 @@
-// A tile of the online softmax added to a unit of many query vectors on the CPU's matrix unit.
+// A tile of the online softmax added to a unit of many query vectors on the CPU's matrix unit. If queries, keys and values
+// are bfloat16, weights are rounded to it, too, and so is their sum, as in attention_pairs.h: one product in place of three.
 #pragma once
+
+#include <type_traits>
 
 #include "attention_strips.h"
 
@@ -17,19 +20,32 @@ struct Block {
     char* weights = nullptr;
 };
 
-// A row's scores to weights wherever a mask or a new maximum is needed.
-inline void weigh_again(Unit& unit, const Tile& tile, const Block& block, int64_t row) {
+// Weights in fp32 that bfloat16 holds.
+struct RoundedWeights {
+    static Floats keep(float* weights, int64_t t, Floats w) {
+        const Floats rounded = RoundedPairs::rounded(w);
+        store(weights + t, rounded);
+        return rounded;
+    }
+};
+
+// A row's scores to weights wherever a mask or a new maximum is needed. LEFT: parts of a weight.
+template <int LEFT>
+void weigh_again(Unit& unit, const Tile& tile, const Block& block, int64_t row) {
     const int64_t i = block.first + row;
     float* scores = block.scores + row * KEYS;
-    const float kept = weigh(unit, tile, i, scores, tile.hidden(i, unit.group), tile.limit(i, unit.group), block.depth);
+    using Weights = std::conditional_t<LEFT == 1, RoundedWeights, FloatWeights>;
+    const int64_t hidden = tile.hidden(i, unit.group), limit = tile.limit(i, unit.group);
+    const float kept = weigh<Weights>(unit, tile, i, scores, hidden, limit, block.depth);
     char* to = block.weights + row / TILE * strip_bytes(KEYS, PARTS);
-    split_row(scores, block.depth, to, row % TILE);
+    split_row<LEFT>(scores, block.depth, to, row % TILE);
     float* out = unit.out + i * unit.value_width;
     for (int64_t d = 0; kept != 1.0f && d < unit.value_dim; d += LANES) store(out + d, load(out + d) * kept);
 }
 
 // Scores to weights in small steps of 32 tokens, few instructions each: more would keep the tiles waiting. A row that
 // turns out to need a new maximum is weighed again.
+template <int LEFT>
 struct SoftmaxWeights {
     const Block& block;
     const float *scores, *top;
@@ -48,9 +64,15 @@ struct SoftmaxWeights {
         const Floats origin = all(top[row]);
         const Floats low = exponential(load(scores + token) - origin);
         const Floats high = exponential(load(scores + token + LANES) - origin);
-        sums += low + high;
-        const Pairs<PARTS> pairs(low, high);
-        pairs.store(to + token * (PARTS * TILE_BYTES / TILE_DEPTH));
+        char* const strip = to + token * (LEFT * TILE_BYTES / TILE_DEPTH);
+        if constexpr (LEFT == 1) {
+            const RoundedPairs pairs(low, high);
+            sums += pairs.kept[0] + pairs.kept[1];
+            pairs.store(strip);
+        } else {
+            sums += low + high;
+            Pairs<PARTS>(low, high).store(strip);
+        }
         token += TILE_DEPTH;
         const Floats larger = maximum(high, low);
         const bool too_large = _mm512_cmp_ps_mask((__m512)larger, (__m512)all(LARGEST_WEIGHT), _CMP_NLE_UQ);
@@ -61,7 +83,7 @@ struct SoftmaxWeights {
     }
 
     void again(Unit& unit, const Tile& tile) {
-        weigh_again(unit, tile, block, row);
+        weigh_again<LEFT>(unit, tile, block, row);
         next_row();
     }
 
@@ -72,25 +94,29 @@ struct SoftmaxWeights {
     }
 };
 
-template <int R, int P, typename Beside>
+template <int R, int LEFT, int P, typename Beside>
 void score(const Unit& unit, const MatrixUnit& matrix, const Block& block, Beside beside) {
     const int64_t left = strip_bytes(unit.dim, PARTS), right = strip_bytes(unit.dim, P);
     const char* query = matrix.query + block.first / TILE * left;
     for (int64_t t = 0; t < block.depth; t += 2 * TILE) {
         Accumulators<R>::clear();
-        multiply_tiles<R, P>({query, left}, {matrix.keys + t / TILE * right, right}, unit.dim / TILE_DEPTH, beside);
+        multiply_tiles<R, LEFT, P>({query, left}, {matrix.keys + t / TILE * right, right}, unit.dim / TILE_DEPTH, beside);
         Accumulators<R>::store(block.scores + t, KEYS);
     }
+    if (LEFT != 1 || unit.scale == 1.0f) return;
+    for (int64_t row = 0; row < block.rows; ++row)
+        for (float *at = block.scores + row * KEYS, *end = at + block.depth; at < end; at += LANES)
+            store(at, load(at) * unit.scale);
 }
 
-template <int R, int P, typename Beside>
+template <int R, int LEFT, int P, typename Beside>
 void add_values(const Unit& unit, const MatrixUnit& matrix, const Block& block, Beside beside) {
     const int64_t left = strip_bytes(KEYS, PARTS), right = strip_bytes(KEYS, P), width = unit.value_width;
     for (int64_t d = 0; d < unit.value_dim; d += 2 * TILE) {
         float* out = unit.out + block.first * width + d;
         Accumulators<R>::load(out, width);
         const char* values = matrix.values + d / TILE * right;
-        multiply_tiles<R, P>({block.weights, left}, {values, right}, block.depth / TILE_DEPTH, beside);
+        multiply_tiles<R, LEFT, P>({block.weights, left}, {values, right}, block.depth / TILE_DEPTH, beside);
         Accumulators<R>::store(out, width);
     }
 }
@@ -111,9 +137,9 @@ inline Block block_of(const Unit& unit, const MatrixUnit& matrix, const Tile& ti
 }
 
 // While the tiles multiply one block's scores and another one's values, the vector unit weighs the block between them.
-template <int P>
+template <int LEFT, int P>
 void add_split_tile(Unit& unit, const MatrixUnit& matrix, const Tile& tile, const Tile* next) {
-    constexpr int64_t products = P == 1 ? 3 : P == 2 ? 5 : 6, step = MATRIX_DEPTH * MATRIX_DEPTH;
+    constexpr int64_t products = LEFT == 1 ? 1 : P == 1 ? 3 : P == 2 ? 5 : 6, step = MATRIX_DEPTH * MATRIX_DEPTH;
     const int64_t blocks = padded(unit.count, MATRIX_ROWS) / MATRIX_ROWS;
     Ahead ahead(unit, next, blocks * KEYS * (unit.dim + unit.value_dim) / step * products);
     split_keys<P>(unit, tile, matrix.keys, ahead);
@@ -124,22 +150,25 @@ void add_split_tile(Unit& unit, const MatrixUnit& matrix, const Tile& tile, cons
         const int64_t beside_calls = (scored.depth * unit.dim + added.depth * unit.value_dim) / step * products;
         const int64_t steps = weighed.rows * weighed.depth / TILE_DEPTH;
         const int64_t pace = beside_calls ? (steps + beside_calls - 1) / beside_calls : 0;
-        SoftmaxWeights weights(unit, weighed);
+        SoftmaxWeights<LEFT> weights(unit, weighed);
         const auto beside = [&] {
             ahead.fetch();
             for (int64_t n = 0; n < pace && !weights.done(); ++n) weights.step(unit, tile);
         };
-        scored.rows > TILE ? score<2, P>(unit, matrix, scored, beside) : score<1, P>(unit, matrix, scored, beside);
-        added.rows > TILE ? add_values<2, P>(unit, matrix, added, beside) : add_values<1, P>(unit, matrix, added, beside);
+        scored.rows > TILE ? score<2, LEFT, P>(unit, matrix, scored, beside)
+                           : score<1, LEFT, P>(unit, matrix, scored, beside);
+        added.rows > TILE ? add_values<2, LEFT, P>(unit, matrix, added, beside)
+                          : add_values<1, LEFT, P>(unit, matrix, added, beside);
         while (!weights.done()) weights.step(unit, tile);
     }
 }
 
 // Many query vectors, on tiles.
 inline void add_tile_by_matrix(Unit& unit, const MatrixUnit& matrix, const Tile& tile, const Tile* next) {
-    if (tile.type == FP32) add_split_tile<3>(unit, matrix, tile, next);
-    else if (tile.type == FP16) add_split_tile<2>(unit, matrix, tile, next);
-    else add_split_tile<1>(unit, matrix, tile, next);  // bfloat16, which holds 8-bit floats exactly
+    if (tile.type == FP32) add_split_tile<PARTS, 3>(unit, matrix, tile, next);
+    else if (tile.type == FP16) add_split_tile<PARTS, 2>(unit, matrix, tile, next);
+    else if (unit.rounded) add_split_tile<1, 1>(unit, matrix, tile, next);
+    else add_split_tile<PARTS, 1>(unit, matrix, tile, next);  // bfloat16, which holds 8-bit floats exactly
 }
 
 #else

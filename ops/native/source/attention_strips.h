@@ -8,6 +8,8 @@ namespace ucm {
 
 // Query vectors from which on splitting keys and values pays, for heads of MATRIX_WIDE and more, and for smaller ones.
 constexpr int64_t MATRIX_LEAST = 32, MATRIX_LEAST_NARROW = 96, MATRIX_WIDE = 128;
+// For bfloat16 the unit has to make up for pairs, which multiply twice as fast as fp32 instructions and need no strips.
+constexpr int64_t MATRIX_LEAST_PAIRS = 2 * MATRIX_LEAST_NARROW;
 constexpr int64_t MATRIX_DEPTH = 32;  // head sizes are multiples of it
 constexpr int64_t MATRIX_ROWS = 32;   // query vectors that are multiplied at once
 
@@ -21,7 +23,8 @@ struct MatrixUnit {
     char *query = nullptr, *keys = nullptr, *values = nullptr, *weights = nullptr;
 
     static bool pays(const Unit& unit) {
-        const int64_t least = unit.dim + unit.value_dim < 2 * MATRIX_WIDE ? MATRIX_LEAST_NARROW : MATRIX_LEAST;
+        const int64_t least = unit.in_pairs ? MATRIX_LEAST_PAIRS
+                              : unit.dim + unit.value_dim < 2 * MATRIX_WIDE ? MATRIX_LEAST_NARROW : MATRIX_LEAST;
         return use_matrix_tiles() && unit.count >= least && unit.dim % MATRIX_DEPTH == 0 &&
                unit.value_dim % MATRIX_DEPTH == 0;
     }
@@ -45,10 +48,11 @@ struct MatrixUnit {
     void work(const Unit& unit, Add add) const;
 };
 
-// A vector of `size` numbers as row `row` of a strip.
-inline void split_row(const float* from, int64_t size, char* strip, int64_t row) {
-    for (int64_t d = 0; d < size; d += TILE_DEPTH, strip += PARTS * TILE_BYTES) {
-        const Pairs<PARTS> pairs(load(from + d), load(from + d + LANES));
+// A vector of `size` numbers as row `row` of a strip, in P parts.
+template <int P>
+void split_row(const float* from, int64_t size, char* strip, int64_t row) {
+    for (int64_t d = 0; d < size; d += TILE_DEPTH, strip += P * TILE_BYTES) {
+        const Pairs<P> pairs(load(from + d), load(from + d + LANES));
         pairs.store(strip + row * 64);
     }
 }
@@ -56,8 +60,9 @@ inline void split_row(const float* from, int64_t size, char* strip, int64_t row)
 template <typename Add>
 void MatrixUnit::work(const Unit& unit, Add add) const {
     if (!used()) return add();
+    const auto split = unit.rounded ? split_row<1> : split_row<PARTS>;
     for (int64_t i = 0; i < padded(unit.count, MATRIX_ROWS); ++i)
-        split_row(unit.query + i * unit.dim, unit.dim, query + i / TILE * strip_bytes(unit.dim, PARTS), i % TILE);
+        split(unit.query + i * unit.dim, unit.dim, query + i / TILE * strip_bytes(unit.dim, PARTS), i % TILE);
     const MatrixTiles tiles;
     add();
 }

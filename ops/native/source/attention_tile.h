@@ -26,7 +26,8 @@ struct Unit {
     const float* slopes = nullptr;     // [group] of distances; null: there are none
     const Row* places = nullptr;       // with slopes: of the rows, whose positions count
     bool in_pairs = false;             // query, keys and values are pairs of bfloat16, and the query is not scaled yet
-    float scale = 1;                   // with pairs: of scores
+    bool rounded = false;              // on the matrix unit: all are bfloat16, and so are weights
+    float scale = 1;                   // of scores, with pairs and what is rounded
     bool finite = true;                // every score so far
 };
 

@@ -67,7 +67,8 @@ inline Unit unit_of(const Layer& layer, const Job& job) {
     unit.cap = layer.cap;
     unit.count = (job.row_hi - job.row_lo) * unit.group;
     unit.value_width = padded(unit.value_dim, WIDTH);
-    unit.in_pairs = MULTIPLIES_PAIRS && layer.type == BF16 && layer.cache_type == BF16 && layer.dim % 2 == 0;
+    unit.rounded = layer.type == BF16 && layer.cache_type == BF16;
+    unit.in_pairs = MULTIPLIES_PAIRS && unit.rounded && layer.dim % 2 == 0;
     unit.scale = layer.scale;
     return unit;
 }
@@ -95,7 +96,7 @@ inline void place_packed(Unit& unit, float* at) { unit.keys = at, unit.values = 
 inline MatrixUnit lay_out(Unit& unit) {
     const bool tiles = MatrixUnit::pays(unit);
     const int64_t strips = tiles ? MatrixUnit::bytes(unit) / sizeof(float) : packed_size(unit);
-    unit.in_pairs = unit.in_pairs && !tiles;
+    unit.in_pairs = unit.in_pairs && !tiles, unit.rounded = unit.rounded && tiles;
     const int64_t room = padded(unit.count, tiles ? MATRIX_ROWS : ROWS), vectors = tiles ? 2 * MATRIX_ROWS : ROWS;
     float* const start = unit_scratch().take(strips + state_size(unit, room, vectors));
     place_state(unit, start + strips, room, vectors);
@@ -126,8 +127,8 @@ inline void take_queries(Unit& unit, const Layer& layer, const Tensors& tensors,
             std::memcpy(reinterpret_cast<char*>(unit.query) + i * unit.dim * 2, from, unit.dim * 2);
             continue;
         }
-        const float* query = as_floats(from, layer.type, unit.dim, room);
-        for (int64_t d = 0; d < unit.dim; ++d) unit.query[i * unit.dim + d] = query[d] * layer.scale;
+        const float *query = as_floats(from, layer.type, unit.dim, room), scale = unit.rounded ? 1.0f : layer.scale;
+        for (int64_t d = 0; d < unit.dim; ++d) unit.query[i * unit.dim + d] = query[d] * scale;
     }
 }
 

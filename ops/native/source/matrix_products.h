@@ -36,6 +36,21 @@ struct Pairs {
     }
 };
 
+// 2 x 16 floats as 16 pairs of bfloat16, each rounded to the nearest; `kept` is what they are then.
+struct RoundedPairs {
+    Floats kept[2];
+
+    RoundedPairs(Floats first, Floats second) : kept{rounded(first), rounded(second)} {}
+
+    // A value that is not a number stays one.
+    static Floats rounded(Floats value) {
+        const Words bits = (Words)value, even = (bits >> 16) & 1;
+        return value == value ? (Floats)((bits + 0x7fff + even) & 0xffff0000) : value;
+    }
+
+    void store(char* to) const { Pairs<1>(kept[0], kept[1]).store(to); }
+};
+
 // The accumulators are tiles 0 and 1 for the first 16 rows, 2 and 3 for the next 16; 4 and 5 are left operands, 6 and 7
 // right ones.
 template <int R>
@@ -73,8 +88,9 @@ struct Strips {
 };
 
 // Accumulators += left * right: products of parts i and j with i + j < PARTS. Small products come first within a step.
-// beside() is called between the products, for work of the vector unit meanwhile.
-template <int R, int RIGHT_PARTS, typename Beside>
+// LEFT_PARTS: all of them, or 1, as RIGHT_PARTS is then. beside() is called between the products, for work of the vector
+// unit meanwhile.
+template <int R, int LEFT_PARTS, int RIGHT_PARTS, typename Beside>
 inline void multiply_tiles(Strips left, Strips right, int64_t steps, Beside beside) {
     const auto take_left = [&](int part) {
         load_tile<4>(left.first + part * TILE_BYTES);
@@ -93,7 +109,13 @@ inline void multiply_tiles(Strips left, Strips right, int64_t steps, Beside besi
         }
         beside();
     };
+    static_assert(LEFT_PARTS == PARTS || (LEFT_PARTS == 1 && RIGHT_PARTS == 1));
     for (int64_t step = 0; step < steps; ++step) {
+        if constexpr (LEFT_PARTS == 1) {
+            take_left(0), take_right(0), multiply();
+            left.first += TILE_BYTES, right.first += TILE_BYTES;
+            continue;
+        }
         if constexpr (RIGHT_PARTS == 3) take_left(0), take_right(2), multiply();
         if constexpr (RIGHT_PARTS >= 2) {
             if constexpr (RIGHT_PARTS == 2) take_left(0);
