@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.serving import Engine
-from vllm_gaudi_ucm.platform.worker import REFUSED, UnsupportedCallError
+from vllm_gaudi_ucm.platform.refused_calls import REFUSED, UnsupportedCallError
 
 PROMPT = [5, 6, 7, 8]
 

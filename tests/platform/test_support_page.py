@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_gaudi_ucm.platform.features import REFUSED
-from vllm_gaudi_ucm.platform.worker import REFUSED as REFUSED_CALLS
+from vllm_gaudi_ucm.platform.refused_calls import REFUSED as REFUSED_CALLS
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 

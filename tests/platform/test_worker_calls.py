@@ -13,7 +13,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.platform.worker import REFUSED, UcmWorker, UnsupportedCallError
+from vllm_gaudi_ucm.platform.refused_calls import REFUSED, UnsupportedCallError
+from vllm_gaudi_ucm.platform.worker import UcmWorker
 
 # vLLM's own implementation, which is right for us
 INHERITED = {

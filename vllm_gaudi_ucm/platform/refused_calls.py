@@ -1,0 +1,79 @@
+"""Calls to a running worker that this plugin refuses by name, one row each (`REFUSED`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+
+
+class UnsupportedCallError(UnsupportedFeatureError):
+    """A call to a worker for a feature that this plugin does not have; the caller gets it, the engine goes on."""
+
+    def __init__(self, call: str, feature: str, instead: str) -> None:
+        NotImplementedError.__init__(
+            self,
+            f"vllm-gaudi-ucm does not support {feature} (asked for by the call {call}); {instead}. "
+            "docs/support.md lists what is supported.",
+        )
+        self.feature = feature
+
+
+class Refusal(NamedTuple):
+    """What a call is for, and what to do instead."""
+
+    feature: str
+    instead: str
+
+
+# Weights are packed when they are loaded, and their digest is in the keys of stored blocks.
+_WEIGHTS = Refusal("weights that change while it serves", "start the engine again with the new weights")
+_SLEEP = Refusal("sleep mode above level 0", "end the engine to free its memory; `wake_up` lets a paused one go on")
+_CHECKPOINT = Refusal("checkpoints of a running engine", "start another engine")
+_LORA = Refusal("LoRA", "merge the adapter into the model's weights")
+_EXPERTS = Refusal("elastic expert parallelism", "start the engine again with the new size")
+_SAVE = Refusal("saving weights, which are packed", "copy the model's own files")
+
+REFUSED: dict[str, Refusal] = {
+    "add_lora": _LORA,
+    "remove_lora": _LORA,
+    "pin_lora": _LORA,
+    "sleep": _SLEEP,
+    "discard": _SLEEP,
+    "checkpoint_prepare": _CHECKPOINT,
+    "checkpoint_restore": _CHECKPOINT,
+    "reload_weights": _WEIGHTS,
+    "reset_weights": _WEIGHTS,
+    "update_weights": _WEIGHTS,
+    "start_weight_update": _WEIGHTS,
+    "start_draft_weight_update": _WEIGHTS,
+    "finish_weight_update": _WEIGHTS,
+    "init_weight_transfer_engine": _WEIGHTS,
+    "shutdown_weight_transfer_engine": _WEIGHTS,
+    "compute_weight_checksums": Refusal("checksums of weights, which are packed", "take those of the model's files"),
+    "save_sharded_state": _SAVE,
+    "save_tensorized_model": _SAVE,
+    "update_config": Refusal("a configuration that changes while it serves", "start the engine again with the new one"),
+    "elastic_ep_execute": _EXPERTS,
+    "reinitialize_distributed": _EXPERTS,
+    "handle_ft_command": Refusal("vLLM's fault tolerance", "start the engine again"),
+    "profile": Refusal("profiling", "read the phase log (ucm.phase_log), which has the milliseconds of every step"),
+}
+
+
+def _refusal(call: str, refused: Refusal) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedCallError(call, *refused)
+
+    refuse.__name__ = call
+    refuse.__doc__ = f"Refused: {refused.feature}."
+    return refuse
+
+
+class RefusedCalls:
+    """A method for every call of `REFUSED`. As the first base class of a worker it overrides vLLM's own."""
+
+
+for _call, _refused in REFUSED.items():
+    setattr(RefusedCalls, _call, _refusal(_call, _refused))
