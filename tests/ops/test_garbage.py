@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.ops.batch import Batch, Request, Shape, build, sparse_requests_strategy
-from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, examples
+from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, examples, on_gpu
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 from vllm_gaudi_ucm.ops.unified_attention.impl import cpu_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
@@ -234,4 +234,5 @@ def test_arbitrary_ranges_of_every_pair(implementation: str, contiguous: bool) -
     batch = Batch(query, new, new, key_cache, value_cache, spans, parts, AttentionSpec(0.25), [None] * rows)
     assert (total == 0).any(), "some row sees nothing"
     torch.testing.assert_close(attend(batch, implementation), expected)
-    assert prepare(parts, block_size, implementation=implementation).implementation.name == implementation
+    there = on_gpu(batch).parts if implementation == "cuda" and torch.cuda.is_available() else parts
+    assert prepare(there, block_size, implementation=implementation).implementation.name == implementation

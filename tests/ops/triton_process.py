@@ -11,8 +11,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(arguments: list[str], **environment: str) -> str:
-    """What Python prints with these arguments; it must end with status 0."""
+    """Runs Python with these arguments and returns what it prints; it must end with status 0.
+
+    The interpreter's process sees no GPU, so that a kernel computes on the CPU on every machine.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    if environment.get("TRITON_INTERPRET") == "1":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
