@@ -23,6 +23,8 @@ PORT ?= 8000
 DEMO_MODEL := .cache/models/smollm2-135m-instruct
 MODEL ?= $(DEMO_MODEL)
 ARGS ?=
+# Of `make fuzz`: numbers and ranges.
+SEEDS ?= 1..20
 # Tests compute with one thread: one process for each of two cores. Three keep both cores busy while others wait, yet took
 # 365 s where two took 320, as they begin by importing and collecting everything once more, and share the caches.
 # Each takes about 4 GB with its engines; tests/work_order.py says which gets what.
@@ -66,11 +68,11 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve test test-gaudi-torch setup-gaudi-torch test-room fuzz lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@printf '\nVariables: PYTHON VENV TORCH_ARGS (pip arguments for torch) MODEL PORT ROOM SLOW ARGS (extra arguments of the command)\n'
+	@printf '\nVariables: PYTHON VENV TORCH_ARGS (pip arguments for torch) MODEL PORT ROOM SLOW SEEDS ARGS (extra arguments of the command)\n'
 
 ## Use it
 setup: $(PLUGIN_STAMP) ## Virtual environment with torch, vLLM (empty-device build) and this plugin
@@ -91,6 +93,9 @@ test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) $(RAY_STAMP) ## Run the test
 test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the quick tests of one room, in under a minute: make test-room ROOM=batch (SLOW=1: all of its tests)
 	@test -d 'tests/$(ROOM)' && test -n '$(ROOM)' || { echo "ROOM='$(ROOM)' is no folder of tests/; choose one of: $$(cd tests && ls -d */ | grep -v __ | tr -d / | xargs)"; exit 2; }
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(if $(SLOW),,-m 'not slow') tests/$(ROOM) $(ARGS)
+
+fuzz: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Random engines under random requests, checked against Hugging Face: make fuzz SEEDS="3 7 10..100"
+	$(run_env) OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(SEEDS) $(ARGS)
 
 setup-gaudi-torch: $(GAUDI_TORCH_STAMP) ## Second environment: the packages of the first, but the torch that Gaudi's software ships
 
