@@ -9,11 +9,8 @@ import psutil
 import pytest
 from vllm.config import KVTransferConfig
 
-from tests.engine.tiny_models import make_config, make_model
 from tests.platform.test_features import save_config, start
-from vllm_gaudi_ucm.device.cpu import host_memory
-from vllm_gaudi_ucm.device.host_limits import Cgroup, find_cores
-from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.device.host_limits import find_cores
 
 FAR = "100TiB"
 SPARSE = {"ucm_sparse_method": "GSA"}
@@ -79,32 +76,3 @@ def test_defaults_are_taken_as_they_fill(llama: Path, monkeypatch: pytest.Monkey
     start(llama, **ucm(preemption={"mode": "swap"}))
     with pytest.raises(ValueError, match=r"host_memory: found 2 GiB, expected at most 1 GiB"):
         start(llama, **ucm(preemption={"mode": "swap", "host_memory": "2GiB"}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("key", "options"),
-    [
-        ("ucm.graphs.memory_budget: found 1e+300 GiB", ucm(graphs={"mode": "eager", "memory_budget": 1e300})),
-        ("ucm.graphs.step_memory: found 1e+300 GiB", ucm(graphs={"mode": "eager", "step_memory": 1e300})),
-        (
-            "ucm.kv_cache.max_total_token_num: found 1000000000",
-            ucm(kv_cache={"granularity": "token", "max_total_token_num": 10**9}),
-        ),
-        (
-            f"ucm.kv_cache.max_total_token_num: found {10**30}",
-            ucm(kv_cache={"granularity": "token", "max_total_token_num": 10**30}),
-        ),
-        ("--num-gpu-blocks-override: found 1000000000", {"num_gpu_blocks_override": 10**9}),
-    ],
-)
-def test_memory_of_the_device(tmp_path: Path, key: str, options: dict[str, Any]) -> None:
-    """A worker knows its device: it says so before it allocates."""
-    from tests.engine.serving import Engine
-
-    model = make_model(tmp_path, make_config("llama"))
-    assert host_memory(Cgroup()).total < 100 << 40
-    ours = options.pop("additional_config", {}).get("ucm", {})
-    with pytest.raises(UcmConfigError) as error:
-        Engine(model, ours, **options)
-    assert f"{key}, expected at most " in str(error.value)
