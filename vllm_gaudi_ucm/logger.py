@@ -1,6 +1,8 @@
 """Loggers of the plugin: children of vLLM's own, so that its handlers and `VLLM_LOGGING_LEVEL` apply to them."""
 
+import io
 import logging
+from collections.abc import Iterator
 
 from vllm_gaudi_ucm.printable import printable
 
@@ -24,10 +26,17 @@ def _printable(record: logging.LogRecord) -> bool:
     except (TypeError, ValueError):
         return True  # logging reports a message that does not go with its arguments
     if not message.isascii():
-        for handler in logging.getLogger(PARENT).handlers:
-            # a handler without a stream writes elsewhere than to the terminal, and chooses its own encoding
-            encoding = getattr(getattr(handler, "stream", None), "encoding", None)
-            if encoding:
-                message = printable(message, encoding)
-        record.msg, record.args = message, ()
+        for encoding in _encodings():
+            message = printable(message, encoding)
+        # in place, as logging lets a filter do
+        vars(record).update(msg=message, args=())
     return True
+
+
+def _encodings() -> Iterator[str]:
+    """Encodings of the streams that the log is written to; files of other handlers have what they were given."""
+    for handler in logging.getLogger(PARENT).handlers:
+        if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, io.TextIOBase):
+            # None of a StringIO
+            if handler.stream.encoding:
+                yield handler.stream.encoding

@@ -160,6 +160,8 @@ def test_queries_use_labels_that_exist(exported: dict[str, dict[str, set[str]]])
         assert len(selectors) == len(NAME.findall(query)), query
         grouped = {label for group in re.findall(r"(?:by|ignoring) \(([^)]*)\)", query) for label in group.split(", ")}
         known = {"instance"} | {label for name, _ in selectors for label in exported[name]}
+        if OF_VLLM.search(query):
+            known |= {"engine", "model_name", "le"}
         assert grouped <= known, query
         for name, selector in selectors:
             for label, operator, value in re.findall(r'(\w+)(=~?)"([^"]*)"', selector):
