@@ -35,8 +35,7 @@ def _printable(record: logging.LogRecord) -> bool:
 
 def _encodings() -> Iterator[str]:
     """Encodings of the streams that the log is written to; files of other handlers have what they were given."""
-    for handler in logging.getLogger(PARENT).handlers:
-        if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, io.TextIOBase):
-            # None of a StringIO
-            if handler.stream.encoding:
-                yield handler.stream.encoding
+    handlers = logging.getLogger(PARENT).handlers
+    streams = [handler.stream for handler in handlers if isinstance(handler, logging.StreamHandler)]
+    # a StringIO has None
+    yield from (stream.encoding for stream in streams if isinstance(stream, io.TextIOBase) and stream.encoding)
