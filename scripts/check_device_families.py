@@ -51,7 +51,7 @@ IN_ALL_LAYERS = "mistral, window"
 # what fits one request of the full length fits all of them
 ROOM_FOR_ALL = (IN_ALL_LAYERS, "llama4_text")
 # of models with windows, which keep fewer blocks of a request, and in several groups of layers
-WINDOW_BLOCKS = {"gemma2": 26, "gpt_oss": 26, "gemma3_text": 36, "llama4_text": 44}
+WINDOW_BLOCKS = {"gemma2": 30, "gpt_oss": 30, "gemma3_text": 40, "llama4_text": 52}
 ONE_DEVICE = ("dense", "8-bit cache")
 # a logprob may be off by this where numbers of the cache are rounded the other way
 ROUNDED = 0.01
