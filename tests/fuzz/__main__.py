@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """What all seeds came to, in one line."""
+    """Counts over all seeds, in one line."""
     failed = sorted(one.seed for one in outcomes if not one.passed)
     counts = {
         name: sum(getattr(one, name) for one in outcomes) for name in ("steps", "tokens", "aborts", "preemptions")

@@ -23,13 +23,13 @@ class Score(Protocol):
 
 
 class Grammar(Protocol):
-    """What may follow, token by token."""
+    """A grammar in the middle of an answer."""
 
     def allowed(self) -> torch.Tensor:
         """bool [vocabulary]."""
 
     def accept(self, token: int) -> bool:
-        """Whether the token may follow; it has, from now on."""
+        """Advances by a token. Returns False if the grammar does not allow it."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Answer:
         scores: for each token, logprobs by token id; None if none were asked for.
         prompt_scores: for each token of the prompt; None if none were asked for.
         is_cut: whether its client left before the end.
-        is_exact: whether its tokens are those of dense attention.
+        is_exact: true if dense attention gives the same tokens.
     """
 
     name: str
@@ -79,7 +79,7 @@ class AnswerCheck:
         self._logits, self._max_length, self._grammar = logits, max_length, grammar
 
     def problems(self, answer: Answer) -> Iterator[str]:
-        """What is wrong with an answer, a line each."""
+        """Yields a line for each problem of an answer."""
         for problem in self._found(answer):
             yield f"{answer.name}: {problem}"
 
@@ -111,7 +111,7 @@ class AnswerCheck:
             yield f"ends by length at {tokens[-1]}, wanted a stop"
         text_stops = [stop for stop in params.stop or () if stop in (answer.text or "")]
         if reason == "stop" and not params.stop and not (tokens and tokens[-1] in stops):
-            yield f"stops after {list(tokens[-3:])}, of which nothing is a stop"
+            yield f"stops after {list(tokens[-3:])}, none of them a stop"
         if text_stops and not params.include_stop_str_in_output and not params.min_tokens:
             yield f"text goes on after {text_stops}: {answer.text!r}"
         if len(tokens) > room:
@@ -164,7 +164,7 @@ def stop_tokens(params: SamplingParams) -> set[int]:
 
 
 def wrong_scores(row: torch.Tensor, token: int, found: Mapping[int, Score] | None) -> str | None:
-    """What is wrong with the logprobs at one place: the token's own, and the best ones. row: raw logits."""
+    """Compares the logprobs at one place, the token's own and the best ones, with raw logits. None: they agree."""
     if found is None or token not in found:
         return f"no logprob of {token}"
     wanted = torch.log_softmax(row, 0)
@@ -185,13 +185,13 @@ def worst_allowed(row: torch.Tensor, params: SamplingParams) -> float:
     if params.temperature == 0 or params.top_k == 1:
         return float(row.max())
     if params.top_k in (-1, 0, None):
-        # finite: nothing that is forbidden
+        # finite logits are of tokens that are allowed
         return float(row[row.isfinite()].min())
     return float(row.topk(min(params.top_k, len(row))).values[-1])
 
 
 def processed(row: torch.Tensor, prompt: Sequence[int], outputs: Sequence[int], params: SamplingParams) -> torch.Tensor:
-    """What vLLM's sampler makes of a row of logits before it chooses. outputs: tokens before this one."""
+    """Applies to a row of logits what vLLM's sampler does before it chooses. outputs: tokens before this one."""
     row = row.clone()
     if params.allowed_token_ids:
         mask = torch.full_like(row, float("-inf"))

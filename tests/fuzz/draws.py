@@ -10,7 +10,7 @@ ValueT = TypeVar("ValueT")
 
 
 class UnknownPinError(ValueError):
-    """A pin names nothing that is drawn, or a value that cannot be drawn."""
+    """A pin has an unknown name, or a value that is not among its options."""
 
 
 class Draws:

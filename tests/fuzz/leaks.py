@@ -1,4 +1,4 @@
-"""What is left of requests after all of them have ended."""
+"""Leaks: blocks, slots and rows that an engine still holds after all requests have ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.serving import Engine
 from tests.engine.worker_processes import EngineOfWorkers, live_requests
 
 SECONDS = 20.0
-"""What blocks may take that are on their way to a store."""
+"""Time for blocks that are on their way to a store."""
 
 
 def leaks(engine: Engine) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _broken(what: str, check: Callable[[], None]) -> Iterator[str]:
 
 
 def _settle(engine: Engine) -> None:
-    """Steps until blocks have reached their store. The end of a request is told with the next step."""
+    """Steps until blocks have reached their store. The next step tells workers which requests have ended."""
     engine.add(engine.new_id(), [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
     end = time.monotonic() + SECONDS
     steps = 0

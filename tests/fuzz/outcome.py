@@ -1,4 +1,4 @@
-"""What became of a seed: one line on a terminal, one object in JSON."""
+"""The outcome of a seed: one line on a terminal, one object in JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Outcome(msgspec.Struct):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """True without problems."""
         return not self.problems
 
     def line(self) -> str:

@@ -34,6 +34,7 @@ MOST_DRAWS = 40
 MOST_PROBLEMS = 12
 """Lines of problems that are kept."""
 
+_LOGGED = re.compile(r"(?:UcmConfigError|UnsupportedFeatureError|ValueError): ((?:vllm-gaudi-ucm does|ucm\.|--).*)")
 _NAMES_OPTION = re.compile(r"(ucm\.|--)[a-z]")
 
 
@@ -46,7 +47,7 @@ def run_seed(seed: int, pins: Mapping[str, str], folder: Path) -> Outcome:
     except UnknownPinError as error:
         outcome.problems.append(str(error))
     except BaseException as error:
-        outcome.problems.append(told(error))
+        outcome.problems.append(in_one_line(error))
         traceback.print_exc()
     outcome.seconds = time.perf_counter() - begin
     return outcome
@@ -87,7 +88,7 @@ def _run(outcome: Outcome, pins: Mapping[str, str], folder: Path) -> None:
         service.serve()
         outcome.problems += leaks(engine)
     except Exception as error:
-        outcome.problems.append(f"step {service.steps}: {told(error)}")
+        outcome.problems.append(f"step {service.steps}: {in_one_line(error)}")
         traceback.print_exc()
     outcome.steps, outcome.preemptions = service.steps, engine.preemptions
     outcome.requests, outcome.refused_requests = len(traffic.asks) + len(traffic.sessions), service.refused
@@ -118,12 +119,13 @@ def _start(outcome: Outcome, pins: Mapping[str, str], folder: Path) -> tuple[Dra
         draws = Draws(outcome.seed, attempt, pins)
         setting = draw_setting(draws, folder)
         _force_contract(setting.contract)
+        written = _size(folder / "log")
         outcome.setting, outcome.refused_engines = str(setting), refused
         try:
             kind = EngineOfWorkers if setting.workers > 1 else Engine
             return draws, setting, kind(setting.model.folder(), setting.ucm, **setting.options)
         except Exception as error:
-            reason = refusal(error)
+            reason = refusal(error) or logged_refusal(folder / "log", written)
             if reason is None:
                 raise
             refused.append(reason)
@@ -141,6 +143,22 @@ def refusal(error: BaseException) -> str | None:
     return str(error) if isinstance(error, ValidationError) else None
 
 
+def logged_refusal(log: Path, start: int) -> str | None:
+    """The words of a refusal by a worker in a process of its own, of which vLLM only says here why it ended.
+
+    start: bytes of the log that were there before.
+    """
+    if not _size(log):
+        return None
+    text = log.read_bytes()[start:].decode(errors="replace")
+    found = _LOGGED.search(text)
+    return found.group(1) if found else None
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -150,7 +168,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def told(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """Type, message and place of an error, in one line."""
     place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
     where = f" at {Path(place.filename).name}:{place.lineno}" if place else ""

@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""Of a seed's process. Its workers fork: it has computed nothing before it starts them, and with one thread only."""
+"""The environment of a seed's process. Workers fork from it, before it has computed anything, and with one thread."""
 
 
 def parse_seeds(texts: Sequence[str]) -> list[int]:
@@ -68,7 +68,7 @@ class SeedProcesses:
             env = {**os.environ, **ENVIRONMENT}
             env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
             arguments = (seed, self._pins, str(folder))
-            with self._starting:
+            with self._starting, _errors_to(log):
                 process = WarmProcess(_run_seed, arguments, log=log, env=env, cwd=ROOT, kind=ProcessOnCpu)
                 self._live.add(process)
             outcome = self._outcome(seed, process, folder)
@@ -111,6 +111,19 @@ def run_seeds(seeds: Sequence[int], processes: SeedProcesses, jobs: int) -> Iter
             for future in waiting:
                 future.cancel()
             processes.stop()
+
+
+@contextlib.contextmanager
+def _errors_to(log: Path) -> Iterator[None]:
+    """Servers of forks start with the first process, and what they write at their end is of no use on a terminal."""
+    terminal = os.dup(2)
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
 
 
 def _run_seed(seed: int, pins: dict[str, str], folder: str) -> None:

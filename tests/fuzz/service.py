@@ -89,7 +89,7 @@ class Service:
             self._step()
 
     def answers(self) -> Iterator[Answer]:
-        """What clients got, completion by completion."""
+        """Yields the answers that clients got, completion by completion."""
         for name, served in self._served.items():
             for index in range(served.ask.params.n):
                 yield self._answer(name, served, index)
@@ -243,7 +243,7 @@ class Service:
         )
 
     def _is_exact(self, params: SamplingParams) -> bool:
-        """Whether dense attention gives the same tokens."""
+        """True if dense attention gives the same tokens."""
         dense = (params.extra_args or {}).get("ucm_sparse") is False
         return dense or self._setting.ratio in (None, ALL_BLOCKS)
 

@@ -10,7 +10,7 @@ from tests.fuzz.draws import Draws
 from tests.fuzz.fuzz_models import DraftModel, FuzzModel, draw_model
 
 MAX_LENGTH = 256
-# budgets that leave blocks out, and the one that leaves none: only then are sparse tokens those of Hugging Face
+# the budget that leaves no block out: with any other, sparse tokens differ from Hugging Face
 ALL_BLOCKS = 1.0
 # shortest context that is sparse, where a method is to stay idle
 NEVER = 4096
@@ -22,7 +22,7 @@ class Setting:
 
     Args:
         model: what it serves.
-        options: of `LLM`, over those of `tests.engine.serving.Engine`.
+        options: of `LLM`, over the defaults of `tests.engine.serving.Engine`.
         ucm: the plugin's options.
         contract: `v1`, or `v2`, where vLLM sends resumed requests as new ones.
         workers: processes that share the model.
@@ -113,7 +113,7 @@ def _draw_shapes(draws: Draws, setting: Setting) -> None:
         "compact_weights": draws.chance("compact_weights", 0.7),
     }
     setting.ucm["attention"] = {
-        "implementation": draws.choose("attention", ("auto", "reference", "cpu", "native", "hpu"), (6, 1, 1, 1, 1)),
+        "implementation": _draw_implementation(draws, setting),
         "contiguous_pa": draws.choose("contiguous_pa", ("auto", True, False), (4, 1, 1)),
         "causal_slice": draws.choose("causal_slice", (512, 16, 64)),
     }
@@ -122,25 +122,32 @@ def _draw_shapes(draws: Draws, setting: Setting) -> None:
     setting.words += ["asynchronous"] if ahead else []
 
 
+def _draw_implementation(draws: Draws, setting: Setting) -> str:
+    """Kernels of attention; those that read shapes on the host exclude buckets."""
+    if "graphs" in setting.ucm:
+        return draws.choose("bucket_attention", ("auto", "reference", "hpu"), (6, 1, 1))
+    return draws.choose("attention", ("auto", "reference", "cpu", "native", "hpu"), (6, 1, 1, 1, 1))
+
+
 def _draw_workers(draws: Draws, setting: Setting) -> None:
-    shared = draws.choose("workers", ("one", "tensor parallel", "stages"), (17, 2, 2))
+    shared = draws.choose("workers", ("one", "tensor-parallel", "stages"), (17, 2, 2))
     if shared == "one":
         return
     setting.workers = 2
-    flag = "tensor_parallel_size" if shared == "tensor parallel" else "pipeline_parallel_size"
+    flag = "tensor_parallel_size" if shared == "tensor-parallel" else "pipeline_parallel_size"
     setting.options |= {flag: 2, "distributed_executor_backend": "mp"}
     setting.ucm["distributed"] = {"check_ranks": draws.chance("check_ranks", 0.5)}
     setting.words.append(shared)
 
 
 def _draw_drafts(draws: Draws, setting: Setting) -> None:
-    kind = draws.choose("drafts", ("none", "ngram", "same model", "other model"), (6, 1, 1.5, 1.5))
+    kind = draws.choose("drafts", ("none", "ngram", "same-model", "other-model"), (6, 1, 1.5, 1.5))
     if kind == "none":
         return
     drafts: dict[str, Any] = {"num_speculative_tokens": draws.number("num_drafts", 1, 4)}
     if kind == "ngram":
         drafts |= {"method": "ngram", "prompt_lookup_max": draws.number("lookup", 2, 3), "prompt_lookup_min": 1}
-    elif kind == "same model":
+    elif kind == "same-model":
         drafts |= {"method": "draft_model", "model": str(setting.model.folder())}
     else:
         drafts |= {"method": "draft_model", "model": str(DraftModel(setting.model.vocabulary).folder())}

@@ -1,4 +1,4 @@
-"""What an idle engine still holds is reported."""
+"""The check reports everything that an idle engine still holds."""
 
 from __future__ import annotations
 

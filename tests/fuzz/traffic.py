@@ -1,4 +1,4 @@
-"""What clients of a seed do: requests, sessions, aborts, resets of the cache, and pauses, each before a step."""
+"""Traffic of a seed: requests, sessions, aborts, resets of the cache, and pauses, each before a step."""
 
 from __future__ import annotations
 
@@ -190,11 +190,11 @@ class _Clients:
         return rng.choice([None, rng.randrange(1000), rng.randrange(1000)])
 
     def _processed(self, rng: random.Random) -> dict[str, Any]:
-        """What changes logits before a token is chosen."""
+        """Parameters that change logits before a token is chosen."""
         vocabulary, options = self._setting.model.vocabulary, {}
         if rng.random() < 0.12:
             options["allowed_token_ids"] = sorted(rng.sample(range(_FIRST, vocabulary), rng.randint(2, 60)))
-        # vLLM has no bias beside drafts
+        # vLLM refuses a bias with drafts
         if rng.random() < 0.12 and not self._setting.has_drafts:
             options["logit_bias"] = {rng.randrange(_FIRST, vocabulary): rng.choice([-100.0, -2.0, 2.5, 100.0])}
         if rng.random() < 0.2:
