@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 PRIVATE = 0o700
@@ -36,8 +37,13 @@ def make_folders(path: Path | str) -> None:
     except FileExistsError:  # made by another process meanwhile
         return
     except FileNotFoundError:
-        make_folders(os.path.dirname(path))
-        make_folders(path)
+        above = os.path.dirname(path)
+        if not above or above == os.fspath(path):
+            raise
+        make_folders(above)
+        # once more only: /proc says so of every folder
+        with suppress(FileExistsError):
+            os.mkdir(path, PRIVATE)
 
 
 def refuse_foreign(path: Path) -> None:

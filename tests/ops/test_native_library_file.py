@@ -234,7 +234,7 @@ def test_a_cache_that_can_only_be_read_serves_what_is_in_it(
         ({"HOME": ""}, "HOME.*''"),
         ({"HOME": "here"}, "HOME.*'here'"),
         ({"XDG_CACHE_HOME": "here"}, "XDG_CACHE_HOME.*'here'"),
-        ({"HOME": "/proc/no/home"}, "/proc/no"),
+        ({"HOME": "/proc/no/home"}, "No such file or directory: '/proc/no'"),
     ],
 )
 def test_without_a_cache_the_kernels_are_built_for_this_process_alone(
