@@ -120,6 +120,8 @@ class UcmPlatform(Platform):
         check_versions()
         config = resolve_config(vllm_config.additional_config)
         cls._refuse_unsupported(vllm_config, config)
+        # graphs that the device lacks or an option excludes: a worker would say so in its log alone
+        cls._has_static_shapes(vllm_config, config)
         if vllm_config.model_config is not None:
             cls._vocab_size = max(cls._vocab_size, vllm_config.model_config.get_vocab_size())
         give_engine_time_to_stop(vllm_config)
