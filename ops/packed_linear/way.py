@@ -9,10 +9,11 @@ the matrix unit for fp32.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from functools import cache
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
+from math import inf, prod
 from typing import NamedTuple
 
 # Rows of the products that are measured. Others are taken for the next one; for more the rule decides.
@@ -22,10 +23,15 @@ NATIVE_ROWS = 64
 # So much faster is oneDNN when it is worth a graph, and so much a native product of more rows, which oneDNN orders
 # better the more there are.
 WORTH_A_GRAPH, WORTH_MANY_ROWS = 1.4, 1.1
+# A slower way counts as so much slower at most: a few times that other programs disturbed cannot outvote the others.
+MOST_LOSS = 1.5
 
 
 class Way(StrEnum):
-    """Who multiplies: native kernels with vectors, or on the matrix unit, or oneDNN."""
+    """How a product is computed: by native kernels with vectors, or on the matrix unit, or by oneDNN.
+
+    In the order of the rows that they are good for: few, some, many.
+    """
 
     VECTORS = "vectors"
     TILES = "matrix unit"
@@ -61,14 +67,32 @@ class Times(NamedTuple):
             return next(iter(ways))
         if rows > MEASURED_ROWS[-1] or any(way not in self.seconds for way in ways):
             return self._by_rule(rows, ways)
-        column = bisect_left(MEASURED_ROWS, rows)
-        best = min(native, key=lambda way: self.seconds[way][column])
-        reads_less = rows <= NATIVE_ROWS and self.kind not in SAME_BYTES
-        if Way.ONEDNN not in ways or reads_less:
-            return best
-        ratio = self.seconds[best][column] / self.seconds[Way.ONEDNN][column]
-        wins = ratio > WORTH_A_GRAPH if rows <= NATIVE_ROWS else ratio > 1 / WORTH_MANY_ROWS
-        return Way.ONEDNN if wins else best
+        return self._chosen(ways)[bisect_left(MEASURED_ROWS, rows)]
+
+    def _chosen(self, ways: Collection[Way]) -> tuple[Way, ...]:
+        """The way for each of `MEASURED_ROWS`: more rows never take a way that stands earlier in `Way`.
+
+        Of all such choices the one that loses least against the best way of each number of rows. A time that other
+        programs disturbed does not decide then: oneDNN for one row by mistake would keep every decode out of graphs.
+        """
+        in_order = [way for way in Way if way in ways]
+        columns = [{way: self._time(way, column, ways) for way in in_order} for column in range(len(MEASURED_ROWS))]
+        losses = [{way: min(time / min(times.values()), MOST_LOSS) for way, time in times.items()} for times in columns]
+
+        def loss(chosen: Sequence[Way]) -> float:
+            return prod(lost[way] for lost, way in zip(losses, chosen, strict=True))
+
+        return min(combinations_with_replacement(in_order, len(MEASURED_ROWS)), key=loss)
+
+    def _time(self, way: Way, column: int, ways: Collection[Way]) -> float:
+        """Seconds of a way at one of `MEASURED_ROWS`, with what else the choice of this way costs."""
+        seconds = self.seconds[way][column]
+        if MEASURED_ROWS[column] > NATIVE_ROWS:
+            return seconds * (1.0 if way is Way.ONEDNN else WORTH_MANY_ROWS)
+        if way is not Way.ONEDNN:
+            return seconds
+        # what the unit loses to oneDNN at so few rows, a graph saves
+        return seconds * WORTH_A_GRAPH if self.kind in SAME_BYTES and Way.TILES not in ways else inf
 
     def needs_onednn(self, ways: Collection[Way]) -> bool:
         """Whether a weight needs a copy for oneDNN: native products of many rows are slower by more than a tenth."""

@@ -56,6 +56,21 @@ def test_the_fastest_way_multiplies(
     assert Times(Kind.PAIRS, seconds).fastest(rows, given) is expected
 
 
+@pytest.mark.parametrize("disturbed", [(0, 2), (3,), (7, 1), (5, 6)])
+@pytest.mark.parametrize("way", [Way.VECTORS, Way.TILES, Way.ONEDNN])
+def test_disturbed_times_keep_no_decode_out_of_graphs(way: Way, disturbed: tuple[int, ...]) -> None:
+    """Other programs make some times many times as long; the choice for up to 64 rows stays native."""
+    seconds = {
+        one: tuple(
+            20 * time if column in disturbed and one in (way, Way.VECTORS) else time for column, time in enumerate(row)
+        )
+        for one, row in SAPPHIRE.items()
+    }
+    found = [Times(Kind.PAIRS, seconds).fastest(rows, ALL) for rows in (1, 2, 4, 8, 16, 32, 64)]
+    assert Way.ONEDNN not in found
+    assert found[3:5] == [Way.TILES, Way.TILES]
+
+
 def test_few_rows_of_a_weight_in_fewer_bits_stay_native() -> None:
     """oneDNN has to read more from memory, which the times of a weight in the cache do not show."""
     seconds = times([9] * 8, [9] * 8, [1] * 8)
