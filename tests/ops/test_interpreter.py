@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from tests.ops.triton_process import run
 
@@ -37,6 +38,7 @@ LEAST = {
 }
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs these tests itself")
 @pytest.mark.timeout(600)
 def test_the_interpreter_runs_the_tests_of_the_cuda_kernels(tmp_path: Path) -> None:
     """covers: A9, A10, A11, A12, A13, A22. None of them is skipped there."""
