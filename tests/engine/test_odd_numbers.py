@@ -13,6 +13,7 @@ from vllm.exceptions import VLLMClientError
 
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import VOCAB
+from vllm_gaudi_ucm.platform.platform import UcmPlatform
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -35,8 +36,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def engine(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Engine]:
     ucm, options = KINDS[request.param]
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64, "max_num_seqs": 8, "max_logprobs": -1}
-    with Engine(tiny_llama, ucm, **sizes, **options) as engine:
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        # engines of other tests, of which one may have a larger vocabulary
+        patch.setattr(UcmPlatform, "_vocab_size", 0)
+        with Engine(tiny_llama, ucm, **sizes, **options) as engine:
+            yield engine
 
 
 def odd_parameters(rng: random.Random) -> dict[str, Any]:
