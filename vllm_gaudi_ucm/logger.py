@@ -28,8 +28,7 @@ def _printable(record: logging.LogRecord) -> bool:
     if not message.isascii():
         for encoding in _encodings():
             message = printable(message, encoding)
-        # in place, as logging lets a filter do
-        vars(record).update(msg=message, args=())
+        record.msg, record.args = message, ()
     return True
 
 

@@ -159,7 +159,6 @@ PROBES = {
     "vllm_gaudi_ucm/layers/packed_weights.py": "a layer of torch",
     "vllm_gaudi_ucm/kv_cache/allocation.py": "a KV cache spec of vLLM",
     "vllm_gaudi_ucm/kv_offload/options.py": "known: options of any store should say what bounds it",
-    "vllm_gaudi_ucm/logger.py": "a handler of logging",
     "vllm_gaudi_ucm/options/errors.py": "annotations of types",
     "vllm_gaudi_ucm/platform/checks.py": "parameters of requests of vLLM, of several kinds",
     "vllm_gaudi_ucm/platform/features.py": "a configuration of transformers",

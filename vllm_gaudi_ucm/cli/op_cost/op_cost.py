@@ -108,7 +108,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_strategy_arguments(parser, "the buckets of this strategy, instead of workloads")
     traffic = parser.add_mutually_exclusive_group()
-    traffic.add_argument("--log", type=Path, metavar="FILE", help="buckets in use, with the steps of a phase log")
+    traffic.add_argument(
+        "--log",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="buckets in use, with the steps of a phase log, or of several of the same limits",
+    )
     traffic.add_argument("--mix", choices=MIXES, help="buckets in use, with the steps of a synthetic mix")
     parser.add_argument("--max-graphs", type=int, metavar="N", help=f"of a strategy (default: {SERVER.max_graphs})")
     parser.add_argument(
