@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.device.cpu import CpuDevice
+from vllm_gaudi_ucm.distributed import rank_failure
 from vllm_gaudi_ucm.distributed.rank_failure import DeviceWatch, Peers, RankFailedError, RankGuard, ends_engine
 from vllm_gaudi_ucm.distributed.ranks import ALONE
 from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -32,10 +33,15 @@ def test_the_rank_that_answers_names_itself() -> None:
         call(-1)
 
 
-def test_another_rank_ends() -> None:
-    """Its error would be logged, and the rank that answers would wait for it."""
+def test_another_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error would be logged, and the rank that answers would wait for it. It ends even if closing down hangs."""
+    ended = threading.Event()
+    # as it is, it would end the process of the tests
+    monkeypatch.setattr(rank_failure, "_end_now", ended.set)
+    monkeypatch.setattr(rank_failure, "END_SECONDS", 0.01)
     with pytest.raises(SystemExit, match="1"):
         ends_engine(execute_model, RankGuard(Peers(1, 4, {}), answers=False))(tokens=-1)
+    assert ended.wait(30)
 
 
 def test_the_error_names_a_rank_that_was_killed_before() -> None:
