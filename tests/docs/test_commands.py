@@ -84,11 +84,12 @@ def test_words_of_commands_are_right(block: Block, tmp_path: Path, monkeypatch: 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A phase log and buckets tuned to it."""
+    """Phase logs of two engines of a server, and buckets tuned to the first."""
     folder = tmp_path_factory.mktemp("files")
     log, buckets = str(folder / "phases.jsonl"), str(folder / "buckets.yaml")
     assert gaudi_ucm(["trace", "--mix", "chat", "--steps", "300", "-o", log]) == 0
     assert gaudi_ucm(["tune", log, "--max-graphs", "12", "--gap", "1", "-o", buckets]) == 0
+    shutil.copy(log, folder / "phases.1.jsonl")
     return folder
 
 
