@@ -16,7 +16,7 @@ OBSERVED: Mapping[str, str] = {
     "VLLM_PLUGINS": "comma separated names of the vLLM plugins that may be loaded; unset: all",
     "VLLM_TARGET_DEVICE": "vLLM takes its own CPU platform without asking any plugin where this is `cpu`",
     "OMP_NUM_THREADS": "OpenMP threads of torch on the CPU; unset: one per core",
-    "GOMP_SPINCOUNT": "how long idle OpenMP threads keep their cores; unset: 500 for each core in an engine on the CPU",
+    "GOMP_SPINCOUNT": "how long idle OpenMP threads keep their cores; unset: on a shared machine 500 for each core",
     "OMP_WAIT_POLICY": "`passive` or `active` waiting of idle OpenMP threads, in place of GOMP_SPINCOUNT",
     "KMP_BLOCKTIME": "milliseconds that idle threads of Intel's OpenMP keep their cores",
     "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",

@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.cpu import host_memory
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.device.host_limits import Cgroup, find_cores
+from vllm_gaudi_ucm.device.shared_machine import is_shared
 from vllm_gaudi_ucm.envs import (
     announce_local_engines,
     copy_to_ray_engines,
@@ -267,8 +268,8 @@ class UcmPlatform(Platform):
 
         It waits for OpenMP's threads, which are not forked. A fork after Gaudi's bridge was loaded always hangs.
         """
-        if cls.device_type == "cpu":
-            let_idle_threads_wait_briefly(find_cores().usable)
+        if cls.device_type == "cpu" and is_shared(cores := find_cores()):
+            let_idle_threads_wait_briefly(cores.usable)
         is_spawned = spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu")
         # the engine, which comes here as well, has started already
         if not is_spawned and not is_engine_process():
