@@ -4,7 +4,7 @@ Extension point: `KVCacheSpec`, `AttentionSpec`, `FullAttentionSpec`, `SlidingWi
 `KVCacheGroupSpec` and `KVCacheLayout` are what a platform plugin's worker and attention backend are given and return.
 Internal: `UniformTypeKVCacheSpecs`, the specification of a group whose layers differ; `MLAAttentionSpec`, that of keys
 which hold their values; `ChunkedLocalAttentionSpec`, that of layers with chunks; `get_kv_cache_groups`, which makes the
-groups.
+groups, and what it consists of: in `kv_cache_utils` of vLLM 0.32, in `kv_cache_planning` of vLLM 0.33.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,9 +83,17 @@ def groups_of(vllm_config: "VllmConfig", specs: Mapping[str, KVCacheSpec]) -> li
     depends on the groups.
     Remove when: a worker is told the groups before it measures.
     """
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    try:
+        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+    except ImportError:
+        # vLLM 0.32
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-    return get_kv_cache_groups(vllm_config, dict(specs))
+        return get_kv_cache_groups(vllm_config, dict(specs))
+    # as the engine does: the platform names the builder, and a model may make its groups itself
+    builder = get_kv_cache_config_builder(vllm_config)
+    groups: list[KVCacheGroupSpec] = builder.get_kv_cache_groups(vllm_config, dict(specs))
+    return groups
 
 
 def num_whole_groups(specs: Mapping[str, KVCacheSpec]) -> int:
@@ -104,16 +112,18 @@ def expected_groups(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
     Reason: as for `groups_of`; asked for before the layout is decided that that one reads.
     Remove when: as for `groups_of`.
     """
-    from vllm.v1.core.kv_cache_utils import (
-        _get_kv_cache_groups_uniform_page_size,
-        is_kv_cache_spec_uniform,
-        unify_kv_cache_spec_page_size,
-    )
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:
+        # vLLM 0.32
+        from vllm.v1.core import kv_cache_utils as planning
 
     layers = dict(specs)
-    if is_kv_cache_spec_uniform(layers) or UniformTypeKVCacheSpecs.is_uniform_type(layers):
+    if planning.is_kv_cache_spec_uniform(layers) or UniformTypeKVCacheSpecs.is_uniform_type(layers):
         return [KVCacheGroupSpec(list(layers), next(iter(layers.values())))]
-    return _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(layers))
+    alike = planning.unify_kv_cache_spec_page_size(layers)
+    groups: list[KVCacheGroupSpec] = planning._get_kv_cache_groups_uniform_page_size(alike)
+    return groups
 
 
 def kept_tokens(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
