@@ -83,15 +83,19 @@ class PartialHits:
         """Whether it is worth keeping for requests to come."""
         return self._blocks.holds(block)
 
-    def extend(self, request: Request, hits: KVCacheBlocks, num_tokens: int) -> tuple[KVCacheBlocks, int]:
-        """Full blocks that were found, and their tokens -> the same with the block to copy from, and all tokens."""
+    def extend(
+        self, request: Request, hits: KVCacheBlocks, num_tokens: int, longest: int
+    ) -> tuple[KVCacheBlocks, int]:
+        """Full blocks that were found, and their tokens -> the same with the block to copy from, and all tokens.
+
+        longest: the most tokens that may be found. The last one of a request is computed for its logits.
+        """
         self._waiting = None
         if not _can_share(request):
             return hits, num_tokens
         full = hits.blocks[0]
         before = request.block_hashes[len(full) - 1] if full else self._root(request)
-        # the last token is computed for its logits
-        end = min(num_tokens + self._block_size, request.num_tokens - 1)
+        end = min(num_tokens + self._block_size, longest)
         wanted = request.all_token_ids[num_tokens:end]
         parts = [self._blocks.find(before, wanted, self._targets, group) for group in range(len(hits.blocks))]
         # every group has to have it

@@ -62,17 +62,26 @@ class BlockManager(KVCacheManager):
         if self._partial is not None:
             self._partial.begin_step()
 
-    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
         """Blocks of the prefix cache and the first tokens that need not be computed: more than are in these blocks
-        where the rest comes from host memory."""
-        full, num_tokens, boundary = super().get_computed_blocks(request)
+        where the rest comes from host memory.
+
+        max_cache_hit_length: the most tokens to find; None: all but the last, which is computed for its logits. vLLM
+        0.32 passes none.
+        """
+        # an older vLLM has no such parameter
+        bound = () if max_cache_hit_length is None else (max_cache_hit_length,)
+        full, num_tokens, boundary = super().get_computed_blocks(request, *bound)
+        longest = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         if self._strips is not None:
             num_tokens = self._strips.longest_hit(request, full.blocks[0])
             full = self.truncate_computed_blocks(full, num_tokens)
         hits = full
         if self._partial is not None and self.prefix_cache_lookup_enabled(request):
-            hits, num_tokens = self._partial.extend(request, full, num_tokens)
-        reach = 0 if self._swaps is None else self._swaps.reach(request)
+            hits, num_tokens = self._partial.extend(request, full, num_tokens, longest)
+        reach = 0 if self._swaps is None else min(self._swaps.reach(request), longest)
         if reach <= num_tokens:
             return hits, num_tokens, boundary
         if self._partial is not None:
