@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
-    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
+    from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput, SchedulerOutput
 
 REASON = "tokens of the step before"
 
@@ -73,12 +73,20 @@ class StepOutput(AsyncModelRunnerOutput):
         tokens: of the sampler's slots.
         finish: called once.
         read: called before the engine gets the output.
+        transferred: returns what a KV connector has reported for the step, None if nothing yet.
     """
 
-    def __init__(self, tokens: PendingTokens, finish: Finish, read: Callable[[StepOutput], None]) -> None:
+    def __init__(
+        self,
+        tokens: PendingTokens,
+        finish: Finish,
+        read: Callable[[StepOutput], None],
+        transferred: Callable[[], KVConnectorOutput | None],
+    ) -> None:
         self._tokens = tokens
         self._finish = finish
         self._read = read
+        self._transferred = transferred
         self._output: ModelRunnerOutput | None = None
         self._waited = 0.0
 
@@ -109,6 +117,11 @@ class StepOutput(AsyncModelRunnerOutput):
         self._read(self)
         assert self._output is not None, "reading settles"
         return self._output
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """Returns what the step's KV connector has reported. vLLM 0.33 asks for it after `get_output` has failed, so
+        that finished loads and saves are not lost with the tokens."""
+        return self._transferred()
 
 
 class StepsAhead:
@@ -192,9 +205,11 @@ class StepsAhead:
         for work in works:
             work()
 
-    def add(self, tokens: PendingTokens, finish: Finish) -> StepOutput:
-        """A step that has been queued. finish: see StepOutput; steps end in their order."""
-        step = StepOutput(tokens, finish, self._read)
+    def add(
+        self, tokens: PendingTokens, finish: Finish, transferred: Callable[[], KVConnectorOutput | None]
+    ) -> StepOutput:
+        """A step that has been queued. finish, transferred: see StepOutput; steps end in their order."""
+        step = StepOutput(tokens, finish, self._read, transferred)
         self._outputs.append(step)
         self._tell()
         return step
