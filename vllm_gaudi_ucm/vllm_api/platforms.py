@@ -110,12 +110,14 @@ def uses_older_ray_executor(vllm_config: VllmConfig) -> bool:
     """Whether workers on Ray are driven by the older of vLLM's two executors.
 
     Reason: that one calls the model runner of its own worker instead of the worker, and moves tensors by Ray's compiled
-    graph, which knows CUDA alone. Only an environment variable tells which of the two it is.
-    Remove when: vLLM has `RayExecutorV2` alone.
+    graph, which knows CUDA alone. Only an environment variable tells which of the two it is. vLLM 0.33 has neither that
+    executor nor the variable.
+    Remove when: the oldest supported vLLM is 0.33, which has `RayExecutorV2` alone.
     """
     import vllm.envs
 
-    return vllm_config.parallel_config.use_ray and not vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    is_newer = getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    return vllm_config.parallel_config.use_ray and not is_newer
 
 
 def has_heads_of_several_sizes(model_config: ModelConfig | None) -> bool:
