@@ -226,13 +226,13 @@ def test_probe_that_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("0.32.0+empty", "ok"), ("0.31.0", "fail"), ("0.33.0", "fail"), (None, "fail")]
+    ("version", "status"), [("0.32.0+empty", "ok"), ("0.31.0", "fail"), ("0.33.0+empty", "ok"), ("0.34.0", "fail"), (None, "fail")]
 )
 def test_version_rows(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str) -> None:
     monkeypatch.setattr(machine, "installed_version", lambda name: version if name == "vllm" else "2.13.0")
     rows = {check.name: check for check in machine.version_checks()}
     assert rows["vllm"].status == status
-    assert rows["vllm"].expected == ">=0.32.0,<0.33"
+    assert rows["vllm"].expected == ">=0.32.0,<0.34"
     assert rows["vllm"].found == (version or "not installed")
     assert bool(rows["vllm"].advice) is (status == "fail")
 

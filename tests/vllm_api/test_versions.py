@@ -17,17 +17,20 @@ VLLM, TORCH = versions.WINDOWS
         (VLLM, "0.32.1.dev3+g1234abc", True),
         (VLLM, "0.32.0rc1", False),
         (VLLM, "0.31.9", False),
-        (VLLM, "0.33.0", False),
-        (VLLM, "0.33.0rc1", False),
-        (VLLM, "0.33.0.dev1+g12", False),
+        (VLLM, "0.33.0", True),
+        (VLLM, "0.33.0+empty", True),
+        (VLLM, "0.34.0", False),
+        (VLLM, "0.34.0rc1", False),
+        (VLLM, "0.34.0.dev1+g12", False),
         (VLLM, "1.0.0", False),
         (TORCH, "2.11.0", True),
         (TORCH, "2.11.0a0+git1234", True),
         (TORCH, "2.13.0+cpu", True),
         (TORCH, "2.13.1+cu130", True),
         (TORCH, "2.10.1", False),
-        (TORCH, "2.14.0", False),
-        (TORCH, "2.14.0a0+git1", False),
+        (TORCH, "2.14.0+cpu", True),
+        (TORCH, "2.15.0", False),
+        (TORCH, "2.15.0a0+git1", False),
     ],
 )
 def test_window(window: versions.Window, version: str, inside: bool) -> None:
@@ -45,6 +48,6 @@ def test_one_error_names_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
         versions.check_versions()
     message = str(caught.value)
     assert "vllm-gaudi-ucm 0.1.0 cannot run here" in message
-    assert "vllm 0.31.0+cpu is installed, expected >=0.32.0,<0.33" in message
-    assert "torch is not installed, expected >=2.11,<2.14" in message
+    assert "vllm 0.31.0+cpu is installed, expected >=0.32.0,<0.34" in message
+    assert "torch is not installed, expected >=2.11,<2.15" in message
     assert "Install a supported version" in message
