@@ -226,7 +226,8 @@ def test_probe_that_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("0.32.0+empty", "ok"), ("0.31.0", "fail"), ("0.33.0+empty", "ok"), ("0.34.0", "fail"), (None, "fail")]
+    ("version", "status"),
+    [("0.32.0+empty", "ok"), ("0.31.0", "fail"), ("0.33.0+empty", "ok"), ("0.34.0", "fail"), (None, "fail")],
 )
 def test_version_rows(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str) -> None:
     monkeypatch.setattr(machine, "installed_version", lambda name: version if name == "vllm" else "2.13.0")

@@ -83,9 +83,7 @@ class PartialHits:
         """Whether it is worth keeping for requests to come."""
         return self._blocks.holds(block)
 
-    def extend(
-        self, request: Request, hits: KVCacheBlocks, num_tokens: int, longest: int
-    ) -> tuple[KVCacheBlocks, int]:
+    def extend(self, request: Request, hits: KVCacheBlocks, num_tokens: int, longest: int) -> tuple[KVCacheBlocks, int]:
         """Full blocks that were found, and their tokens -> the same with the block to copy from, and all tokens.
 
         longest: the most tokens that may be found. The last one of a request is computed for its logits.

@@ -35,8 +35,8 @@ Remove when: vLLM declares that contract stable; until then the window moves wit
 """
 
 SUPPORTED_TORCH = ">=2.11,<2.15"
-"""The torch releases that were tested: Gaudi software 1.24.1 ships 2.11, 1.24.2 ships 2.13; vLLM 0.32 is built for 2.13,
-vLLM 0.33 for 2.14.
+"""The torch releases that were tested: Gaudi software 1.24.1 ships 2.11 and 1.24.2 ships 2.13; vLLM 0.32 is built for
+2.13, vLLM 0.33 for 2.14.
 
 Reason: graph capture and `torch.compile` differ below and above.
 Remove when: Gaudi software ships the torch that the supported vLLM asks for; then vLLM's own requirement is enough.
