@@ -139,8 +139,9 @@ def test_versions_are_arguments_and_the_registry_has_no_default() -> None:
 
 
 def test_the_server_takes_its_arguments() -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from tests.vllm_versions import make_arg_parser
 
     parser = make_arg_parser(FlexibleArgumentParser())
     for name in IMAGES:
@@ -177,8 +178,9 @@ def test_servers_differ_in_what_they_must() -> None:
 
 def test_a_ray_cluster_has_the_image_of_the_server_and_what_it_needs() -> None:
     """docker/ray.yaml: valid commands of Ray and vLLM, in the image of Gaudi with the extra `ray`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from tests.vllm_versions import make_arg_parser
 
     services = yaml.safe_load((DOCKER / "ray.yaml").read_text())["services"]
     assert set(services) == {"head", "worker"}

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.docs.commands import ROOT, Block, blocks, make_targets, pages
 from tests.store.redis_server import RedisServer, needs_redis
+from tests.vllm_versions import make_arg_parser
 from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
 from vllm_gaudi_ucm.cli.main import main as gaudi_ucm
 from vllm_gaudi_ucm.config.ucm_config import resolve_config

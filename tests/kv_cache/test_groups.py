@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.engine.tiny_models import make_config
+from tests.vllm_versions import kv_cache_configs
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.kv_cache import keep_split_chunks, keep_whole_contexts
@@ -54,7 +55,7 @@ def specs(full: int, windows: int, heads: int = 2, size: int = 8, window_heads: 
 
 
 def configured(server: VllmConfig, layers: dict[str, KVCacheSpec], gib: float) -> KVCacheConfig:
-    (config,) = get_kv_cache_configs(server, [layers], [int(gib * 2**30)])
+    (config,) = kv_cache_configs(server, [layers], [int(gib * 2**30)])
     return config
 
 
