@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.options.section import Section
 SECTIONS = " or ".join(
     f"ucm.{name}"
     for name in (
+        "allow_untested_vllm",
         "attention",
         "cpu",
         "distributed",
@@ -114,6 +115,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.cpu.matrix_unit": ([True, False], [0, "off", None], "true or false"),
     "ucm.cpu.native_graphs": ([True, False], [1, "on", None], "true or false"),
     "ucm.quantised_experts": (["auto", "codes", "plain"], ["fp8", True, None], 'one of "auto", "codes", "plain"'),
+    "ucm.allow_untested_vllm": ([True, False], [1, "yes", None], "true or false"),
     "ucm.distributed.check_ranks": ([True, False], [1, "on", None], "true or false"),
     "ucm.scheduler.admission": (
         ["greedy", "exact", "predicted"],

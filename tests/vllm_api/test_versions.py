@@ -41,6 +41,26 @@ def test_installed_versions_are_inside() -> None:
     versions.check_versions()
 
 
+def test_an_untested_vllm_is_refused_and_the_option_lets_it_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of torch there is no such option, and a missing vLLM is no untested one."""
+    found: dict[str, str | None] = {"vllm": "0.35.2", "torch": "2.13.0", "vllm-gaudi-ucm": "0.1.0"}
+    monkeypatch.setattr(versions, "installed_version", lambda name: found[name])
+    with pytest.raises(versions.UnsupportedVersionError, match=r"vllm 0\.35\.2 .*ucm\.allow_untested_vllm true"):
+        versions.check_versions()
+    for _ in range(2):
+        versions.check_versions(allow_untested_vllm=True)
+    assert caplog.text.count("vllm 0.35.2 is installed, expected >=0.32.0,<0.34: untested") == 1
+    found["torch"] = "2.10.0"
+    with pytest.raises(versions.UnsupportedVersionError, match=r"run here: torch 2\.10\.0") as caught:
+        versions.check_versions(allow_untested_vllm=True)
+    assert "allow_untested" not in str(caught.value)
+    found.update(vllm=None, torch="2.13.0")
+    with pytest.raises(versions.UnsupportedVersionError, match="vllm is not installed"):
+        versions.check_versions(allow_untested_vllm=True)
+
+
 def test_one_error_names_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"vllm": "0.31.0+cpu", "torch": None, "vllm-gaudi-ucm": "0.1.0"}
     monkeypatch.setattr(versions, "installed_version", found.__getitem__)

@@ -168,6 +168,11 @@ class UcmConfig(Section):
     memory_mode: MemoryModeOptions = Field(
         default=MemoryModeOptions(), description="Blocks that leave the device while their request decodes."
     )
+    allow_untested_vllm: bool = Field(
+        default=False,
+        description="Starts with a vLLM outside the tested versions, and warns. What vLLM has changed may end the "
+        "engine, or give wrong tokens.",
+    )
 
     @field_validator("ucm_sparse_method", mode="after")
     @classmethod

@@ -1,10 +1,15 @@
 """Versions of vLLM and torch that this plugin runs with. Imports nothing of either."""
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from vllm_gaudi_ucm.logger import plugin_logger
+
+logger = plugin_logger(__name__)
 
 
 class UnsupportedVersionError(RuntimeError):
@@ -67,15 +72,26 @@ def _problem(window: Window) -> str | None:
     return None
 
 
-def check_versions() -> None:
-    """Raises UnsupportedVersionError that names every package outside its window. It cannot be switched off.
+def check_versions(allow_untested_vllm: bool = False) -> None:
+    """Raises UnsupportedVersionError that names every package outside its window.
 
-    Reason: outside the window steps would run against another contract, and give wrong tokens instead of an error.
+    allow_untested_vllm: whether an installed vLLM outside its window is a warning, once in a process.
+
+    Reason: outside the window steps may run against another contract, and give wrong tokens instead of an error.
     Remove when: both windows above are gone.
     """
-    problems = [problem for window in WINDOWS if (problem := _problem(window)) is not None]
+    problems = {window.distribution: problem for window in WINDOWS if (problem := _problem(window)) is not None}
+    untested = installed_version("vllm") is not None and "vllm" in problems
+    if untested and allow_untested_vllm:
+        _warn_once(problems.pop("vllm"))
     if problems:
-        raise UnsupportedVersionError(
-            f"vllm-gaudi-ucm {installed_version('vllm-gaudi-ucm') or ''} cannot run here: {'; '.join(problems)}. "
-            "Install a supported version, or a release of vllm-gaudi-ucm that supports yours."
-        )
+        advice = "Install a supported version, or a release of vllm-gaudi-ucm that supports yours."
+        if untested and not allow_untested_vllm:
+            advice += " The option ucm.allow_untested_vllm true turns the refusal of an untested vLLM into a warning."
+        ours, found = installed_version("vllm-gaudi-ucm") or "", "; ".join(problems.values())
+        raise UnsupportedVersionError(f"vllm-gaudi-ucm {ours} cannot run here: {found}. {advice}")
+
+
+@cache
+def _warn_once(problem: str) -> None:
+    logger.warning("%s: untested, started because of ucm.allow_untested_vllm; tokens may be wrong.", problem)

@@ -209,6 +209,8 @@ def _windowed(window: Window) -> Check:
     if window.holds(found):
         return Check(VERSIONS, window.distribution, "ok", found, window.versions)
     advice = f"install a supported {window.distribution}, or a release of {DISTRIBUTION} that supports {found}"
+    if window.distribution == "vllm":
+        advice += "; ucm.allow_untested_vllm true starts all the same"
     return Check(VERSIONS, window.distribution, "fail", found, window.versions, advice)
 
 
