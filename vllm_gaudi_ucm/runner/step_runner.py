@@ -26,7 +26,7 @@ from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.proposer import DraftProposer, SampledStep, wanted_drafts
 from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification, grammar_at
-from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
+from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, drafts_to_propose
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
@@ -353,7 +353,7 @@ class StepRunner:
     def _propose(self, step: ComputedStep) -> None:
         if self.proposer is None:
             return
-        num_drafts = step.scheduler_output.num_spec_tokens_to_schedule
+        num_drafts = drafts_to_propose(step.scheduler_output)
         wanted = wanted_drafts(step.requests, step.yields, self.requests, num_drafts)
         drafts = self.proposer.propose(SampledStep(step.requests, step.batch, step.yields, wanted))
         self._drafts = DraftTokenIds([request.request_id for request in step.requests], drafts)

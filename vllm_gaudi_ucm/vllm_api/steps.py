@@ -3,7 +3,7 @@
 Extension point: `SchedulerOutput`, with `NewRequestData`, `CachedRequestData` and `GrammarOutput`, is what a platform
 plugin's worker is given; `ModelRunnerOutput`, with `DraftTokenIds`, `KVConnectorOutput`, `LogprobsLists` and
 `LogprobsTensors`, is what it returns, or an `AsyncModelRunnerOutput` that is asked for it later. Their fields change
-with every minor release.
+with every minor release, so that a field which some of the supported versions lack is read by a function.
 Internal: `Request` and `RequestStatus`, the scheduler's view of a request, which connectors also get.
 """
 
@@ -32,3 +32,14 @@ __all__ = [
     "RequestStatus",
     "SchedulerOutput",
 ]
+
+
+def drafts_to_propose(scheduler_output: SchedulerOutput) -> int:
+    """Returns how many drafts each request may get after a step, 0 where none could be used.
+
+    Reason: vLLM 0.33 says in `skip_drafts` that no request of a step will verify any; 0.32 has no such field.
+    Remove when: the oldest supported vLLM is 0.33.
+    """
+    if getattr(scheduler_output, "skip_drafts", False):
+        return 0
+    return scheduler_output.num_spec_tokens_to_schedule
