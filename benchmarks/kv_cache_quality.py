@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks.memory_mode import MODEL, engine, report, texts
 from benchmarks.memory_mode_quality import equal_share, follow
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.vllm_api.kv_cache import float_kv_dtype
 
 COLUMNS = {"nats": "nats/token", "perplexity": "perplexity", "same": "next token same", "bytes": "bytes per token"}
 
@@ -54,7 +55,7 @@ def main() -> None:
 def contenders(ratio: float) -> dict[str, Contender]:
     method = {"sparse_ratio": ratio, "sparse_steps": "always", "min_tokens": 256}
     sparse = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": method}}
-    dtypes = {"float32": "auto", "bfloat16": "bfloat16", "fp8": "fp8"}
+    dtypes = {"float32": "auto", "bfloat16": float_kv_dtype("bfloat16"), "fp8": "fp8"}
     found = {name: Contender(dtype, {}) for name, dtype in dtypes.items()}
     return found | {f"{name}, GSA {ratio:.0%}": Contender(dtype, sparse) for name, dtype in dtypes.items()}
 

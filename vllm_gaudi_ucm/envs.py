@@ -203,6 +203,11 @@ def spawn_workers(even_if_asked_to_fork: bool) -> bool:
     return os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn") == "spawn"
 
 
+def ask_for_v1_messages() -> None:
+    """Has vLLM's scheduler send messages in the form of its V1 runner, on every device; a user's own choice stays."""
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
 def wait_for_engines_end(seconds: int) -> None:
     """Seconds that a script waits for its engine to end, instead of five; a user's own value stays."""
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(seconds))

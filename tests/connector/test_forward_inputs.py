@@ -224,7 +224,8 @@ REFUSED = {
     LoadConfig: "",
     SpeculativeConfig: "quantization moe_backend attention_backend kv_cache_dtype draft_tensor_parallel_size "
     "tensor_parallel_size index_share_for_mtp_iteration use_heterogeneous_vocab parallel_drafting "
-    "disable_padded_drafter_batch rejection_sample_method enable_adaptive_verification draft_sample_method",
+    "disable_padded_drafter_batch rejection_sample_method enable_adaptive_verification draft_sample_method "
+    "draft_lm_head_quantization xpress_topc fly_window_size fly_entropy_threshold fly_entropy_top_k",
 }
 NO_INPUT = {
     # who is served, how tokens are made of text and chosen from logits, how memory is used
@@ -238,7 +239,8 @@ NO_INPUT = {
     "gpu_memory_utilization num_gpu_blocks_override enable_prefix_caching prefix_caching_hash_algo "
     "prefix_cache_retention_interval num_gpu_blocks num_cpu_blocks effective_attention_block_size "
     "kv_cache_size_tokens kv_cache_max_concurrency hash_block_size cache_hit_alignment_tokens "
-    "kv_sharing_fast_prefill kv_cache_memory_bytes kv_offloading_size kv_offloading_backend _block_size_resolved",
+    "kv_sharing_fast_prefill kv_cache_memory_bytes kv_offloading_size kv_offloading_backend "
+    "simple_cpu_offload_num_blocks _block_size_resolved",
     LoadConfig: "download_dir safetensors_load_strategy safetensors_prefetch_num_threads "
     "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location",
     # how many drafts there are, and which: what is accepted is computed by the target
@@ -246,7 +248,7 @@ NO_INPUT = {
     "prompt_lookup_max prompt_lookup_min target_model_config target_parallel_config "
     "num_speculative_tokens_per_batch_size draft_parallel_config suffix_decoding_max_tree_depth "
     "suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_min_token_prob "
-    "synthetic_acceptance_rates synthetic_acceptance_length dspark_draft_topk",
+    "disable_lookahead_block_hashes synthetic_acceptance_rates synthetic_acceptance_length dspark_draft_topk",
 }
 
 

@@ -12,7 +12,7 @@ from vllm.envs import disable_envs_cache
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 CONTRACTS = ("V1", "V2")
 """V1: resumed requests come as cached ones. V2: they come as new ones, and all new ones carry all their tokens; vLLM's
-default wherever Triton has a driver, so on every GPU."""
+default wherever Triton has a driver, but the plugin asks for V1."""
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureErro
 from vllm_gaudi_ucm.platform.combinations import refuse_device_ids
 from vllm_gaudi_ucm.platform.features import most_experts
 from vllm_gaudi_ucm.platform.platform import UcmPlatform
+from vllm_gaudi_ucm.platform.speculation_features import OF_SPECULATION
 from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 
 
@@ -397,6 +399,22 @@ MODULES = {
     "PairConnector": "tests.engine.pair_connector",
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+NEW_FLAGS: list[tuple[str, str, dict[str, Any]]] = [
+    ("a kernel for whole layers", "--monokernel", {"monokernel": True}),
+    ("sleep mode by criu", "--sleep-mode-backend criu", {"sleep_mode_backend": "criu"}),
+]
+
+
+@pytest.mark.parametrize(("feature", "flag", "options"), NEW_FLAGS, ids=[flag[0] for flag in NEW_FLAGS])
+def test_flags_of_vllm_0_33(llama: Path, feature: str, flag: str, options: dict[str, Any]) -> None:
+    """covers: A18"""
+    if not all(hasattr(EngineArgs, name) for name in options):
+        pytest.skip("this vLLM has no such flag")
+    with pytest.raises(UnsupportedFeatureError, match=flag) as error:
+        start(llama, **options)
+    assert feature in str(error.value)
+
+
 SPECULATION: list[tuple[str, dict[str, Any]]] = [
     ("the speculative method suffix", {"method": "suffix", "num_speculative_tokens": 2}),
     ("rejection_sample_method='block'", {**NGRAM, "rejection_sample_method": "block"}),
@@ -418,6 +436,16 @@ def test_speculative_decoding_that_is_refused(
         start(llama, speculative_config=options)
     assert feature in str(error.value)
     assert "--speculative-config" in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("draft_lm_head_quantization", "fp8"), ("xpress_topc", 8)])
+def test_options_of_speculation_that_a_supported_vllm_may_lack(name: str, value: object) -> None:
+    """Refused wherever vLLM itself lets them through. covers: A18"""
+    options: Any = SimpleNamespace(**{name: value})
+    (row,) = (row for row in OF_SPECULATION if f"option {name}=" in row.name)
+    assert row.asked(options) == (f"the speculative option {name}={value!r}", "--speculative-config")
+    assert row.asked(SimpleNamespace(**{name: None})) is None  # type: ignore[arg-type]
+    assert row.asked(SimpleNamespace()) is None  # type: ignore[arg-type]
 
 
 def test_draft_models_that_are_refused(llama: Path, tmp_path: Path) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator, vllm_own_platforms
+from vllm_gaudi_ucm.vllm_api.platforms import (
+    tolerate_missing_accelerator,
+    uses_older_ray_executor,
+    vllm_own_platforms,
+)
 
 
 def test_own_platforms_follow_vllms_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +68,18 @@ def test_an_accelerator_of_torchs_own_is_left_alone(monkeypatch: pytest.MonkeyPa
     before = torch.accelerator.empty_cache
     tolerate_missing_accelerator("cuda")
     assert torch.accelerator.empty_cache is before
+
+
+@pytest.mark.parametrize("use_ray", [True, False])
+def test_the_older_executor_on_ray(monkeypatch: pytest.MonkeyPatch, use_ray: bool) -> None:
+    """By vLLM 0.32's variable; where vLLM has no such variable it has no such executor."""
+    import vllm.envs
+
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(use_ray=use_ray))
+    name = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+    vllm.envs.disable_envs_cache()
+    for is_newer in (True, False):
+        monkeypatch.setitem(vllm.envs.environment_variables, name, lambda: is_newer)  # noqa: B023
+        assert uses_older_ray_executor(config) is (use_ray and not is_newer)
+    monkeypatch.delitem(vllm.envs.environment_variables, name)
+    assert uses_older_ray_executor(config) is False

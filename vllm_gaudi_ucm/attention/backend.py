@@ -30,7 +30,7 @@ from vllm_gaudi_ucm.vllm_api.attention import (
     MultipleOf,
     chunk_of,
 )
-from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheLayout, KVCacheSpec
+from vllm_gaudi_ucm.vllm_api.kv_cache import FLOAT_KV_DTYPES, KVCacheLayout, KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.groups import GroupStep
@@ -61,7 +61,14 @@ class UnifiedAttentionBackend(AttentionBackend):
     """Registered as CUSTOM: vLLM resolves an out-of-tree backend by this name only."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        *FLOAT_KV_DTYPES,
+    ]
 
     @staticmethod
     def get_name() -> str:

@@ -32,7 +32,7 @@ from vllm_gaudi_ucm.vllm_api.attention import (
     get_attn_backend,
     take_kv_b_proj,
 )
-from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec, MLAAttentionSpec
+from vllm_gaudi_ucm.vllm_api.kv_cache import FLOAT_KV_DTYPES, KVCacheSpec, MLAAttentionSpec
 from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, get_forward_context, op_registry_oot
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         name = self.kv_cache_dtype
         # vLLM's dtype of 8-bit floats
-        named = torch.uint8 if name.startswith("fp8") else getattr(torch, name, None)
+        named = torch.uint8 if name.startswith("fp8") else FLOAT_KV_DTYPES.get(name, getattr(torch, name, None))
         dtype = vllm_config.model_config.dtype if name == "auto" else named
         return MLAAttentionSpec(
             block_size=vllm_config.cache_config.block_size,

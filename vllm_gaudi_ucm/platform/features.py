@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.platform.quantised_weights import (
     quantised_while_loading,
 )
 from vllm_gaudi_ucm.platform.speculation_features import OF_DRAFT_MODEL, OF_SPECULATION
+from vllm_gaudi_ucm.vllm_api.kv_cache import FLOAT_KV_DTYPES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,6 +27,7 @@ def _above_one(size: int) -> int | None:
     return size if size > 1 else None
 
 
+_KV_DTYPES = ("auto", "float16", "bfloat16", *FLOAT_KV_DTYPES, "fp8", "fp8_e4m3")
 _ONE_DEVICE = "a request's context is on the devices of one group"
 
 
@@ -127,6 +129,13 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         lambda c: unless(c.kernel_config.moe_backend, ("auto",)),
     ),
     Feature(
+        "a kernel for whole layers",
+        "--monokernel",
+        "it is of vLLM's other platforms; leave the flag out",
+        # of vLLM 0.33
+        lambda c: getattr(c.kernel_config, "monokernel", False),
+    ),
+    Feature(
         "the chosen experts in outputs",
         "--enable-return-routed-experts",
         "a step does not keep them",
@@ -181,15 +190,21 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "custom logits processors for vLLM's V2 runner (set VLLM_USE_V2_MODEL_RUNNER=0)",
         "--logits-processors",
-        "our sampler calls those of the V1 runner, which vLLM refuses wherever Triton has a driver, unless that is set",
+        "our sampler calls those of the V1 runner, and the plugin asks for that one unless the variable is set",
         _foreign_processors,
+    ),
+    Feature(
+        "sleep mode by {found}",
+        "--sleep-mode-backend {found}",
+        "vLLM has no sleep mode on this platform; leave the flag out, and take `sleep(0)` to pause",
+        lambda c: None if c.model_config is None else unless(c.model_config.sleep_mode_backend, ("cumem",)),
     ),
     Feature("measured ranges", "QUANT_CONFIG", "unset it; quantise by llm-compressor", lambda _: measured_ranges()),
     Feature(
         "a KV cache of dtype {found}",
         "--kv-cache-dtype {found}",
         "attention reads float32, float16, bfloat16 and 8-bit floats with scales per tensor or head; take `fp8`",
-        lambda c: unless(c.cache_config.cache_dtype, ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")),
+        lambda c: unless(c.cache_config.cache_dtype, _KV_DTYPES),
     ),
 )
 

@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.device.host_limits import Cgroup, find_cores
 from vllm_gaudi_ucm.device.shared_machine import is_shared
 from vllm_gaudi_ucm.envs import (
     announce_local_engines,
+    ask_for_v1_messages,
     copy_to_ray_engines,
     lazy_mode,
     let_idle_threads_wait_briefly,
@@ -59,7 +60,7 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     wake_at_sigterm,
     watch_parent,
 )
-from vllm_gaudi_ucm.vllm_api.kv_cache import keep_tile_of_slots
+from vllm_gaudi_ucm.vllm_api.kv_cache import keep_tile_of_slots, register_float_kv_dtypes
 from vllm_gaudi_ucm.vllm_api.log_lines import announce_engine
 from vllm_gaudi_ucm.vllm_api.platforms import (
     client_error,
@@ -106,11 +107,14 @@ class UcmPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         merge_into_vllm()
+        register_float_kv_dtypes()
         if parser is None:
             # an engine's configuration comes next; a parser of arguments needs none of it
             from vllm_gaudi_ucm.layers.quantised.configs import register_quantisation
 
             register_quantisation()
+            # read by that configuration
+            ask_for_v1_messages()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -118,8 +122,8 @@ class UcmPlatform(Platform):
         from vllm.config import CompilationMode, CUDAGraphMode
 
         merge_into_vllm()
-        check_versions()
         config = resolve_config(vllm_config.additional_config)
+        check_versions(config.allow_untested_vllm)
         cls._refuse_unsupported(vllm_config, config)
         # graphs that the device lacks or an option excludes: a worker would say so in its log alone
         cls._has_static_shapes(vllm_config, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.platform.feature import Feature, unless
@@ -14,14 +13,13 @@ _TOKENS_ONLY = "drafts must be a function of the tokens alone"
 
 
 def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig]:
-    """An option of `--speculative-config` with one supported value."""
-    value = attrgetter(name)
-    return Feature(
-        f"the speculative option {name}={{found}}",
-        "--speculative-config",
-        why,
-        lambda c: None if value(c) == supported else repr(value(c)),
-    )
+    """An option of `--speculative-config` with one supported value. A supported vLLM may lack it."""
+
+    def found(config: SpeculativeConfig) -> str | None:
+        value = getattr(config, name, supported)
+        return None if value == supported else repr(value)
+
+    return Feature(f"the speculative option {name}={{found}}", "--speculative-config", why, found)
 
 
 OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
@@ -41,6 +39,8 @@ OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
     _option("quantization", None, "operations take float32, float16 and bfloat16"),
     _option("moe_backend", None, "the plugin chooses the kernels of experts"),
     _option("attention_backend", None, "a draft model has the plugin's attention, too"),
+    _option("draft_lm_head_quantization", None, "drafts come from `ngram` or from a model with a head of its own"),
+    _option("xpress_topc", None, "drafts come from `ngram` or from a model that scores its whole vocabulary"),
     Feature(
         "custom logits processors beside speculative decoding",
         "--logits-processors",

@@ -52,6 +52,7 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     start_is_over,
     watch_parent,
 )
+from vllm_gaudi_ucm.vllm_api.kv_cache import register_float_kv_dtypes
 from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
 from vllm_gaudi_ucm.vllm_api.worker import (
     CompilationTimes,
@@ -94,6 +95,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         leave_heap_to_the_system(lambda: self._status)
         tolerate_missing_accelerator(self.current_platform.device_type)
         abort_at_shutdown(self.vllm_config)
+        register_float_kv_dtypes()
         self._ucm = resolve_config(self.vllm_config.additional_config)
         self._device = get_device(self.current_platform.device_type)
         if self._device.kind == "hpu":

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = [
+    "FLOAT_KV_DTYPES",
     "AttentionSpec",
     "FullAttentionSpec",
     "KVCacheConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "SlidingWindowSpec",
     "buffers",
     "expected_groups",
+    "float_kv_dtype",
     "groups_of",
     "in_blocks_of",
     "in_tiles",
@@ -47,6 +50,7 @@ __all__ = [
     "kept_tokens",
     "layer_specs",
     "num_whole_groups",
+    "register_float_kv_dtypes",
     "tile_of_slots",
     "tokens_kept",
 ]
@@ -247,3 +251,42 @@ def _with_block_size(spec: KVCacheSpec, size: int) -> KVCacheSpec:
         layers = {name: _with_block_size(layer, size) for name, layer in spec.kv_cache_specs.items()}
         return replace(spec, block_size=size, kv_cache_specs=layers)
     return replace(spec, block_size=size)
+
+
+FLOAT_KV_DTYPES: Mapping[str, torch.dtype] = {"ucm_float16": torch.float16, "ucm_bfloat16": torch.bfloat16}
+"""Values of `--kv-cache-dtype` for a cache in another float than the model's, where vLLM lets platforms have some."""
+
+
+def register_float_kv_dtypes() -> None:
+    """Lets `--kv-cache-dtype` take the names of `FLOAT_KV_DTYPES`. Safe to call twice.
+
+    Reason: vLLM 0.33 refuses `float16` and `bfloat16` for a model of another dtype before it asks the platform, and has
+    a hook for a platform's own dtypes. vLLM 0.32 has no such hook, and takes both names.
+    Remove when: vLLM leaves it to attention backends which dtypes of model and cache go together.
+    """
+    try:
+        from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
+    except ImportError:
+        return  # vLLM 0.32
+    for name, dtype in FLOAT_KV_DTYPES.items():
+        if not is_known_kv_cache_dtype(name):
+            register_kv_cache_dtype(name)(_float_dtype(name, dtype))
+
+
+def _float_dtype(name: str, dtype: torch.dtype) -> type:
+    """vLLM's `KVCacheDTypeHandler`, which it makes itself."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    methods = {"torch_dtype": lambda _: dtype, "quant_mode": lambda _: KVQuantMode.NONE}
+    return type(name, (), {"name": name, **methods})
+
+
+def float_kv_dtype(name: str) -> str:
+    """Returns the value of `--kv-cache-dtype` for a cache in `float16` or `bfloat16` under a model of another dtype.
+
+    Reason: as for `register_float_kv_dtypes`.
+    Remove when: as for `register_float_kv_dtypes`.
+    """
+    from vllm.config import cache
+
+    return f"ucm_{name}" if hasattr(cache, "register_kv_cache_dtype") else name
