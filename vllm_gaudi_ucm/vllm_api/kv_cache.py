@@ -91,7 +91,7 @@ def groups_of(vllm_config: "VllmConfig", specs: Mapping[str, KVCacheSpec]) -> li
         from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
     except ImportError:
         # vLLM 0.32
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups  # type: ignore[attr-defined, unused-ignore]
 
         return get_kv_cache_groups(vllm_config, dict(specs))
     # as the engine does: the platform names the builder, and a model may make its groups itself
@@ -117,7 +117,7 @@ def expected_groups(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
     Remove when: as for `groups_of`.
     """
     try:
-        from vllm.v1.core import kv_cache_planning as planning
+        from vllm.v1.core import kv_cache_planning as planning  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
         # vLLM 0.32
         from vllm.v1.core import kv_cache_utils as planning
@@ -265,7 +265,8 @@ def register_float_kv_dtypes() -> None:
     Remove when: vLLM leaves it to attention backends which dtypes of model and cache go together.
     """
     try:
-        from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
+        from vllm.config.cache import is_known_kv_cache_dtype  # type: ignore[attr-defined, unused-ignore]
+        from vllm.config.cache import register_kv_cache_dtype  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
         return  # vLLM 0.32
     for name, dtype in FLOAT_KV_DTYPES.items():
