@@ -264,14 +264,14 @@ def register_float_kv_dtypes() -> None:
     a hook for a platform's own dtypes. vLLM 0.32 has no such hook, and takes both names.
     Remove when: vLLM leaves it to attention backends which dtypes of model and cache go together.
     """
-    try:
-        from vllm.config.cache import is_known_kv_cache_dtype  # type: ignore[attr-defined, unused-ignore]
-        from vllm.config.cache import register_kv_cache_dtype  # type: ignore[attr-defined, unused-ignore]
-    except ImportError:
+    from vllm.config import cache
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    if not hasattr(cache, "register_kv_cache_dtype"):
         return  # vLLM 0.32
     for name, dtype in FLOAT_KV_DTYPES.items():
-        if not is_known_kv_cache_dtype(name):
-            register_kv_cache_dtype(name)(_float_dtype(name, dtype))
+        if name not in STR_DTYPE_TO_TORCH_DTYPE:
+            cache.register_kv_cache_dtype(name)(_float_dtype(name, dtype))
 
 
 def _float_dtype(name: str, dtype: torch.dtype) -> type:
