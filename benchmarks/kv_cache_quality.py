@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks.memory_mode import MODEL, engine, report, texts
 from benchmarks.memory_mode_quality import equal_share, follow
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.vllm_api.kv_cache import float_kv_dtype
+from vllm_gaudi_ucm.vllm_api.cache_options import float_kv_dtype
 
 COLUMNS = {"nats": "nats/token", "perplexity": "perplexity", "same": "next token same", "bytes": "bytes per token"}
 

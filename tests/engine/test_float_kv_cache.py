@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
-from vllm_gaudi_ucm.vllm_api.kv_cache import float_kv_dtype
+from vllm_gaudi_ucm.vllm_api.cache_options import float_kv_dtype
 
 pytestmark = pytest.mark.slow  # starts engines
 

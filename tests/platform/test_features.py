@@ -31,7 +31,7 @@ from vllm_gaudi_ucm.platform.combinations import refuse_device_ids
 from vllm_gaudi_ucm.platform.features import most_experts
 from vllm_gaudi_ucm.platform.platform import UcmPlatform
 from vllm_gaudi_ucm.platform.speculation_features import OF_SPECULATION
-from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
+from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,8 @@ from tests.scheduler.schedulers import vllm_config
 from tests.vllm_versions import kv_cache_configs
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend
 from vllm_gaudi_ucm.attention.latent import LatentAttentionBackend
-from vllm_gaudi_ucm.vllm_api.kv_cache import (
-    FLOAT_KV_DTYPES,
-    expected_groups,
-    float_kv_dtype,
-    groups_of,
-    register_float_kv_dtypes,
-)
+from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES, float_kv_dtype, register_float_kv_dtypes
+from vllm_gaudi_ucm.vllm_api.kv_cache import expected_groups, groups_of
 
 SIZES = {"block_size": 4, "num_kv_heads": 1, "head_size": 8}
 

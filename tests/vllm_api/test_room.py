@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,7 +109,7 @@ def loaded_with(module: str) -> dict[str, set[str]]:
     return found
 
 
-WITHOUT_A_PLATFORM = ("vllm.platforms.", "vllm.v1.kv_cache_interface.")
+WITHOUT_A_PLATFORM = ("vllm.platforms.",)
 """Modules of vLLM that do not ask for the platform when they are imported."""
 
 
@@ -127,3 +129,12 @@ def test_the_entry_point_imports_nothing_of_vllm() -> None:
     """`register()` runs in every process of vLLM."""
     for module in (f"{PACKAGE}.device.detect", f"{PACKAGE}.vllm_api.engine_process"):
         assert not [name for names in loaded_with(module).values() for name in names]
+
+
+@pytest.mark.slow  # interpreters that import torch
+@pytest.mark.parametrize("first", ["vllm.distributed", "vllm.v1.kv_cache_interface", "vllm.utils.torch_utils"])
+def test_whichever_part_of_vllm_is_imported_first(first: str) -> None:
+    """Each of these asks for the platform."""
+    code = f"import {first}; from vllm.platforms import current_platform as found; print(type(found).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split()[-1:] == ["UcmPlatform"], done.stderr

@@ -30,7 +30,8 @@ from vllm_gaudi_ucm.vllm_api.attention import (
     MultipleOf,
     chunk_of,
 )
-from vllm_gaudi_ucm.vllm_api.kv_cache import FLOAT_KV_DTYPES, KVCacheLayout, KVCacheSpec
+from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES
+from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheLayout, KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.groups import GroupStep

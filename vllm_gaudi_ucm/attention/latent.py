@@ -32,7 +32,8 @@ from vllm_gaudi_ucm.vllm_api.attention import (
     get_attn_backend,
     take_kv_b_proj,
 )
-from vllm_gaudi_ucm.vllm_api.kv_cache import FLOAT_KV_DTYPES, KVCacheSpec, MLAAttentionSpec
+from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES
+from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec, MLAAttentionSpec
 from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, get_forward_context, op_registry_oot
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.platform.quantised_weights import (
     quantised_while_loading,
 )
 from vllm_gaudi_ucm.platform.speculation_features import OF_DRAFT_MODEL, OF_SPECULATION
-from vllm_gaudi_ucm.vllm_api.kv_cache import FLOAT_KV_DTYPES
+from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

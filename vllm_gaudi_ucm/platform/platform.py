@@ -48,6 +48,7 @@ from vllm_gaudi_ucm.platform.combinations import (
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
 from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
 from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler, warms_by_order
+from vllm_gaudi_ucm.vllm_api.cache_options import keep_tile_of_slots, register_float_kv_dtypes
 from vllm_gaudi_ucm.vllm_api.child_watch import watch_children
 from vllm_gaudi_ucm.vllm_api.engine_process import (
     OF_SERVER,
@@ -60,7 +61,6 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     wake_at_sigterm,
     watch_parent,
 )
-from vllm_gaudi_ucm.vllm_api.kv_cache import keep_tile_of_slots, register_float_kv_dtypes
 from vllm_gaudi_ucm.vllm_api.log_lines import announce_engine
 from vllm_gaudi_ucm.vllm_api.platforms import (
     client_error,

@@ -38,8 +38,8 @@ from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
 from vllm_gaudi_ucm.speculation.verification import Verification
+from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
 from vllm_gaudi_ucm.vllm_api.engine_process import is_worker_process
-from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 
 if TYPE_CHECKING:

@@ -40,8 +40,8 @@ from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import decides_late
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.vllm_api.blocks import is_isolated, kv_block_bytes, skipped_tokens
+from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
 from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
-from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig

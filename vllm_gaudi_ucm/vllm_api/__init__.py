@@ -21,12 +21,13 @@ condition under which it goes ("Remove when:").
 | `stage_layers` | layers of a block on each stage of a pipeline |
 | `loading`, `positions` | models with every weight from their checkpoint; tables of positions |
 | `model`, `attention`, `kv_cache` | layers, attention backends, the cache's description |
+| `cache_options` | options of the cache that the platform sets |
 | `quantisation` | methods of quantised weights |
 | `moe` | layers with experts, and their routers |
 | `sampling` | samplers, logits processors, grammars |
 | `kv_transfer`, `kv_offload` | KV connectors; offloading to the host |
 
 Our platform class is loaded while vLLM is being imported. What it needs at module level is in `versions`, `platforms`,
-`engine_process`, `child_watch`, `server_end`, `log_lines`, `blocks` and `kv_cache`; the other modules import parts of
-vLLM that need a platform.
+`engine_process`, `child_watch`, `server_end`, `log_lines`, `blocks` and `cache_options`; the other modules import parts
+of vLLM that need a platform.
 """
