@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.sampling.sampling import Grammar
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
-from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsLists
+from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsLists, first_grammar_rows
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
@@ -125,15 +125,14 @@ def grammar_at(grammar: Grammar, position: int, req_ids: Collection[str]) -> Gra
     are never reached, with everything. Source: vLLM's `StructuredOutputManager.grammar_bitmask`.
     """
     scheduled, output = grammar
-    drafts = scheduled.scheduled_spec_decode_tokens
-    if not drafts:
+    named = output.structured_output_request_ids
+    if not scheduled.scheduled_spec_decode_tokens and len(output.grammar_bitmask) == len(named):
         return grammar
-    names, lines, line = [], [], 0
-    for request_id in output.structured_output_request_ids:
+    names, lines = [], []
+    for request_id, line in zip(named, first_grammar_rows(scheduled, output), strict=True):
         if request_id in req_ids:
             names.append(request_id)
             lines.append(line + position)
-        line += 1 + len(drafts.get(request_id, ()))
     if not names:
         return None
     return Grammar(

@@ -7,6 +7,8 @@ with every minor release, so that a field which some of the supported versions l
 Internal: `Request` and `RequestStatus`, the scheduler's view of a request, which connectors also get.
 """
 
+from itertools import accumulate
+
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
@@ -43,3 +45,19 @@ def drafts_to_propose(scheduler_output: SchedulerOutput) -> int:
     if getattr(scheduler_output, "skip_drafts", False):
         return 0
     return scheduler_output.num_spec_tokens_to_schedule
+
+
+def first_grammar_rows(scheduler_output: SchedulerOutput, grammar: GrammarOutput) -> list[int]:
+    """Returns the first row of each request in a grammar's bitmask. A row for each draft, and one for the token behind
+    them, follow each other.
+
+    Reason: vLLM 0.32 packs the rows; vLLM 0.33 gives each request as many as the most drafts take. The number of rows
+    tells which: where both would have as many, they are the same rows.
+    Remove when: the oldest supported vLLM is 0.33.
+    """
+    names, drafts = grammar.structured_output_request_ids, scheduler_output.scheduled_spec_decode_tokens
+    *packed, end = accumulate((1 + len(drafts.get(name, ())) for name in names), initial=0)
+    if len(grammar.grammar_bitmask) == end:
+        return packed
+    each = len(grammar.grammar_bitmask) // len(names)
+    return [index * each for index in range(len(names))]
