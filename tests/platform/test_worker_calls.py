@@ -32,6 +32,8 @@ INHERITED = {
 OF_GPU_WORKER = {"annotate_profile", "randomize_dummy_inputs", "sleep_mode_backend"}
 # calls that vLLM's wrapper of a worker answers, and one that is for Ray's
 OF_WRAPPER = {"init_worker", "update_environment_variables", "adjust_rank"}
+# calls that vLLM 0.32 does not know
+SINCE_0_33 = {"get_simple_cpu_offload_num_cpu_blocks"}
 ROOMS = ("v1/engine", "v1/executor", "v1/fault_tolerance", "entrypoints", "distributed/elastic_ep", "engine")
 
 
@@ -59,7 +61,7 @@ def test_every_call_is_classified() -> None:
     known = {*vars(UcmWorker), *REFUSED, *INHERITED, *OF_GPU_WORKER, *OF_WRAPPER}
     assert calls | called <= known, sorted((calls | called) - known)
     assert not REFUSED.keys() & vars(UcmWorker).keys()
-    assert REFUSED.keys() | INHERITED <= calls | called
+    assert REFUSED.keys() | INHERITED <= calls | called | SINCE_0_33
 
 
 @pytest.mark.parametrize("call", sorted(REFUSED))

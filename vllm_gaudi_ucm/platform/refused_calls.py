@@ -57,6 +57,9 @@ REFUSED: dict[str, Refusal] = {
     "update_config": Refusal("a configuration that changes while it serves", "start the engine again with the new one"),
     "elastic_ep_execute": _EXPERTS,
     "reinitialize_distributed": _EXPERTS,
+    "get_simple_cpu_offload_num_cpu_blocks": Refusal(
+        "the KV connector SimpleCPUOffloadConnector", "take OffloadingConnector or UcmConnector"
+    ),
     "handle_ft_command": Refusal("vLLM's fault tolerance", "start the engine again"),
     "profile": Refusal("profiling", "read the phase log (ucm.phase_log), which has the milliseconds of every step"),
 }
