@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ def test_what_a_connector_has_reported_outlives_the_tokens(reported: KVConnector
     table: Any = None
     carried: Any = None
     ahead = StepsAhead(table, carried, HostWork())
-    output = ahead.add(VerifiedLater(fails), lambda sampled, _: fails(), lambda: reported)
+    step: Any = SimpleNamespace(transferred=reported)
+    output = ahead.add(VerifiedLater(fails), lambda sampled, _: fails(), step)
     with pytest.raises(RuntimeError, match="the device is gone"):
         output.get_output()
     assert output.get_kv_connector_output() is reported

@@ -267,7 +267,7 @@ class StepRunner:
             clock.waited(waited)
             return self._finished(step, sampled_ids, sampled)
 
-        return ahead.add(tokens, finish, lambda: step.transferred)
+        return ahead.add(tokens, finish, step)
 
     def _verify_later(self, step: ComputedStep, grammar: Grammar | None, ahead: StepsAhead) -> StepOutput:
         """Samples the step and makes the next drafts when its tokens are read, before the next step is planned."""
@@ -281,10 +281,7 @@ class StepRunner:
             self._finish_transfer(step)
             return sampled
 
-        def finish(sampled: SampledTokens, _: float) -> ModelRunnerOutput:
-            return self._finished(step, sampled_ids, sampled)
-
-        return ahead.add(VerifiedLater(sample), finish, lambda: step.transferred)
+        return ahead.add(VerifiedLater(sample), lambda sampled, _: self._finished(step, sampled_ids, sampled), step)
 
     def _finished(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
         if self.ahead is None:

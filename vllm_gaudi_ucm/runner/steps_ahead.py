@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
+    from vllm_gaudi_ucm.runner.computed_step import ComputedStep
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
@@ -73,7 +74,7 @@ class StepOutput(AsyncModelRunnerOutput):
         tokens: of the sampler's slots.
         finish: called once.
         read: called before the engine gets the output.
-        transferred: returns what a KV connector has reported for the step, None if nothing yet.
+        step: what the output is of, with what a KV connector has reported for it.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class StepOutput(AsyncModelRunnerOutput):
         tokens: PendingTokens,
         finish: Finish,
         read: Callable[[StepOutput], None],
-        transferred: Callable[[], KVConnectorOutput | None],
+        step: ComputedStep,
     ) -> None:
         self._tokens = tokens
         self._finish = finish
         self._read = read
-        self._transferred = transferred
+        self._step = step
         self._output: ModelRunnerOutput | None = None
         self._waited = 0.0
 
@@ -121,7 +122,7 @@ class StepOutput(AsyncModelRunnerOutput):
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
         """Returns what the step's KV connector has reported. vLLM 0.33 asks for it after `get_output` has failed, so
         that finished loads and saves are not lost with the tokens."""
-        return self._transferred()
+        return self._step.transferred
 
 
 class StepsAhead:
@@ -205,11 +206,9 @@ class StepsAhead:
         for work in works:
             work()
 
-    def add(
-        self, tokens: PendingTokens, finish: Finish, transferred: Callable[[], KVConnectorOutput | None]
-    ) -> StepOutput:
-        """A step that has been queued. finish, transferred: see StepOutput; steps end in their order."""
-        step = StepOutput(tokens, finish, self._read, transferred)
+    def add(self, tokens: PendingTokens, finish: Finish, computed: ComputedStep) -> StepOutput:
+        """A step that has been queued. finish: see StepOutput; steps end in their order."""
+        step = StepOutput(tokens, finish, self._read, computed)
         self._outputs.append(step)
         self._tell()
         return step
