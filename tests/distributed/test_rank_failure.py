@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.device.cpu import CpuDevice
 from vllm_gaudi_ucm.distributed import rank_failure
 from vllm_gaudi_ucm.distributed.rank_failure import DeviceWatch, Peers, RankFailedError, RankGuard, ends_engine
 from vllm_gaudi_ucm.distributed.ranks import ALONE
-from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 
 def execute_model(tokens: int) -> int:
@@ -73,6 +73,12 @@ class LateOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         raise RuntimeError("device-side assert triggered")
 
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        return REPORTED
+
+
+REPORTED = KVConnectorOutput(finished_recving={"a"})
+
 
 def late_output() -> AsyncModelRunnerOutput:
     return LateOutput()
@@ -83,6 +89,9 @@ def test_an_output_that_is_read_later_names_its_rank() -> None:
     assert isinstance(guarded, AsyncModelRunnerOutput)
     with pytest.raises(RankFailedError, match=r"^rank 0 of 2 .* failed when the output of a step was read: RuntimeErr"):
         guarded.get_output()
+    # vLLM 0.33 asks for it then
+    output: Any = guarded
+    assert output.get_kv_connector_output() is REPORTED
 
 
 class BrokenDevice(CpuDevice):

@@ -17,7 +17,7 @@ import psutil
 from vllm_gaudi_ucm.device import Device, Fence
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 # a process that was killed closes its connections before it is seen to be gone
 GONE_SECONDS = 1.0
@@ -166,6 +166,13 @@ class GuardedOutput(AsyncModelRunnerOutput):
             return self._output.get_output()
         except Exception as error:
             self._guard.fail("when the output of a step was read", error)
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """Returns what the step's KV connector has reported. vLLM 0.33 asks for it after `get_output` has failed."""
+        # vLLM 0.32 has no such method
+        output: Any = self._output
+        found: KVConnectorOutput | None = output.get_kv_connector_output()
+        return found
 
 
 def ends_engine(call: Callable[..., Any], guard: RankGuard, watch: DeviceWatch | None = None) -> Callable[..., Any]:
