@@ -5,11 +5,12 @@ The bridge is not among it: a process that has imported that must not be forked.
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
 
+from tests.sim_path import SIM_PATH
 from tests.warm_imports import import_vllm
 
 # as in a process that has it on PYTHONPATH
-sys.path.insert(0, str(Path(__file__).parent / "sim_hpu"))
+sys.path[:0] = SIM_PATH.split(os.pathsep)
 import_vllm("hpu", "tests.engine.serving")

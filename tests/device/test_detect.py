@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import vllm_gaudi_ucm
+from tests.sim_path import SIM_PATH
 from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.device import detect
 from vllm_gaudi_ucm.vllm_api import platforms, versions
-
-SIM = Path(__file__).parents[1] / "sim_hpu"
 
 
 class Machine:
@@ -176,7 +175,7 @@ def run(code: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_software_is_found_without_importing_it() -> None:
-    done = run(SEES_SIMULATOR, PYTHONPATH=str(SIM))
+    done = run(SEES_SIMULATOR, PYTHONPATH=SIM_PATH)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.sim_path import SIM_PATH
 from vllm_gaudi_ucm.device import Device, cuda, get_device
 from vllm_gaudi_ucm.device.cpu import cpu_model
 from vllm_gaudi_ucm.device.hpu import HpuDevice
-
-SIM = Path(__file__).parents[1] / "sim_hpu"
 
 
 def test_unknown_kind() -> None:
@@ -176,7 +175,7 @@ assert card.synchronizations == 0 and card.seeds == [] and card.device_type == "
 
 
 def test_hpu_on_the_simulated_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SIM))
+    monkeypatch.setenv("PYTHONPATH", SIM_PATH)
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # so that it shows who starts the card
     done = subprocess.run([sys.executable, "-c", ON_SIMULATOR], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

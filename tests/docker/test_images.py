@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.window_suite import load
+from vllm_gaudi_ucm.device.gaudi_software import RELEASES, minor_version
 from vllm_gaudi_ucm.observability.metric import METRICS
+from vllm_gaudi_ucm.vllm_api.versions import BUILT_FOR_TORCH
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -76,12 +79,11 @@ def test_what_setup_reads_is_in_the_image(name: str) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_vllm_is_installed_as_the_makefile_does(name: str) -> None:
     makefile = re.sub(r"\\\n\s*", "", (ROOT / "Makefile").read_text())
-    version = re.search(r"^VLLM_VERSION := (.*)$", makefile, re.M)
-    assert version
-    assert f"VLLM_VERSION={version[1]}" in texts(name, "ARG")
     (theirs,) = [line for line in makefile.splitlines() if "VLLM_TARGET_DEVICE=empty" in line]
     (ours,) = [text for text in texts(name, "RUN") if "VLLM_TARGET_DEVICE=empty" in text]
-    wanted = theirs.split("$(PIP_INSTALL) ", 1)[1].replace("$(VLLM_VERSION)", "${VLLM_VERSION}").split()
+    wanted = (
+        theirs.split("$(PIP_INSTALL) ", 1)[1].partition(";")[0].replace("$(VLLM_VERSION)", "${VLLM_VERSION}").split()
+    )
     assert pip_arguments(ours) == wanted
     assert "VLLM_VERSION_OVERRIDE=${VLLM_VERSION}" in ours
 
@@ -93,10 +95,27 @@ def test_the_requirements_of_the_build_are_the_makefiles(name: str) -> None:
     assert "--requirement requirements/build.txt" in (ROOT / "Makefile").read_text()
 
 
-def test_torch_of_the_cpu_image_is_the_makefiles() -> None:
-    version = re.search(r"^TORCH_VERSION := (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    assert version
-    assert f"TORCH_VERSION={version[1]}" in texts("Dockerfile.cpu", "ARG")
+@pytest.mark.parametrize("name", IMAGES)
+def test_versions_of_an_image_are_a_pair_that_is_tested(name: str) -> None:
+    """The newest on a CPU; on a Gaudi the torch that its software ships, and the vLLM that is built for that."""
+    defaults = dict(text.split("=", 1) for text in texts(name, "ARG") if "=" in text)
+    vllm, torch = defaults["VLLM_VERSION"], defaults["TORCH_VERSION"]
+    pairs = list(load().pairs)
+    if name == "Dockerfile.cpu":
+        assert f"{vllm}-{torch}" == pairs[-1]
+        return
+    assert f"{vllm}-{torch}" in pairs
+    assert minor_version(torch) == RELEASES[defaults["GAUDI_VERSION"]] == BUILT_FOR_TORCH[str(minor_version(vllm))]
+
+
+def test_compose_files_build_the_same_versions() -> None:
+    defaults = dict(text.split("=", 1) for text in texts("Dockerfile.gaudi", "ARG") if "=" in text)
+    gaudi = COMPOSE["services"]["gaudi"]
+    nodes = yaml.safe_load((DOCKER / "ray.yaml").read_text())["services"].values()
+    for service in (gaudi, *nodes):
+        given = {name: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value) for name, value in service["build"]["args"].items()}
+        assert given.pop("GAUDI_REGISTRY") == ""
+        assert given.items() <= defaults.items()
 
 
 def test_no_step_on_gaudi_installs_or_replaces_torch() -> None:
@@ -132,7 +151,7 @@ def test_it_serves_as_a_user_without_rights_and_says_how_it_is(name: str) -> Non
 def test_versions_are_arguments_and_the_registry_has_no_default() -> None:
     """The `FROM` of Gaudi names no host."""
     arguments = texts("Dockerfile.gaudi", "ARG")
-    assert {"GAUDI_REGISTRY", "GAUDI_VERSION=1.24.1", "GAUDI_OS=ubuntu24.04", "TORCH_VERSION=2.11.0"} <= set(arguments)
+    assert {"GAUDI_REGISTRY", "GAUDI_VERSION=1.24.2", "GAUDI_OS=ubuntu24.04", "GAUDI_TAG=latest"} <= set(arguments)
     (base,) = texts("Dockerfile.gaudi", "FROM")
     assert base.startswith("${GAUDI_REGISTRY}/gaudi-docker/${GAUDI_VERSION}/${GAUDI_OS}/")
     assert texts("Dockerfile.cpu", "FROM") == ["${PYTHON_IMAGE}"]

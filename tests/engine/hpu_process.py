@@ -18,6 +18,7 @@ import pytest
 
 from tests.fork_server import WARM, ProcessOnCard
 from tests.import_heap import freeze_imports, leave_out_collections
+from tests.sim_path import SIM_PATH
 from tests.warm_process import WarmProcess
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def run_on_card(
     Fails the test with the process's last lines where it raises.
     """
     mode = {"PT_HPU_LAZY_MODE": "1", FORK: "1"} if lazy else {}
-    path = os.pathsep.join((str(ROOT / "tests/sim_hpu"), os.environ["PYTHONPATH"]))
+    path = os.pathsep.join((SIM_PATH, os.environ["PYTHONPATH"]))
     hpu = {"PYTHONPATH": path, "VLLM_GAUDI_UCM_DEVICE": "hpu", **mode}
     # what else is in the environment is read while the card's software is imported
     kind = WARM.Process if lazy or env else ProcessOnCard

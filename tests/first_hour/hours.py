@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.sim_path import SIM_PATH
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 280
-ON_CARD = {"VLLM_GAUDI_UCM_DEVICE": "hpu", "PYTHONPATH": f"{ROOT / 'tests/sim_hpu'}:{ROOT / 'tests/children'}"}
+ON_CARD = {"VLLM_GAUDI_UCM_DEVICE": "hpu", "PYTHONPATH": f"{SIM_PATH}:{ROOT / 'tests/children'}"}
 ON_CPU = {"VLLM_GAUDI_UCM_DEVICE": "cpu"}
 
 

@@ -11,12 +11,14 @@ import pytest
 from tests.first_hour.forks import forked_probe
 from tests.first_hour.hours import ON_CARD, ROOT
 from tests.first_hour.several import One, Together
+from tests.sim_path import software_path
 from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
 from vllm_gaudi_ucm.first_hour.hour import ALWAYS, LAZY_MODE
 from vllm_gaudi_ucm.first_hour.launcher import run_apart
 from vllm_gaudi_ucm.first_hour.probe import Mode, Probe, Unit
 from vllm_gaudi_ucm.first_hour.probes.cache import disk_cache
 from vllm_gaudi_ucm.first_hour.probes.cards import between_two
+from vllm_gaudi_ucm.first_hour.probes.software import input_reuse
 from vllm_gaudi_ucm.first_hour.result import Result, Verdict, judge
 
 LIMIT_S = 240.0
@@ -24,8 +26,8 @@ ENDED = (Verdict.AS_EXPECTED, Verdict.ANSWERED, Verdict.DOES_NOT_APPLY)
 SERVES = {24, 27, 28, 29}
 TWO_CARDS = 21
 # They start processes, or compile for long: the simulator runs every operator of a layer in Python.
-SLOW = {8, 16, 17, 20, 21, 25, 26} | SERVES
-START_PROCESSES = {20, 21}
+SLOW = {8, 16, 17, 20, 21, 25, 26, 30, 31} | SERVES
+START_PROCESSES = {20, 21, 30, 31}
 QUICK_CASES = 4
 COMPILED = {5, 6, 10, 12}  # beside those that are compiled alone
 FAULTY_CARD = One(1, "", "unknown_generation")
@@ -126,6 +128,29 @@ def test_recipes_on_disk(tmp_path: Path) -> None:
     lost = forked_probe(20, "compile", disk_cache, tmp_path / "lost", "loses_recipes")
     assert lost.verdict is Verdict.DIFFERS
     assert "compilations of the second start: 4, expected 0" in _claims(lost), said(lost)
+
+
+@pytest.mark.slow
+def test_input_reuse(tmp_path: Path) -> None:
+    """Of Gaudi software 1.24.2: without a fault, and where writes are lost."""
+    for name in ("right", "lost"):
+        (tmp_path / name).mkdir()
+    found = forked_probe(30, "compile", input_reuse, tmp_path / "right")
+    _check(found, BY_NUMBER[30], applies=True)
+    assert [one["text"] for one in found.data["answer"]] == ["right", "right"]
+    lost = forked_probe(30, "compile", input_reuse, tmp_path / "lost", "drops_writes")
+    assert lost.verdict is Verdict.DIFFERS
+    assert "step 1: wrong cache" in _claims(lost), said(lost)
+
+
+@pytest.mark.slow
+def test_emptying_the_host_cache(tmp_path: Path) -> None:
+    """In a process of its own: it ends with an error on the simulated card, and the probe says so."""
+    found = probe(31, "eager", tmp_path, PYTHONPATH=f"{ROOT}:{software_path('1.24.2')}")
+    assert found.verdict is Verdict.ANSWERED, said(found)
+    answer = found.data["answer"][0]["text"]
+    assert "raised" in answer, answer
+    assert "ended with status 1" in answer, answer
 
 
 @pytest.mark.slow

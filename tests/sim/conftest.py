@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
+from tests.sim_path import SIM_PATH
+
 ROOT = Path(__file__).parents[2]
-SIM = ROOT / "tests" / "sim_hpu"
 REPORT = "SIM_HPU_TEST_REPORT"
 IN_CHILD = importlib.util.find_spec("habana_frameworks") is not None
 # Of the child, without a test that ends: a busy machine slows it down, only a hanging test stops it.
@@ -37,7 +38,7 @@ class Child:
         self._folder = tempfile.TemporaryDirectory(prefix="sim-hpu-")
         report, output = (Path(self._folder.name) / name for name in ("report.jsonl", "output"))
         report.touch()
-        env = {**os.environ, "PYTHONPATH": str(SIM), "PT_HPU_LAZY_MODE": lazy, "SIM_HPU_TORCH_FORK": lazy}
+        env = {**os.environ, "PYTHONPATH": SIM_PATH, "PT_HPU_LAZY_MODE": lazy, "SIM_HPU_TORCH_FORK": lazy}
         env[REPORT] = str(report)
         env.pop("PYTEST_ADDOPTS", None)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-SIM = Path(__file__).parents[1] / "sim_hpu"
+from tests.sim_path import SIM_PATH
+
 CHILDREN = Path(__file__).parents[1] / "children"  # what every process of a test has
 MARK = "=== "
 PARENT = f"""
@@ -48,7 +49,7 @@ def in_forks(programs: Mapping[str, Program], env: Mapping[str, str]) -> dict[st
 
     env: what all of them are started with, which the bridge takes for the user's.
     """
-    env = {**env, "PYTHONPATH": f"{SIM}:{CHILDREN}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    env = {**env, "PYTHONPATH": f"{SIM_PATH}:{CHILDREN}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [sys.executable, "-c", PARENT, json.dumps(programs)]
     done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sim.forks import CHILDREN, SIM, Program, in_forks
+from tests.sim.forks import CHILDREN, Program, in_forks
 from tests.sim.regions import compiled
+from tests.sim_path import SIM_PATH, played_release
 
 MODULES = (
     *("core", "hpu", "hpu.metrics", "utils.internal", "utils.experimental", "internal.bridge_config", "hpex.kernels"),
@@ -20,7 +21,7 @@ MODULES = (
 
 
 def run_python(program: str, **env: str) -> str:
-    env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{SIM}:{CHILDREN}", **env}
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{SIM_PATH}:{CHILDREN}", **env}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
     return done.stdout.strip() if done.returncode == 0 else done.stderr.strip()
 
@@ -36,7 +37,8 @@ from habana_frameworks.torch.utils.internal import is_lazy
 import importlib.metadata
 print(is_lazy(), importlib.metadata.version("habana-torch-plugin"))
 """
-    assert run_python(program) == "True hpu:0\nFalse 1.24.1.482"
+    builds = {"1.24.1": "1.24.1.482", "1.24.2": "1.24.2"}  # the fourth number of 1.24.2 is not known
+    assert run_python(program) == f"True hpu:0\nFalse {builds[played_release(torch.__version__)]}"
 
 
 @pytest.mark.slow
@@ -81,6 +83,24 @@ def test_mark_step_does_nothing(ht: Any, card: Any) -> None:
     assert card.launches == launches
     assert compiled(forward)(x).tolist() == [4, 4, 4]
     assert (card.compiled_graphs, card.mark_steps) == (1, 0)
+
+
+@pytest.mark.parametrize(("build", "refused"), [("1.24.1.482", False), ("1.24.2", True)])
+def test_the_host_cache_is_not_emptied_since_1_24_2(build: str, refused: bool) -> None:
+    """Duty 5."""
+    program = """
+import torch
+try:
+    torch.accelerator.empty_host_cache()
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print("returned")
+"""
+    if not hasattr(torch.accelerator, "empty_host_cache"):
+        pytest.skip(f"torch {torch.__version__} has no torch.accelerator.empty_host_cache")
+    found = run_python(program, SIM_HPU_BUILD=build)
+    assert ("HpuConstraintError" in found) is refused, found
 
 
 def test_pinning_needs_a_started_device() -> None:

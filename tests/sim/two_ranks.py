@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.sim_path import SIM_PATH
 from tests.warm_process import WarmProcess
 
-SIM = Path(__file__).parents[1] / "sim_hpu"
 SECONDS = 280
 
 
 def on_two_ranks(program: str, folder: Path) -> None:
     """Runs it with the rank and a file for the group as arguments; both must end well."""
-    env = {**os.environ, "PYTHONPATH": str(SIM), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, "PYTHONPATH": SIM_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env["PT_HPU_LAZY_MODE"] = "0"
     logs = [folder / f"rank-{rank}.log" for rank in range(2)]
     ranks = [

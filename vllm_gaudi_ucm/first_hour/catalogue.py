@@ -21,8 +21,9 @@ QUESTIONS = {
     11: "Real overlap of copies and compute; the cost of unpinned copies to the device",
     12: "Whether Unified Attention beats split prompt and decode batches",
     13: "Behaviour of every torch.accelerator call that vLLM makes outside of the GPU worker",
-    14: "How a Gaudi 2 behaves with Gaudi software 1.24.1",
+    14: "How a Gaudi 2 behaves with Gaudi software 1.24.1 and 1.24.2",
     15: "Several hosts, and collectives of ranks that miss a bucket: hang, error or timeout",
+    16: "What Gaudi software 1.24.2 changed: its build, input reuse beside KV writes, emptying the host cache",
 }
 """What cannot be known without a card. Probes name these numbers; docs/gaudi.md has the same table."""
 
@@ -31,11 +32,11 @@ PROBES: tuple[Probe, ...] = (
         1,
         "mode, name and memory of the card",
         "lazy mode is off where PT_HPU_LAZY_MODE is unset; a card is available, with a generation and free memory; "
-        "torch without a +git version refuses lazy mode",
+        "torch without a +git version refuses lazy mode; torch is the one that the software ships",
         "card:mode_and_name",
         modes=("stock", "lazy"),
         devices=HPU,
-        questions=(14,),
+        questions=(14, 16),
     ),
     Probe(
         2,
@@ -278,6 +279,25 @@ PROBES: tuple[Probe, ...] = (
         questions=(1,),
         limit_s=900,
         falls_back=True,
+    ),
+    Probe(
+        30,
+        "KV writes with input reuse of the graph compiler off and on",
+        "right without it",
+        "software:input_reuse",
+        modes=("compile",),
+        devices=HPU,
+        questions=(16,),
+        limit_s=300,
+    ),
+    Probe(
+        31,
+        "torch.accelerator.empty_host_cache, and the end of the process that called it",
+        "",
+        "software:host_cache",
+        modes=("eager",),
+        devices=HPU,
+        questions=(13, 16),
     ),
 )
 

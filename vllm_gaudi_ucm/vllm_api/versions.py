@@ -47,6 +47,13 @@ Reason: graph capture and `torch.compile` differ below and above.
 Remove when: Gaudi software ships the torch that the supported vLLM asks for; then vLLM's own requirement is enough.
 """
 
+BUILT_FOR_TORCH = {"0.32": "2.13", "0.33": "2.14"}
+"""Minor version of vLLM -> the minor version of torch that its builds for CPUs and CUDA pin.
+
+Reason: the empty-device build, which a Gaudi takes, asks for no torch, so that no metadata tells.
+Remove when: the metadata of an empty-device build names the torch that vLLM is built for.
+"""
+
 WINDOWS = (Window("vllm", SUPPORTED_VLLM), Window("torch", SUPPORTED_TORCH, prereleases_count=True))
 
 

@@ -13,11 +13,12 @@ from vllm_gaudi_ucm.cli.doctor.check import Check, Status
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import gaudi_cards
+from vllm_gaudi_ucm.device.gaudi_software import RELEASES, GaudiSoftware, installed_gaudi_software, minor_version
 from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
 from vllm_gaudi_ucm.device.hpu_mode import HpuMode, hpu_mode
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
-from vllm_gaudi_ucm.vllm_api.versions import WINDOWS, Window, installed_version
+from vllm_gaudi_ucm.vllm_api.versions import BUILT_FOR_TORCH, WINDOWS, Window, installed_version
 
 DEVICE = "device"
 OPERATORS = "operators"
@@ -189,6 +190,10 @@ def version_checks() -> Iterator[Check]:
     yield _python()
     for window in WINDOWS:
         yield _windowed(window)
+    yield from _torch_of_vllm()
+    software = installed_gaudi_software()
+    if software is not None:
+        yield gaudi_software_check(software)
     yield _transformers()
     yield Check(VERSIONS, "triton", "info", installed_version("triton") or "not installed (optional)")
 
@@ -212,6 +217,36 @@ def _windowed(window: Window) -> Check:
     if window.distribution == "vllm":
         advice += "; ucm.allow_untested_vllm true starts all the same"
     return Check(VERSIONS, window.distribution, "fail", found, window.versions, advice)
+
+
+def _torch_of_vllm() -> Iterator[Check]:
+    """A row where torch is not the one that the installed vLLM is built for."""
+    vllm, torch = installed_version("vllm"), installed_version("torch")
+    expected = BUILT_FOR_TORCH.get(minor_version(vllm) or "")
+    if expected is None or minor_version(torch) in (None, expected):
+        return
+    found = f"vLLM {vllm} is built for torch {expected}, and runs with {torch} here"
+    pairs = ", ".join(f"vLLM {release} for torch {built_for}" for release, built_for in BUILT_FOR_TORCH.items())
+    advice = f"docs/support.md has the pairs that are tested; builds: {pairs}"
+    yield Check(VERSIONS, "torch of vLLM", "info", found, f"torch {expected}", advice)
+
+
+def gaudi_software_check(software: GaudiSoftware) -> Check:
+    """The release of Gaudi's software, and whether torch is the one that it ships."""
+    known = ", ".join(f"{release} with torch {torch}" for release, torch in RELEASES.items())
+    name, expected = "Gaudi software", software.expected_torch
+    if expected is None:
+        advice = "run `gaudi-ucm first-hour` before you rely on it: no simulated card plays this release"
+        return Check(VERSIONS, name, "warn", str(software), known, advice)
+    if not software.has_its_torch:
+        advice = (
+            f"install the torch that comes with Gaudi software {software.release}: its bridge refuses another minor "
+            "version when it is imported"
+        )
+        return Check(VERSIONS, name, "fail", str(software), f"torch {expected}", advice)
+    meeting = [release for release, torch in BUILT_FOR_TORCH.items() if torch == expected]
+    advice = f"vLLM {' and '.join(meeting)} is built for this torch" if meeting else "no vLLM is built for this torch"
+    return Check(VERSIONS, name, "ok", str(software), known, advice)
 
 
 def _transformers() -> Check:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from vllm_gaudi_ucm.device import detect
+from vllm_gaudi_ucm.device.gaudi_software import BRIDGE, installed_gaudi_software
 from vllm_gaudi_ucm.first_hour.bench import Bench, attempt
 from vllm_gaudi_ucm.first_hour.child import is_upstream_torch
 
 ALLOCATOR = "DeviceAllocator"
-# vLLM's loader and its shared code call these; the first five raise on a Gaudi.
+# vLLM's loader and its shared code call these; the first five raise on a Gaudi. `empty_host_cache`
+# is probe 31, as it may end the process.
 MEMORY_CALLS = ("empty_cache", "memory_stats", "memory_reserved", "get_memory_info", "reset_peak_memory_stats")
 OTHER_CALLS = (
     *("synchronize", "current_device_index", "device_count", "current_stream", "memory_allocated"),
@@ -39,6 +41,12 @@ def mode_and_name(bench: Bench) -> None:
     bench.answer("card", f"{name}, {memory.total / 2**30:.1f} GiB, {hpu.device_count()} visible")
     flavour = "upstream" if is_upstream_torch() else "the vendor's fork"
     bench.answer("torch", f"{torch.__version__} ({flavour})")
+    software = installed_gaudi_software()
+    if software is None or software.expected_torch is None:
+        bench.answer("Gaudi software", f"{software or 'no build number'}: a release that this plugin does not know")
+    else:
+        bench.claim("torch of the software", str(software), f"torch {software.expected_torch}", software.has_its_torch)
+        bench.answer("Gaudi software", software)
 
 
 def accelerator(bench: Bench) -> None:
@@ -68,7 +76,7 @@ def machine(bench: Bench) -> None:
         ("packages", _packages),
         ("torch", lambda: torch.__version__),
         ("flavour", lambda: "upstream" if is_upstream_torch() else "fork"),
-        ("build", lambda: metadata.version("habana-torch-plugin")),
+        ("build", lambda: metadata.version(BRIDGE)),
         ("device", lambda: detect.decide().device),
         ("decision", lambda: detect.decide().reason),
         # these start the card
