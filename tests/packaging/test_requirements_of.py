@@ -9,7 +9,7 @@ from tests.packaging.source_tree import ROOT, run_python
 
 def test_torch_and_its_companions_are_left_out(tmp_path: Path) -> None:
     """The installed vLLM stands for the peer: its requirements have markers, extras and version ranges alike."""
-    result = run_python(str(ROOT / "scripts" / "peer_requirements.py"), "vllm", cwd=tmp_path)
+    result = run_python(str(ROOT / "scripts" / "requirements_of.py"), "vllm", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = {requirement.name: requirement for requirement in map(Requirement, result.stdout.split("\n")[:-1])}
     assert not {name for name in found if name.startswith("torch")}
