@@ -43,9 +43,9 @@ def main() -> int:
     for number, pair in enumerate(args.pairs, start=1):
         print(f"\n=== pair {number} of {len(args.pairs)}: vLLM and torch {pair}", flush=True)
         venv = Path(newest_venv) if pair == newest else args.venvs / pair
-        results[pair] = _run(pair, venv / "bin" / "python", suite, parts, args.processes)
-        _keep(args.json, pair, results[pair])
-    _print_table(results, parts)
+        results[pair] = run_pair(pair, venv / "bin" / "python", suite, parts, args.processes)
+        keep(args.json, pair, results[pair])
+    print_table(results, parts)
     print(f"the results of this and earlier runs are in {args.json}")
     return 0 if all(result.ok for result in results.values()) else 1
 
@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(pair: str, python: Path, suite: Suite, parts: list[str], processes: int) -> PairResult:
+def run_pair(pair: str, python: Path, suite: Suite, parts: list[str], processes: int) -> PairResult:
     """Runs pytest in the environment of the pair."""
     vllm, torch, version = _versions(pair, python)
     result = PairResult(vllm, torch, version, datetime.date.today().isoformat())
@@ -90,7 +90,7 @@ def _versions(pair: str, python: Path) -> list[str]:
     return found
 
 
-def _keep(path: Path, pair: str, result: PairResult) -> None:
+def keep(path: Path, pair: str, result: PairResult) -> None:
     """Writes a pair's result; parts that this run left out stay as an earlier run of the pair found them."""
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"schema": SCHEMA, "pairs": {}}
     earlier = kept["pairs"].get(pair, {})
@@ -104,7 +104,7 @@ def _keep(path: Path, pair: str, result: PairResult) -> None:
     path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
-def _print_table(results: dict[str, PairResult], parts: list[str]) -> None:
+def print_table(results: dict[str, PairResult], parts: list[str]) -> None:
     table = Table(title="Tests passed, of those that ran")
     for title in ("vLLM", "torch", *parts):
         table.add_column(title)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,5 +57,6 @@ def test_a_set_up_that_fails_names_the_file_of_its_step(tmp_path: Path) -> None:
     assert "failed after" in lines[1]
     log = tmp_path / "logs" / "setup-2-torch.log"
     assert str(log) in done.stderr
-    assert "No matching distribution found for torch==" in done.stderr
-    assert "No matching distribution found for torch==" in log.read_text()
+    # what pip says, whatever its release
+    assert "    ERROR: " in done.stderr
+    assert re.search(r"ERROR: .*torch==", log.read_text())

@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from scripts.run_window import keep, print_table, run_pair
 from scripts.window_page import PAGE, RESULTS, page, table
 from scripts.window_suite import PairResult, load, read_report
 from tests.docs.commands import ROOT
@@ -69,7 +71,7 @@ def test_the_page_has_the_results() -> None:
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.sim.test_card" name="test_one[a]" file="tests/sim/test_card.py" line="3" time="1.0"/>
-<testcase classname="tests.sim.test_card" name="test_two" file="tests/sim/test_card.py"><failure message="no"/></testcase>
+<testcase classname="tests.sim.test_card" name="test_two" file="tests/sim/test_card.py"><failure/></testcase>
 <testcase classname="tests.sparse.test_base" name="test_x" file="tests/sparse/test_base.py"><skipped/></testcase>
 <testcase classname="" name="tests.connector.test_options" time="0"><error message="import"/></testcase>
 </testsuite></testsuites>"""
@@ -106,17 +108,23 @@ def test_an_environment_that_is_missing_or_another_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # runs tests in processes
-def test_a_run_prints_a_table_and_keeps_what_earlier_runs_found(tmp_path: Path) -> None:
-    """The quick part for several workers, on the pair that runs this test."""
+def test_a_run_prints_a_table_and_keeps_what_earlier_runs_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file of the suite, on the pair that runs this test."""
     file = tmp_path / "found.json"
     earlier = PairResult("0", "0", "0", "0", {"card": {"passed": 5, "failed": 0, "skipped": 0}})
     file.write_text(json.dumps({"schema": 1, "pairs": {HERE: earlier.to_dict(), "other": {}}}))
-    arguments = ("--newest", f"{HERE}={sys.prefix}", "--venvs", str(tmp_path), "--json", str(file))
-    done = run(*arguments, "--part", "sparse", "--processes", "0", HERE)
+    small = replace(SUITE, parts={"sparse": ["tests/sparse/test_budget.py"]})
+    result = run_pair(HERE, Path(sys.executable), small, ["sparse"], processes=0)
+    assert result.ok
+    assert result.parts["sparse"]["passed"] > 3
+    keep(file, HERE, result)
     found = json.loads(file.read_text())["pairs"]
     assert set(found) == {HERE, "other"}
-    assert found[HERE]["parts"]["card"]["passed"] == 5
-    counts = found[HERE]["parts"]["sparse"]
-    assert counts["passed"] > 10
-    assert (done.returncode == 0) == (not found[HERE]["failed"]), done.stdout[-3000:]
-    assert f"{counts['passed']} of {counts['passed'] + counts['failed']}" in done.stdout
+    assert found[HERE]["parts"] == {**result.parts, **earlier.parts}
+    assert "-".join((found[HERE]["vllm"], found[HERE]["torch"])) == HERE
+    capsys.readouterr()
+    print_table({HERE: result}, ["sparse"])
+    count = result.parts["sparse"]["passed"]
+    assert f"{count} of {count}" in capsys.readouterr().out
