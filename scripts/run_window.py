@@ -105,9 +105,9 @@ def keep(path: Path, pair: str, result: PairResult) -> None:
 
 
 def print_table(results: dict[str, PairResult], parts: list[str]) -> None:
-    table = Table(title="Tests passed, of those that ran")
+    table = Table(title="Tests that passed")
     for title in ("vLLM", "torch", *parts):
-        table.add_column(title)
+        table.add_column(title, no_wrap=True)
     for result in results.values():
         table.add_row(result.vllm, result.torch, *(_cell(result.parts.get(part)) for part in parts))
     console = Console()
@@ -120,7 +120,7 @@ def print_table(results: dict[str, PairResult], parts: list[str]) -> None:
 def _cell(counts: dict[str, int] | None) -> str:
     if counts is None:
         return "none"
-    return f"{counts['passed']} of {counts['passed'] + counts['failed']}"
+    return f"{counts['passed']}" + (f", {counts['failed']} failed" if counts["failed"] else "")
 
 
 if __name__ == "__main__":

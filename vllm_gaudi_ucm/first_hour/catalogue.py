@@ -23,7 +23,7 @@ QUESTIONS = {
     13: "Behaviour of every torch.accelerator call that vLLM makes outside of the GPU worker",
     14: "How a Gaudi 2 behaves with Gaudi software 1.24.1 and 1.24.2",
     15: "Several hosts, and collectives of ranks that miss a bucket: hang, error or timeout",
-    16: "What Gaudi software 1.24.2 changed: its build, input reuse beside KV writes, emptying the host cache",
+    16: "What Gaudi software 1.24.2 changed: its build, input reuse and KV writes, emptying the host cache",
 }
 """What cannot be known without a card. Probes name these numbers; docs/gaudi.md has the same table."""
 
