@@ -31,7 +31,11 @@ def now(x: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", ["empty_cache", "memory_stats", "memory_reserved", "get_memory_info", "reset_peak_memory_stats"]
+    "name",
+    [
+        *("empty_cache", "empty_host_cache", "get_memory_info"),
+        *("memory_stats", "memory_reserved", "reset_peak_memory_stats"),
+    ],
 )
 def test_torch_accelerator_has_no_allocator(
     name: str, forbidden: Any, duties: Any, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,7 @@ parts = [torch.empty_like(x) for _ in range(2)]
 dist.all_gather(parts, x)
 assert [part.tolist() for part in parts] == [[0, 1, 2], [10, 11, 12]], parts
 whole = torch.empty(6, dtype=x.dtype, device="hpu")
-dist.all_gather_into_tensor(whole, x)
+(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, x)
 assert whole.tolist() == [0, 1, 2, 10, 11, 12], whole
 dist.broadcast(x, src=1)
 assert x.tolist() == [10, 11, 12], x

@@ -18,6 +18,9 @@ from vllm_gaudi_ucm.first_hour.result import Ending
 WORLD = 2
 LIMIT_S = 200
 ROUNDED = 2**24 + 1
+# torch 2.13 renames both, and warns of the first names.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def collectives(bench: Bench) -> None:
@@ -109,13 +112,13 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scatter(half: torch.Tensor, x: torch.Tensor) -> list[float]:
-    dist.reduce_scatter_tensor(half, x)
+    _REDUCE_SCATTER(half, x)
     found: list[float] = half.cpu().tolist()
     return found
 
 
 def _gather(both: torch.Tensor, x: torch.Tensor) -> list[float]:
-    dist.all_gather_into_tensor(both, x)
+    _ALL_GATHER(both, x)
     found: list[float] = both.cpu().tolist()
     return found
 

@@ -11,7 +11,8 @@ import torch
 
 ALLOCATOR = 5
 _NAMES = (
-    *("empty_cache", "get_memory_info", "max_memory_allocated", "max_memory_reserved", "memory_allocated"),
+    *("empty_cache", "empty_host_cache", "get_memory_info", "max_memory_allocated", "max_memory_reserved"),
+    "memory_allocated",
     *("memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats"),
 )
 # vllm-gaudi replaces this call since it runs with that release: the process is said to crash when it ends.
