@@ -85,24 +85,6 @@ def test_mark_step_does_nothing(ht: Any, card: Any) -> None:
     assert (card.compiled_graphs, card.mark_steps) == (1, 0)
 
 
-@pytest.mark.parametrize(("build", "refused"), [("1.24.1.482", False), ("1.24.2", True)])
-def test_the_host_cache_is_not_emptied_since_1_24_2(build: str, refused: bool) -> None:
-    """Duty 5."""
-    program = """
-import torch
-try:
-    torch.accelerator.empty_host_cache()
-except Exception as error:
-    print(type(error).__name__, error)
-else:
-    print("returned")
-"""
-    if not hasattr(torch.accelerator, "empty_host_cache"):
-        pytest.skip(f"torch {torch.__version__} has no torch.accelerator.empty_host_cache")
-    found = run_python(program, SIM_HPU_BUILD=build)
-    assert ("HpuConstraintError" in found) is refused, found
-
-
 def test_pinning_needs_a_started_device() -> None:
     """Duty 33."""
     program = """

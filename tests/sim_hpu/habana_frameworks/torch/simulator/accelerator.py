@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from habana_frameworks.torch.simulator.card import card
 from habana_frameworks.torch.simulator.constraint import HpuConstraintError
 from habana_frameworks.torch.simulator.duties import duties
 
@@ -15,14 +14,11 @@ _NAMES = (
     "memory_allocated",
     *("memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats"),
 )
-# vllm-gaudi replaces this call since it runs with that release: the process is said to crash when it ends.
-_NAMES_SINCE = {"1.24.2": ("empty_host_cache",)}
 
 
 def refuse_allocator_calls() -> None:
     """From now on torch's own calls raise, unless the duty is off; one that is or will be replaced is left alone."""
-    since = [names for build, names in _NAMES_SINCE.items() if card.has_build(build)]
-    for name in (*_NAMES, *(name for names in since for name in names)):
+    for name in _NAMES:
         call = getattr(torch.accelerator, name, None)  # `get_memory_info` is younger than the others
         if call is not None and call.__module__.partition(".")[0] == "torch":
             setattr(torch.accelerator, name, _refusing(name, call))
