@@ -37,7 +37,9 @@ install_vllm() {
         echo "vLLM $vllm is that of $first"
         return
     fi
-    local wheels=$WHEELS/vllm-$vllm
+    local tag wheels
+    tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+    wheels=$WHEELS/vllm-$vllm-$tag
     if ! compgen -G "$wheels/*.whl" >/dev/null; then
         VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$vllm "$first/bin/python" -m pip wheel \
             --disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm --wheel-dir "$wheels.partial" \
@@ -48,7 +50,7 @@ install_vllm() {
     install --no-deps "$wheels"/*.whl
 }
 
-# pip sees borrowed packages, and installs beside them what vLLM asks for in another version.
+# pip sees borrowed packages, and installs only what vLLM asks for in another version.
 install_unmet() {
     "$python" "$here/requirements_of.py" vllm --unmet >"$venv/unmet.txt"
     cat "$venv/unmet.txt"
