@@ -10,7 +10,7 @@ SHELL := /bin/bash
 PYTHON ?=
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
-# One environment for each pair of vLLM and torch beside the newest, which $(VENV) has.
+# One environment for each pair of vLLM and torch but the newest, which $(VENV) has.
 WINDOW_VENVS ?= .venv-window
 # pip's arguments for torch; made only where torch is installed, and not where the caller gives any
 TORCH_ARGS ?= $(shell bash scripts/torch_args.sh '$(firstword $(wildcard $(PY) $(PEERS_PY)) python3)')

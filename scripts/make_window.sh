@@ -34,7 +34,7 @@ install() {
 # What differs from the first environment but for torch: vLLM, and what its other version asks for.
 install_vllm() {
     if [[ $(version_of "$first/bin/python" vllm) == "$vllm" ]]; then
-        echo "vLLM $vllm is that of $first"
+        echo "vLLM $vllm is borrowed from $first"
         return
     fi
     local tag wheels

@@ -78,7 +78,7 @@ def run_pair(pair: str, python: Path, suite: Suite, parts: list[str], processes:
 
 
 def _versions(pair: str, python: Path) -> list[str]:
-    """vLLM, torch and Python of an environment, which must be those of the pair."""
+    """Versions of vLLM, torch and Python in an environment; exits with an error if it has another pair."""
     if not python.is_file():
         sys.exit(f"error: {python} does not exist; `make setup-window PAIR={pair}` makes the environment")
     done = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, cwd=ROOT)
