@@ -106,8 +106,10 @@ def keep(path: Path, pair: str, result: PairResult) -> None:
 
 def print_table(results: dict[str, PairResult], parts: list[str]) -> None:
     table = Table(title="Tests that passed")
-    for title in ("vLLM", "torch", *parts):
-        table.add_column(title, no_wrap=True)
+    for title in ("vLLM", "torch"):
+        table.add_column(title, no_wrap=True, min_width=len("0.33.0"))
+    for title in parts:
+        table.add_column(title)
     for result in results.values():
         table.add_row(result.vllm, result.torch, *(_cell(result.parts.get(part)) for part in parts))
     console = Console()
