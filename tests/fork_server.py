@@ -35,6 +35,8 @@ class _ForkedServer(forkserver.ForkServer):
 
 def _serve(listener: socket.socket, alive: Connection, modules: list[str]) -> None:
     """In the new server."""
+    # else its forks take this parent for theirs until they know their own, and a worker thinks that it is gone
+    vars(process)["_parent_process"] = None
     forkserver.main(listener.detach(), alive.fileno(), modules)
 
 
