@@ -25,7 +25,15 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.half_rows import narrow_rows, widen_rows
 from vllm_gaudi_ucm.ops.native.library import HALF_TYPES, is_half_rows, is_rows, native
-from vllm_gaudi_ucm.ops.packed_linear.packing import Compact, Form, Panels, find_compact, find_pairs, find_panels
+from vllm_gaudi_ucm.ops.packed_linear.packing import (
+    Compact,
+    Form,
+    Panels,
+    find_compact,
+    find_pairs,
+    find_panels,
+    panels_of,
+)
 from vllm_gaudi_ucm.ops.packed_linear.way import MEASURED_ROWS, NATIVE_ROWS, Kind, Way, fastest_way, times_of, ways
 
 # oneDNN lays a weight out for this number of rows. It is a hint: other layouts are slower with few rows or with many.
@@ -81,7 +89,11 @@ def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
     if found is not None and is_fp32 and _enough_alone(inputs):
         return PackedWeight(None, outputs, inputs, None, found)
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
-    return PackedWeight(packed, outputs, inputs, find_panels(plain, packed), found, is_fp32)
+    panels = find_panels(plain, packed)
+    if panels is None and is_fp32 and _enough_alone(inputs) and (own := panels_of(plain)) is not None:
+        # this release of oneDNN lays weights out in another way
+        return PackedWeight(None, outputs, inputs, own)
+    return PackedWeight(packed, outputs, inputs, panels, found, is_fp32)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -168,11 +180,11 @@ def _has_units_for(dtype: torch.dtype) -> bool:
 
 
 def _enough_alone(inputs: int) -> bool:
-    """Whether native kernels multiply a compact weight of this size as fast as oneDNN, for any number of rows."""
+    """Whether native kernels multiply a weight of this size as fast as oneDNN, for any number of rows."""
     if matrix_unit.in_use():
         return True
     kernels = native()
-    # a panel is written out as fp32
+    # a panel is fp32, or written out so
     return kernels is not None and kernels.ucm_lanes() >= ALONE_LANES and stays_in_cache(64 * inputs * 4)
 
 

@@ -29,7 +29,7 @@ from vllm_gaudi_ucm.ops.packed_linear.api import (
     multiply_form,
     multiply_pairs,
 )
-from vllm_gaudi_ucm.ops.packed_linear.packing import GROUP, Compact, Form, find_panels, pairs_of
+from vllm_gaudi_ucm.ops.packed_linear.packing import GROUP, Compact, Form, find_panels, pairs_of, panels_of
 from vllm_gaudi_ucm.ops.packed_linear.way import MEASURED_ROWS, Kind, Times, Way, set_times
 from vllm_gaudi_ucm.private_folder import make_private_folder, refuse_foreign
 
@@ -115,7 +115,7 @@ def _products(kind: Kind) -> dict[Way, Product]:
         if matrix_unit.available():
             found[Way.TILES] = lambda x: multiply_pairs(x, pairs, None, tiles=True)
     else:
-        form = find_panels(plain, packed) if kind is Kind.FLOAT32 else _compact(Form[kind.name])
+        form = find_panels(plain, packed) or panels_of(plain) if kind is Kind.FLOAT32 else _compact(Form[kind.name])
         if form is not None:
             found[Way.VECTORS] = lambda x: multiply_form(x, form, OUTPUTS, None, tiles=False)
             if matrix_unit.available() and kind is not Kind.FLOAT16:

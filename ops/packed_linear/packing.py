@@ -172,6 +172,19 @@ def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
     return Panels(packed, address, width) if width and width % kernels.ucm_lanes() == 0 else None
 
 
+def panels_of(weight: Tensor) -> Panels | None:
+    """An fp32 weight in panels of our own, a copy; None without native kernels, or if its outputs do not divide so."""
+    kernels = native()
+    if kernels is None or weight.dtype != torch.float32:
+        return None
+    widths = (width for width in PANEL_WIDTHS if width % kernels.ucm_lanes() == 0 and len(weight) % width == 0)
+    width = next(widths, None)
+    if width is None:
+        return None
+    panels = _panels(weight.detach(), width)
+    return Panels(panels, panels.data_ptr(), width)
+
+
 def _fitting_widths(weight: Tensor, address: int, size: int) -> list[int]:
     """Every panel width that reproduces the weight; width 1 means rows, and all outputs means columns, in sequence."""
     outputs, inputs = weight.shape

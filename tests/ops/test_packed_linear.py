@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.packed_linear import packing
+from vllm_gaudi_ucm.ops.native import library
+from vllm_gaudi_ucm.ops.packed_linear import api, packing
 from vllm_gaudi_ucm.ops.packed_linear.api import can_pack, pack, packed_linear
 from vllm_gaudi_ucm.ops.packed_linear.way import NATIVE_ROWS
 
@@ -96,6 +97,34 @@ def test_another_format_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> No
     packed = pack(weight)
     assert packed.panels is None
     torch.testing.assert_close(packed_linear(x, packed), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
+@pytest.mark.parametrize("rows", [0, 1, 16, 100, 1030])
+@pytest.mark.parametrize("outputs", [320, 96, 16])
+def test_another_format_of_onednn_costs_no_native_products(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, rows: int
+) -> None:
+    """Panels of our own stand in for oneDNN's copy if they multiply any number of rows fast enough."""
+    monkeypatch.setattr(api, "find_panels", lambda *_: None)
+    monkeypatch.setattr(api, "_enough_alone", lambda inputs: True)
+    torch.manual_seed(rows)
+    weight, x, bias = torch.randn(outputs, 80), torch.randn(rows, 100)[:, 3:83], torch.randn(outputs)
+    packed = pack(weight)
+    assert packed.tensor is None
+    expected, allowed = x.double() @ weight.double().T + bias.double(), budget(x, weight)
+    weight.fill_(float("nan"))
+    found = packed_linear(x, packed, bias)
+    assert ((found.double() - expected).abs() <= allowed + EPSILON * expected.abs()).all()
+
+
+def test_onednn_keeps_its_format_where_it_multiplies_many_rows_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both copies would double a model's memory."""
+    monkeypatch.setattr(api, "find_panels", lambda *_: None)
+    monkeypatch.setattr(api, "_enough_alone", lambda inputs: False)
+    packed = pack(torch.randn(64, 32))
+    assert packed.tensor is not None
+    assert packed.panels is None
 
 
 @pytest.mark.parametrize("rows", [1, 100])

@@ -1,5 +1,5 @@
-// A few rows times a weight that lies in panels, as oneDNN packs it. Decode steps are bound by reading the weights: every
-// panel is read once, in order, and the next one is fetched while this one is multiplied.
+// Rows times a weight that lies in panels, as most releases of oneDNN pack it. Decode steps are bound by reading the
+// weights: every panel is read once, in order, and the next one is fetched while this one is multiplied.
 #include "panel_product.h"
 #include "team.h"
 
@@ -14,12 +14,15 @@ extern "C" void ucm_linear(
 #pragma omp parallel
     {
         const auto [thread, threads] = member();
-        share_panels(count, width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
-            const float* weight = panels + index * size;
-            // one row is faster with the hardware's prefetcher alone
-            const float* next = rows > 1 && index + 1 < count ? weight + size : nullptr;
-            multiply_panel<FloatProduct>(task, {index, weight, next}, from, to);
-        });
+        for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+            const Linear part = task.rows_from(row);
+            share_panels(count, width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
+                const float* weight = panels + index * size;
+                // one row is faster with the hardware's prefetcher alone
+                const float* next = part.rows > 1 && index + 1 < count ? weight + size : nullptr;
+                multiply_panel<FloatProduct>(part, {index, weight, next}, from, to);
+            });
+        }
     }
 }
 
