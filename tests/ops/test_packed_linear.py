@@ -1,7 +1,10 @@
 """Packed linear layers against float64, for the shapes and strides that a model's forward makes."""
 
+import re
+
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.native import library
@@ -66,6 +69,18 @@ def test_what_cannot_be_packed() -> None:
 needs_panels = pytest.mark.skipif(
     pack(torch.randn(64, 16)).panels is None, reason="oneDNN packs in a format of its own here, or no native kernels"
 )
+
+
+def onednn_version() -> Version:
+    found = re.search(r"MKL-DNN v([0-9.]+)", torch.__config__.show())
+    return Version(found[1]) if found else Version("0")
+
+
+@pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
+@pytest.mark.skipif(onednn_version() < Version("3.12"), reason="keeps plain rows on a CPU without AVX-512")
+def test_the_native_kernels_read_the_format_of_onednn() -> None:
+    """A newer release with another format would take decode steps out of graphs, and nothing else would fail."""
+    assert [pack(torch.randn(*shape)).panels is not None for shape in ((64, 16), (320, 80), (576, 1536))] == [True] * 3
 
 
 @needs_panels
