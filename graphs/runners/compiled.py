@@ -34,10 +34,15 @@ class StaticCompiler:
     graph: no number, string or None may differ between them. Beyond `recompile_limit` (8) dynamo would run a region
     eagerly and say nothing; here the limit is what the server's buckets need, and a call beyond it is an error.
 
-    backend: dynamo's name of it.
+    backend: dynamo's name of it. Raises RuntimeError where `TORCH_COMPILE_DISABLE` has torch compile nothing.
     """
 
     def __init__(self, backend: str) -> None:
+        if torch._dynamo.config.disable:
+            raise RuntimeError(
+                "ucm.graphs.mode 'compile': found TORCH_COMPILE_DISABLE=1, with which torch.compile runs every region "
+                "eagerly; expected it unset. Unset it, or serve without compiling with ucm.graphs.mode 'eager'"
+            )
         self.backend = backend
         self._most = BEFORE_BUCKETS
         self._limits = _Limits()

@@ -138,6 +138,15 @@ def test_more_kinds_of_calls_than_buckets_are_an_error() -> None:
             compiled(value, BEFORE_BUCKETS + 1)
 
 
+def test_a_torch_that_compiles_nothing_is_refused() -> None:
+    """TORCH_COMPILE_DISABLE, which torch reads when it is imported: regions would run eagerly without a word."""
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(RuntimeError, match=r"found TORCH_COMPILE_DISABLE=1.*expected it unset"),
+    ):
+        StaticCompiler("eager")
+
+
 def test_guards_are_skipped_in_replays_alone() -> None:
     """A replay of another bucket finds its graph; one that was never compiled is an error, not a wrong graph."""
     compiler = StaticCompiler("eager")
