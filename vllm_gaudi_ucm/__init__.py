@@ -1,8 +1,21 @@
 """vLLM platform plugin for Intel Gaudi: Unified Attention and UCM's sparse methods, with a CPU and CUDA reference."""
 
-__version__ = "0.1.0"
+from typing import TYPE_CHECKING
+
+__version__: str
 
 PLATFORM_CLASS = "vllm_gaudi_ucm.platform.platform.UcmPlatform"
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> str:
+        """`__version__`, read from the installed distribution, whose build reads it from git's tags, when it is asked
+        for."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import version
+
+        return version("vllm-gaudi-ucm")
 
 
 def register() -> str | None:

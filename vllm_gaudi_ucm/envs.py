@@ -10,6 +10,9 @@ DEVICE = "VLLM_GAUDI_UCM_DEVICE"
 LOCAL_ENGINES = "GAUDI_UCM_LOCAL_ENGINES"
 _NAME = "vllm-gaudi-ucm"  # our folder in the user's cache
 DEVICE_CHOICES = ("auto", "hpu", "cuda", "cpu")
+KERNELS = "VLLM_GAUDI_UCM_KERNELS"
+BUILD_KERNELS = "build"
+KERNEL_CHOICES = ("auto", BUILD_KERNELS)
 
 # Variables of other software that affect us. The doctor shows them.
 OBSERVED: Mapping[str, str] = {
@@ -30,11 +33,23 @@ OBSERVED: Mapping[str, str] = {
 
 def device_choice() -> str:
     """The device asked for: one of `DEVICE_CHOICES`, `auto` where the variable is unset or empty."""
-    found = os.environ.get(DEVICE, "").strip()
+    return _choice(DEVICE, DEVICE_CHOICES)
+
+
+def kernel_choice() -> str:
+    """Which native CPU kernels are asked for: one of `KERNEL_CHOICES`, `auto` if the variable is unset or empty.
+
+    `auto`: those of the wheel, or built here if it has none for this CPU. `build`: built here, for this very CPU.
+    """
+    return _choice(KERNELS, KERNEL_CHOICES)
+
+
+def _choice(name: str, choices: Collection[str]) -> str:
+    found = os.environ.get(name, "").strip()
     choice = found.lower() or "auto"
-    if choice not in DEVICE_CHOICES:
+    if choice not in choices:
         raise ValueError(
-            f"environment variable {DEVICE}: found {found!r}, expected one of {', '.join(DEVICE_CHOICES)}; "
+            f"environment variable {name}: found {found!r}, expected one of {', '.join(choices)}; "
             "correct it, or unset it to let the plugin choose"
         )
     return choice
@@ -103,6 +118,7 @@ def merge_into_vllm() -> None:
     import vllm.envs
 
     vllm.envs.environment_variables.setdefault(DEVICE, device_choice)
+    vllm.envs.environment_variables.setdefault(KERNELS, kernel_choice)
 
 
 def announce_local_engines(count: int) -> None:

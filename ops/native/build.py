@@ -171,7 +171,8 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("source")
 # -ffast-math is left out: NaN and Inf must survive. Errno and traps of arithmetic are nobody's concern here.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
+MARCH = ("-march=native",)
 # Linked without -fopenmp: OpenMP's symbols are found in the process, which has torch's OpenMP and must not get a second
 # one, with threads of its own.
 LINK_FLAGS = ("-shared",)
@@ -253,22 +254,30 @@ def _lock(descriptor: int) -> None:
 
 def _compile(compiler: str, library: Path, found: str) -> None:
     """Compiles to a temporary file and moves it into place, so that no process ever loads half a library."""
-    sources = sorted(
-        _sources("*.cpp"), key=lambda source: source.stat().st_size, reverse=True
-    )  # the longest work first
-    if not sources:
-        raise BuildError(f"{SOURCE} holds no *.cpp: the package was installed without its data files")
     if os.path.lexists(library):
         logger.warning("%s is not loaded: %s; it is built anew", library, found)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=_UNFINISHED) as work:
-        objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
-        pairs = zip(sources, objects, strict=True)
-        run([[compiler, *FLAGS, "-c", str(source), "-o", made] for source, made in pairs], Path(work))
         built = Path(work) / library.name
-        run([[compiler, *LINK_FLAGS, *objects, "-o", str(built)]], Path(work))
+        compiles, link = commands(compiler, Path(work), built, MARCH)
+        run(compiles, Path(work))
+        run([link], Path(work))
         seal(built)
         built.replace(library)
         _write_through(library.parent)
+
+
+def commands(compiler: str, work: Path, library: Path, march: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """The commands that compile each source for a CPU, the longest work first, and the one that links the library.
+
+    work: the folder of the objects. Raises BuildError if there are no sources.
+    """
+    sources = sorted(_sources("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)
+    if not sources:
+        raise BuildError(f"{SOURCE} holds no *.cpp: the package was installed without its data files")
+    objects = [str(work / f"{source.stem}.o") for source in sources]
+    pairs = zip(sources, objects, strict=True)
+    compiles = [[compiler, *FLAGS, *march, "-c", str(source), "-o", made] for source, made in pairs]
+    return compiles, [compiler, *LINK_FLAGS, *objects, "-o", str(library)]
 
 
 def _write_through(folder: Path) -> None:
@@ -291,7 +300,7 @@ def _key(compiler: str) -> str:
     digest = hashlib.sha256()
     for source in _sources("*.cpp", "*.h"):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join((*FLAGS, *LINK_FLAGS, *identity(compiler), cpu_features())).encode())
+    digest.update("\0".join((*FLAGS, *MARCH, *LINK_FLAGS, *identity(compiler), cpu_features())).encode())
     return digest.hexdigest()[:20]
 
 

@@ -1,8 +1,9 @@
-"""The built kernels as functions of this process: loaded once, or missing for a known reason."""
+"""The kernels as functions of this process: loaded once, or missing for a known reason."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import tempfile
 import threading
@@ -16,7 +17,9 @@ from typing import cast
 import torch  # torch's OpenMP must be in the process before the library asks for its symbols
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.build import KEEP, BuildError, CacheError, build
+from vllm_gaudi_ucm.envs import BUILD_KERNELS, kernel_choice
+from vllm_gaudi_ucm.ops.native import levels
+from vllm_gaudi_ucm.ops.native.build import KEEP, BuildError, CacheError, build, cpu_features
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,8 @@ class _Outcome:
     reason: str
     not_kept: str = ""
     """Why it was built for this process alone."""
+    origin: str = ""
+    """Who compiled it, and for which CPUs."""
 
 
 _lock = threading.Lock()
@@ -76,7 +81,8 @@ _stand_ins: dict[int, object] = {}
 
 
 def native() -> ctypes.CDLL | None:
-    """The kernels; None if they cannot be built or loaded. The first call may take some seconds, for a build."""
+    """The kernels; None if they cannot be built or loaded. Without those of a wheel the first call may take some
+    seconds, for a build. Raises ValueError if a variable asks for kernels that do not exist."""
     global _outcome
     if _outcome is None:
         with _lock:
@@ -117,15 +123,53 @@ def why_not_kept() -> str:
     return _outcome.not_kept
 
 
+def origin() -> str:
+    """Who compiled the kernels, and for which CPUs, in words; empty if there are none."""
+    native()
+    assert _outcome is not None
+    return _outcome.origin
+
+
+def identity() -> str:
+    """A name that differs if source, compiler or CPU of the kernels differ. Raises OSError if their file is gone."""
+    library = native()
+    assert library is not None, "there are none"
+    path = Path(library._name)
+    if path.parent != levels.PORTABLE:
+        return path.stem.removeprefix("kernels-")
+    # the same file serves different CPUs, which may share a cache
+    return hashlib.sha256(path.read_bytes() + cpu_features().encode()).hexdigest()[:20]
+
+
 def _load() -> _Outcome:
+    built_here = kernel_choice() == BUILD_KERNELS
+    found = (None if built_here else _open_portable()) or _open_built()
+    if found.library is not None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(found.library, name)
+            function.restype, function.argtypes = result, arguments
+    return found
+
+
+def _open_portable() -> _Outcome | None:
+    """The wheel's library for this CPU; None if the wheel has none that this process can load."""
+    found = levels.find_level()
+    if found is None:
+        return None
+    level, path = found
+    try:
+        return _Outcome(ctypes.CDLL(str(path)), "", origin=f"those of the wheel, for {level.name} CPUs")
+    except OSError as error:
+        logger.warning("The native CPU kernels of the wheel cannot be loaded, so they are built here: %s", error)
+        return None
+
+
+def _open_built() -> _Outcome:
     try:
         library, not_kept = _open_library()
     except (BuildError, OSError) as error:
         return _Outcome(None, str(error))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return _Outcome(library, "", not_kept)
+    return _Outcome(library, "", not_kept, "built here, for this CPU")
 
 
 def _open_library() -> tuple[ctypes.CDLL, str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm_gaudi_ucm.envs import user_cache
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.build import alone
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.native.library import identity, native
 from vllm_gaudi_ucm.ops.packed_linear.api import (
     PACK_FOR_ROWS,
     PackedWeight,
@@ -49,13 +49,12 @@ def learn_ways(kinds: Collection[Kind], folder: Path | None = None) -> None:
     The first process of several measures; the others wait for it. What cannot be kept is not measured either, because
     another rank might find other times.
     """
-    library = native()
-    if library is None or not kinds:
+    if native() is None or not kinds:
         return
     try:
         folder = folder or user_cache() / "native"
         make_private_folder(folder)
-        path = folder / f"products-{_key(library._name)}.json"
+        path = folder / f"products-{_key()}.json"
         known = _read(path)
         if not set(kinds) <= set(known):
             with alone(folder):
@@ -71,18 +70,19 @@ def learn_ways(kinds: Collection[Kind], folder: Path | None = None) -> None:
 
 def known_ways(folder: Path | None = None) -> dict[Kind, Times]:
     """The times that are kept for this machine, without measuring; none where nothing was measured yet."""
-    library = native()
+    if native() is None:
+        return {}
     try:
         folder = folder or user_cache() / "native"
-    except RuntimeError:
+        known = _read(folder / f"products-{_key()}.json")
+    except (OSError, RuntimeError):
         return {}
-    known = {} if library is None else _read(folder / f"products-{_key(library._name)}.json")
     return {kind: Times(kind, seconds) for kind, seconds in known.items()}
 
 
-def _key(library: str) -> str:
-    """The library's name holds CPU, compiler and source."""
-    return f"{Path(library).stem.removeprefix('kernels-')}-torch{torch.__version__}-{torch.get_num_threads()}"
+def _key() -> str:
+    """CPU, compiler and source of the kernels, torch, and its threads."""
+    return f"{identity()}-torch{torch.__version__}-{torch.get_num_threads()}"
 
 
 def measure(kind: Kind) -> Seconds:

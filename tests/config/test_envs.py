@@ -33,6 +33,15 @@ def test_unknown_device_names_variable_found_and_expected(monkeypatch: pytest.Mo
         envs.device_choice()
 
 
+@pytest.mark.parametrize(("value", "choice"), [(None, "auto"), ("", "auto"), (" Build ", "build")])
+def test_kernel_choice(monkeypatch: pytest.MonkeyPatch, value: str | None, choice: str) -> None:
+    if value is None:
+        monkeypatch.delenv(envs.KERNELS, raising=False)
+    else:
+        monkeypatch.setenv(envs.KERNELS, value)
+    assert envs.kernel_choice() == choice
+
+
 def test_only_declared_variables_can_be_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert envs.observed("OMP_NUM_THREADS") == "3"
@@ -70,6 +79,7 @@ if sys.argv[1] == "merge":
     envs.merge_into_vllm()
     import vllm.envs
     assert vllm.envs.VLLM_GAUDI_UCM_DEVICE == "cpu"
+    assert vllm.envs.VLLM_GAUDI_UCM_KERNELS == "build"
 Platform.validate_environ(hard_fail=True)
 """
 
@@ -78,6 +88,7 @@ Platform.validate_environ(hard_fail=True)
 def test_merged_variable_is_known_to_vllm(monkeypatch: pytest.MonkeyPatch, merge: bool) -> None:
     """vLLM refuses VLLM_GAUDI_UCM_DEVICE as unknown, unless it was merged into its registry."""
     monkeypatch.setenv(envs.DEVICE, "cpu")
+    monkeypatch.setenv(envs.KERNELS, "build")
     command = [sys.executable, "-c", CHECK, "merge" if merge else "plain"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if merge:

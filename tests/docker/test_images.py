@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from scripts.window_suite import load
+from tests.packaging.source_tree import BUILD_INPUTS
 from vllm_gaudi_ucm.device.gaudi_software import RELEASES, minor_version
 from vllm_gaudi_ucm.observability.metric import METRICS
 from vllm_gaudi_ucm.vllm_api.versions import BUILT_FOR_TORCH
@@ -65,6 +66,8 @@ def test_sources_exist_and_are_sent_to_the_build(name: str) -> None:
     assert "*" in ignored
     for text in texts(name, "COPY"):
         *sources, _ = text.split()
+        if sources[0].startswith("--from="):
+            continue
         for source in sources:
             assert (ROOT / source).exists(), source
             assert {f"!{source}", f"!{source.split('/')[0]}"} & {*ignored}, f"{source} is in .dockerignore"
@@ -73,7 +76,20 @@ def test_sources_exist_and_are_sent_to_the_build(name: str) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_what_setup_reads_is_in_the_image(name: str) -> None:
     copied = {word for text in texts(name, "COPY") for word in text.split()[:-1]}
-    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "ops", "graphs", "vllm_gaudi_ucm"} <= copied
+    assert {*BUILD_INPUTS, "ops", "graphs", "vllm_gaudi_ucm"} <= copied
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_server_installs_the_wheel_of_the_first_stage(name: str) -> None:
+    """And has no sources of ours."""
+    stages = "\n".join(" ".join(line) for line in instructions(name)).split("\nFROM ")
+    builder, server = stages[-2], stages[-1]
+    assert builder.startswith("base AS wheel\n")
+    assert "pip wheel --no-cache-dir --no-deps --wheel-dir /wheels ." in builder
+    assert "SETUPTOOLS_SCM_PRETEND_VERSION_FOR_VLLM_GAUDI_UCM=${VERSION-}" in builder
+    assert "COPY --from=wheel /wheels /wheels" in server
+    assert '"$(ls /wheels/*.whl)[' in server
+    assert "vllm_gaudi_ucm" not in server
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -129,7 +145,7 @@ def test_no_step_on_gaudi_installs_or_replaces_torch() -> None:
 
 def test_constraints_are_what_the_image_has() -> None:
     """The step that writes them, run on a list of packages as pip prints it."""
-    step = texts("Dockerfile.gaudi", "RUN")[0]
+    step = next(text for text in texts("Dockerfile.gaudi", "RUN") if "> gaudi-constraints.txt" in text)
     packages = "numpy==2\ntorch==2.11.0a0+git1\ntorchvision==0.26\nhabana-torch-plugin==1.24.1.482\nhabana_pyhlml==1"
     fake = f"python3() {{ printf '%s\\n' {' '.join(packages.split())}; }}; cd \"$1\"; {step}"
     with tempfile.TemporaryDirectory() as folder:
@@ -152,9 +168,11 @@ def test_versions_are_arguments_and_the_registry_has_no_default() -> None:
     """The `FROM` of Gaudi names no host."""
     arguments = texts("Dockerfile.gaudi", "ARG")
     assert {"GAUDI_REGISTRY", "GAUDI_VERSION=1.24.2", "GAUDI_OS=ubuntu24.04", "GAUDI_TAG=latest"} <= set(arguments)
-    (base,) = texts("Dockerfile.gaudi", "FROM")
-    assert base.startswith("${GAUDI_REGISTRY}/gaudi-docker/${GAUDI_VERSION}/${GAUDI_OS}/")
-    assert texts("Dockerfile.cpu", "FROM") == ["${PYTHON_IMAGE}"]
+    vendors, *ours = texts("Dockerfile.gaudi", "FROM")
+    assert vendors.startswith("${GAUDI_REGISTRY}/gaudi-docker/${GAUDI_VERSION}/${GAUDI_OS}/")
+    assert vendors.endswith(" AS base")
+    assert ours == ["base AS wheel", "base"]
+    assert texts("Dockerfile.cpu", "FROM") == ["${PYTHON_IMAGE} AS base", "base AS wheel", "base"]
 
 
 def test_the_server_takes_its_arguments() -> None:

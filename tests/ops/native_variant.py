@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.ops.native import build, library
+from vllm_gaudi_ucm.ops.native import build, levels, library
 
 EMULATED_TILES = Path(__file__).with_name("emulated_tiles.h")
 
@@ -48,9 +48,7 @@ VARIANTS = {
 
 def why_not(variant: Variant) -> str:
     """Why this machine cannot run a variant, in words; empty where it can."""
-    lines = (line.partition(":") for line in build.cpu_features().splitlines())
-    there = next((set(value.split()) for name, _, value in lines if name.strip() == "flags"), set[str]())
-    missing = sorted(variant.needs - there)
+    missing = sorted(variant.needs - levels.instructions())
     return f"this CPU has no {', '.join(missing)}" if missing else ""
 
 
@@ -61,11 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before tests are collected, which ask for the kernels then."""
     variant = VARIANTS[config.getoption("--native-variant")]
-    build.FLAGS = (
-        *(flag for flag in build.FLAGS if not flag.startswith("-march=")),
-        f"-march={variant.march}",
-        *variant.flags,
-    )
+    build.MARCH = (f"-march={variant.march}", *variant.flags)
     build.LINK_FLAGS = (*build.LINK_FLAGS, *variant.link_flags)
     found = library.native()
     if found is None:

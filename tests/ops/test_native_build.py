@@ -138,7 +138,7 @@ constexpr uint8_t codes[2 * 32 * 16 * 2] = {{}};
 constexpr Codes whole{{codes, nullptr, nullptr}}, second = panel_of<BFloat16>(whole, 1, 32, 16);
 static_assert(second.codes == codes + 32 * 16 * 2 && !second.scales && !second.offsets);
 """)
-    flags = [flag for flag in build.FLAGS if not flag.startswith("-O")]
+    flags = [*(flag for flag in build.FLAGS if not flag.startswith("-O")), *build.MARCH]
     build.run([[build.find_compiler(), *flags, "-fsyntax-only", str(tmp_path / "panels.cpp")]], tmp_path)
 
 

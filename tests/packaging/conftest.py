@@ -1,5 +1,7 @@
 """Builds and environments that the packaging tests share; each is made once."""
 
+import os
+import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -7,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.source_tree import copy_source, pip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wheel", help="the wheel that test_clean_install.py installs (default: it builds one)")
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +23,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built without network from the copy."""
+    """The wheel, built without network from the copy, and without a compiler: it has no native kernels."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source), cwd=folder)
+    environment = {**os.environ, "PATH": str(tmp_path_factory.mktemp("empty-path"))}
+    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+    pip("wheel", *options, str(source), cwd=folder, env=environment)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -34,7 +42,9 @@ def make_environment(folder: Path) -> Path:
     """
     venv.create(folder, symlinks=True)
     own = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
-    (own / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # several, if this environment borrows from another
+    borrowed = [path for path in sys.path if path.endswith("site-packages")]
+    (own / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
     return folder / "bin" / "python"
 
 

@@ -3,12 +3,13 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_gaudi_ucm"
 ROOMS = ("ops", "graphs")
-BUILD_INPUTS = ("setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "README.md")
+BUILD_INPUTS = ("setup.py", "pyproject.toml", "LICENSE", "THIRD_PARTY_NOTICES.md", "MANIFEST.in", "README.md")
 
 
 def copy_source(target: Path) -> Path:
@@ -30,15 +31,19 @@ def installed_files(source: Path) -> set[str]:
     return files
 
 
-def run_python(*arguments: str, cwd: Path, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: str, cwd: Path, python: str | Path = sys.executable, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run an interpreter away from the repository: -I leaves out the working directory and PYTHONPATH."""
     return subprocess.run(
-        [str(python), "-I", *arguments], cwd=cwd, check=False, capture_output=True, text=True, timeout=240
+        [str(python), "-I", *arguments], cwd=cwd, env=env, check=False, capture_output=True, text=True, timeout=240
     )
 
 
-def pip(*arguments: str, cwd: Path, python: str | Path = sys.executable) -> str:
+def pip(
+    *arguments: str, cwd: Path, python: str | Path = sys.executable, env: Mapping[str, str] | None = None
+) -> str:
     """Run pip, which must succeed, and return what it printed."""
-    result = run_python("-m", "pip", "--disable-pip-version-check", *arguments, cwd=cwd, python=python)
+    result = run_python("-m", "pip", "--disable-pip-version-check", *arguments, cwd=cwd, python=python, env=env)
     assert result.returncode == 0, f"pip {' '.join(arguments)}:\n{result.stdout}\n{result.stderr}"
     return result.stdout

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow  # starts processes
 
 PROBE = """
 import importlib.util, json, sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 import vllm_gaudi_ucm
 import vllm_gaudi_ucm.graphs.shapes.bucket as bucket
 import vllm_gaudi_ucm.ops.unified_attention.parts as parts
@@ -21,6 +21,7 @@ print(json.dumps({
     "package": vllm_gaudi_ucm.__file__, "bucket": bucket.__file__, "parts": parts.__file__,
     "register": plugin.load() is vllm_gaudi_ucm.register, "script": callable(script.load()),
     "globals": [name for name in ("ops", "graphs") if importlib.util.find_spec(name)],
+    "version": vllm_gaudi_ucm.__version__ == version("vllm-gaudi-ucm"),
     "vllm": sorted(name for name in sys.modules if name.split(".")[0] in ("vllm", "habana_frameworks")),
 }))
 """
@@ -57,6 +58,10 @@ def test_rooms_are_not_global_modules(probe: dict[str, object]) -> None:
 def test_entry_points_resolve(probe: dict[str, object]) -> None:
     assert probe["register"] is True
     assert probe["script"] is True
+
+
+def test_the_version_is_that_of_the_install(probe: dict[str, object]) -> None:
+    assert probe["version"] is True
 
 
 def test_rooms_and_entry_points_load_without_vllm(probe: dict[str, object]) -> None:

@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.envs import (
     announce_local_engines,
     ask_for_v1_messages,
     copy_to_ray_engines,
+    kernel_choice,
     lazy_mode,
     let_idle_threads_wait_briefly,
     merge_into_vllm,
@@ -122,6 +123,7 @@ class UcmPlatform(Platform):
         from vllm.config import CompilationMode, CUDAGraphMode
 
         merge_into_vllm()
+        kernel_choice()  # a wrong one is refused here, before a worker's thread asks for kernels
         config = resolve_config(vllm_config.additional_config)
         check_versions(config.allow_untested_vllm)
         cls._refuse_unsupported(vllm_config, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,19 @@ def resolve_text(text: str | None) -> UcmConfig:
     return resolve_value(parse_json(text) if text.lstrip().startswith("{") else text)
 
 
+def _choice(name: str, choices: Sequence[str], choose: Callable[[], str]) -> Check:
+    """A row for an environment variable with a few values."""
+    expected = ", ".join(choices)
+    try:
+        return Check(CONFIGURATION, name, "info", choose(), expected)
+    except ValueError as error:
+        return Check(CONFIGURATION, name, "fail", str(error), expected, "correct or unset it")
+
+
 def configuration_checks(text: str | None) -> Iterator[Check]:
     """The section's rows."""
-    try:
-        device = envs.device_choice()
-        yield Check(CONFIGURATION, envs.DEVICE, "info", device, ", ".join(envs.DEVICE_CHOICES))
-    except ValueError as error:
-        yield Check(
-            CONFIGURATION, envs.DEVICE, "fail", str(error), ", ".join(envs.DEVICE_CHOICES), "correct or unset it"
-        )
+    yield _choice(envs.DEVICE, envs.DEVICE_CHOICES, envs.device_choice)
+    yield _choice(envs.KERNELS, envs.KERNEL_CHOICES, envs.kernel_choice)
     try:
         config = resolve_text(text)
     except UcmConfigError as error:

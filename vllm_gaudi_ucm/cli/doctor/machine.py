@@ -88,13 +88,13 @@ def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]
 
 
 def kernel_checks(device: str | None) -> Iterator[Check]:
-    """A row for a server on the CPU: whether its kernels can be built, and stay. May build them."""
+    """A row for a server on the CPU: which kernels it has, or why none, and whether they are kept. May build them."""
     from vllm_gaudi_ucm.ops.native.build import INSTALL, KEEP
-    from vllm_gaudi_ucm.ops.native.library import why_not_kept, why_not_native
+    from vllm_gaudi_ucm.ops.native.library import origin, why_not_kept, why_not_native
 
     if device != "cpu":
         return
-    name, expected = "native kernels", "built once, and kept in the user's cache"
+    name, expected = "native kernels", "those of the wheel, or built once and kept in the user's cache"
     if found := why_not_native():
         advice = f"{INSTALL}; until then steps take torch's operations, which are slower"
         yield Check(DEVICE, name, "warn", f"none: {found}", expected, advice)
@@ -102,7 +102,7 @@ def kernel_checks(device: str | None) -> Iterator[Check]:
         advice = f"{KEEP}; until then each process compiles them at its start"
         yield Check(DEVICE, name, "warn", f"built for each process alone: {found}", expected, advice)
     else:
-        yield Check(DEVICE, name, "ok", expected)
+        yield Check(DEVICE, name, "ok", origin(), expected)
 
 
 def product_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:

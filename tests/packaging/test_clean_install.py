@@ -1,0 +1,144 @@
+"""The wheel as a user has it: installed in a clean environment, without a compiler, run by an ordinary user.
+
+`--wheel dist/NAME.whl` tests a wheel that is there, as `make release` does; without it one is built, with the kernels
+of this CPU alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import make_environment
+from tests.packaging.source_tree import ROOT, pip
+from tests.text_model import make_text_model
+from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT
+from vllm_gaudi_ucm.ops.native import build, levels
+
+NOBODY = 65534
+FOLDER = "vllm_gaudi_ucm/ops/native/portable"
+
+pytestmark = [
+    pytest.mark.slow,  # compiles kernels, and starts an engine
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels have kernels for x86-64 alone"),
+    pytest.mark.skipif(not levels.runnable(), reason="this CPU is below every level of the kernels"),
+]
+
+
+@pytest.fixture(scope="module")
+def kernel_wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel with native kernels."""
+    given: str | None = request.config.getoption("--wheel", None)
+    if given:
+        return Path(given).resolve()
+    if not any(map(shutil.which, build.COMPILERS)):
+        pytest.skip("no C++ compiler here")
+    folder = tmp_path_factory.mktemp("kernel-wheel")
+    option = f"--config-settings=--build-option=--kernel-levels={levels.runnable()[-1].name}"
+    source = str(request.getfixturevalue("source"))
+    pip("wheel", "--no-deps", "--no-build-isolation", option, "--wheel-dir", str(folder), source, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@dataclass(frozen=True)
+class Install:
+    """A clean environment and an ordinary user in it.
+
+    python: the environment's. home: the user's, empty at first. model: a tiny one that speaks.
+    """
+
+    python: Path
+    home: Path
+    model: Path
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command of the environment, with its programs alone on PATH."""
+        user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
+        environment = {"HOME": str(self.home), "PATH": str(self.python.parent), "OMP_NUM_THREADS": "1"}
+        own = {"VLLM_GAUDI_UCM_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        return subprocess.run(
+            [str(self.python.parent / command[0]), *command[1:]],
+            cwd=self.home,
+            env={**environment, **own},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            **user,  # type: ignore[call-overload]
+        )
+
+
+def may_be_read_by_all(path: Path) -> bool:
+    """Whether a user without rights gets into a folder."""
+    return all(above.stat().st_mode & 0o001 for above in [path, *path.parents])
+
+
+@pytest.fixture(scope="module")
+def install(kernel_wheel: Path) -> Iterator[Install]:
+    if os.getuid() == 0 and not may_be_read_by_all(Path(sys.prefix).resolve() / "lib"):
+        pytest.skip(f"{sys.prefix} cannot be read by an ordinary user, and this one is root")
+    # not pytest's folders, which are its user's alone
+    folder = Path(tempfile.mkdtemp(prefix="gaudi-ucm-install-"))
+    try:
+        folder.chmod(0o755)
+        python = make_environment(folder / "environment")
+        options = ("--no-deps", "--no-index", "--ignore-installed")
+        pip("install", *options, str(kernel_wheel), cwd=folder, python=python)
+        model = make_text_model(ROOT / DEFAULT_OUTPUT, folder / "model")
+        subprocess.run(["chmod", "-R", "a-w,a+rX", str(folder / "environment"), str(model)], check=True)
+        home = folder / "home"
+        home.mkdir(mode=0o700)
+        if os.getuid() == 0:
+            os.chown(home, NOBODY, NOBODY)
+        yield Install(python, home, model)
+    finally:
+        subprocess.run(["chmod", "-R", "u+w", str(folder)], check=False)
+        shutil.rmtree(folder)
+
+
+def test_the_wheel_is_for_its_platform_and_every_python(kernel_wheel: Path) -> None:
+    _, tags = kernel_wheel.stem.split("-py3-none-")
+    assert all(tag.endswith("x86_64") for tag in tags.split("."))
+    with zipfile.ZipFile(kernel_wheel) as archive:
+        libraries = {name for name in archive.namelist() if name.endswith(".so")}
+        (about,) = (name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+        assert "Root-Is-Purelib: false" in archive.read(about).decode()
+    assert f"{FOLDER}/{levels.runnable()[-1].file}" in libraries
+    assert libraries <= {f"{FOLDER}/{level.file}" for level in levels.LEVELS}
+
+
+def test_doctor_finds_the_fast_path(install: Install) -> None:
+    done = install.run("gaudi-ucm", "doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    kernels = rows["native kernels"]
+    assert (kernels["status"], kernels["found"]) == (
+        "ok",
+        f"those of the wheel, for {levels.runnable()[-1].name} CPUs",
+    )
+    assert rows["unified_attention"]["found"].startswith("native;")
+
+
+def test_the_demo_runs(install: Install) -> None:
+    done = install.run("gaudi-ucm", "demo", "--model", str(install.model), "--requests", "4", "--json", "--verbose")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert len(result["answers"]) == 4
+    assert "Native CPU kernels" not in done.stderr
+
+
+def test_the_user_built_nothing(install: Install) -> None:
+    """After the tests above: neither a compiler's work, nor a file beside the package, which is read-only."""
+    assert not list(install.home.rglob("kernels-*.so"))
