@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 from setuptools import Command, Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -45,7 +46,7 @@ class Wheel(bdist_wheel):
     kernel_levels: auto, all, none, or names of levels separated by commas.
     """
 
-    user_options = [
+    user_options: ClassVar = [
         *bdist_wheel.user_options,
         ("kernel-levels=", None, "CPUs to compile for: auto (all if possible; default), all, none, or some by name"),
     ]
@@ -63,7 +64,7 @@ class BuildKernels(Command):
     """Compiles kernels into the folder of the build."""
 
     description = "compile the native CPU kernels for levels of x86-64 CPUs"
-    user_options: list[tuple[str, str | None, str]] = []
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
     editable_mode = False
 
     def initialize_options(self) -> None:
@@ -114,7 +115,7 @@ class BuildKernels(Command):
 
 
 class Build(build):
-    sub_commands = [*build.sub_commands, ("build_kernels", None)]
+    sub_commands: ClassVar = [*build.sub_commands, ("build_kernels", None)]
 
 
 class WithKernels(Distribution):

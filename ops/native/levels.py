@@ -83,7 +83,7 @@ def why_not_buildable() -> str:
 
 
 def build_levels(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]:
-    """Compiles these levels into a folder, up to four compilers at once: some 13 CPU seconds for each.
+    """Compiles these levels into a folder, up to four compilers at once: some 100 CPU seconds for all.
 
     The libraries say nothing of the machine: no symbol tables, no paths, modes for every user.
 

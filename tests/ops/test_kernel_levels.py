@@ -64,14 +64,11 @@ def test_the_best_library_that_is_there_is_found(tmp_path: Path, monkeypatch: py
 @needs_compiler
 @on_x86
 @pytest.mark.slow
-def test_the_sources_compile_for_every_level(tmp_path: Path) -> None:
-    """Also instructions that this CPU lacks; without optimisation, which takes the time."""
-    compiler = build.find_compiler()
-    commands = []
-    for level in levels.LEVELS:
-        compiles, _ = build.commands(compiler, tmp_path, tmp_path / level.file, level.march)
-        commands += [[*(word for word in command if word != "-O3"), "-O0", "-Wno-psabi"] for command in compiles]
-    build.run(commands, tmp_path)
+def test_the_compiler_knows_the_highest_level(tmp_path: Path) -> None:
+    """It has the instructions of all levels, most of which this CPU may lack; code is made by `make release`."""
+    level = levels.LEVELS[-1]
+    compiles, _ = build.commands(build.find_compiler(), tmp_path, tmp_path / level.file, level.march)
+    build.run([[*command, "-fsyntax-only", "-Wno-psabi"] for command in compiles], tmp_path)
 
 
 @pytest.fixture

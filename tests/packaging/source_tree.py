@@ -40,9 +40,7 @@ def run_python(
     )
 
 
-def pip(
-    *arguments: str, cwd: Path, python: str | Path = sys.executable, env: Mapping[str, str] | None = None
-) -> str:
+def pip(*arguments: str, cwd: Path, python: str | Path = sys.executable, env: Mapping[str, str] | None = None) -> str:
     """Run pip, which must succeed, and return what it printed."""
     result = run_python("-m", "pip", "--disable-pip-version-check", *arguments, cwd=cwd, python=python, env=env)
     assert result.returncode == 0, f"pip {' '.join(arguments)}:\n{result.stdout}\n{result.stderr}"
