@@ -316,9 +316,10 @@ def test_thread_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_configuration_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.DEVICE, "cpu")
     rows = list(configuration_checks('{"cpu": {"threads": 3}}'))
-    assert [row.status for row in rows] == ["info", "ok"]
-    assert "cpu.threads=3" in rows[1].found
-    bad = list(configuration_checks('{"cpu": {"threads": 0}, "fase_log": 1}'))[1:]
+    assert [row.status for row in rows] == ["info", "info", "ok"]
+    assert [row.name for row in rows[:2]] == [envs.DEVICE, envs.KERNELS]
+    assert "cpu.threads=3" in rows[2].found
+    bad = list(configuration_checks('{"cpu": {"threads": 0}, "fase_log": 1}'))[2:]
     assert [(row.name, row.status) for row in bad] == [("ucm.cpu.threads", "fail"), ("ucm.fase_log", "fail")]
-    (malformed,) = list(configuration_checks('{"cpu": '))[1:]
+    (malformed,) = list(configuration_checks('{"cpu": '))[2:]
     assert "malformed text (line 1, column 9" in malformed.found

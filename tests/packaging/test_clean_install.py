@@ -138,7 +138,7 @@ def test_doctor_finds_the_fast_path(install: Install) -> None:
 
 
 def test_the_demo_runs(install: Install) -> None:
-    done = install.run("gaudi-ucm", "demo", "--model", str(install.model), "--requests", "4", "--json", "--verbose")
+    done = install.run("gaudi-ucm", "demo", "--model", str(install.model), "--requests", "4", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert len(result["answers"]) == 4
