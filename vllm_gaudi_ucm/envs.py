@@ -39,7 +39,7 @@ def device_choice() -> str:
 def kernel_choice() -> str:
     """Which native CPU kernels are asked for: one of `KERNEL_CHOICES`, `auto` if the variable is unset or empty.
 
-    `auto`: those of the wheel, or built here if it has none for this CPU. `build`: built here, for this very CPU.
+    `auto`: from the wheel, or built here if it has none for this CPU. `build`: built here, for this very CPU.
     """
     return _choice(KERNELS, KERNEL_CHOICES)
 

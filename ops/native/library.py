@@ -158,7 +158,7 @@ def _open_portable() -> _Outcome | None:
         return None
     level, path = found
     try:
-        return _Outcome(ctypes.CDLL(str(path)), "", origin=f"those of the wheel, for {level.name} CPUs")
+        return _Outcome(ctypes.CDLL(str(path)), "", origin=f"from the wheel, for {level.name} CPUs")
     except OSError as error:
         logger.warning("The native CPU kernels of the wheel cannot be loaded, so they are built here: %s", error)
         return None

@@ -102,7 +102,7 @@ def test_the_verdict_comes_first_and_then_what_to_do(
     [
         (library._Outcome(None, "g++ failed: no"), "warn", "install a C++ compiler"),
         (library._Outcome(ctypes.CDLL(None), "", "/root/.cache: Read-only file system"), "warn", "set XDG_CACHE_HOME"),
-        (library._Outcome(ctypes.CDLL(None), "", origin="those of the wheel, for amx CPUs"), "ok", ""),
+        (library._Outcome(ctypes.CDLL(None), "", origin="from the wheel, for amx CPUs"), "ok", ""),
     ],
 )
 def test_kernels_that_are_missing_or_not_kept(

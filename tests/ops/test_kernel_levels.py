@@ -104,7 +104,7 @@ def test_the_wheels_library_is_loaded_without_a_compiler(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     assert library.native() is not None, library.why_not_native()
-    assert library.origin() == f"those of the wheel, for {levels.runnable()[-1].name} CPUs"
+    assert library.origin() == f"from the wheel, for {levels.runnable()[-1].name} CPUs"
     assert library.why_not_kept() == ""
     assert not (tmp_path / "cache").exists()
 

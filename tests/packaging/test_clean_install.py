@@ -130,10 +130,7 @@ def test_doctor_finds_the_fast_path(install: Install) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     kernels = rows["native kernels"]
-    assert (kernels["status"], kernels["found"]) == (
-        "ok",
-        f"those of the wheel, for {levels.runnable()[-1].name} CPUs",
-    )
+    assert (kernels["status"], kernels["found"]) == ("ok", f"from the wheel, for {levels.runnable()[-1].name} CPUs")
     assert rows["unified_attention"]["found"].startswith("native;")
 
 
@@ -146,5 +143,5 @@ def test_the_demo_runs(install: Install) -> None:
 
 
 def test_the_user_built_nothing(install: Install) -> None:
-    """After the tests above: neither a compiler's work, nor a file beside the package, which is read-only."""
+    """It follows the tests above, which would have left a library in the user's cache."""
     assert not list(install.home.rglob("kernels-*.so"))

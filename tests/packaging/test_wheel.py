@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import subprocess
 import sys
 import tomllib
 import zipfile
@@ -61,6 +62,25 @@ def test_licence_and_type_marker(content: dict[str, str]) -> None:
 def test_without_a_compiler_the_wheel_is_for_every_machine(wheel: Path, content: dict[str, str]) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in content if name.endswith(".so")]
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        ("x86-64-v9", "--kernel-levels: found x86-64-v9, expected auto, all, none, or some of x86-64-v3,"),
+        ("all", "--kernel-levels=all: "),
+    ],
+)
+def test_kernels_that_were_asked_for_and_cannot_be_compiled_are_an_error(
+    levels: str, message: str, source: Path, tmp_path: Path
+) -> None:
+    build = ("build", f"--build-base={tmp_path}", "bdist_wheel", f"--kernel-levels={levels}", f"--dist-dir={tmp_path}")
+    command = [sys.executable, "setup.py", "--quiet", *build]
+    environment = {**os.environ, "PATH": ""}
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert not list(tmp_path.glob("*.whl"))
 
 
 def test_sources_of_the_native_kernels_are_in_the_wheel(content: dict[str, str], source: Path) -> None:

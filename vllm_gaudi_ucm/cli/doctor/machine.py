@@ -94,7 +94,7 @@ def kernel_checks(device: str | None) -> Iterator[Check]:
 
     if device != "cpu":
         return
-    name, expected = "native kernels", "those of the wheel, or built once and kept in the user's cache"
+    name, expected = "native kernels", "from a wheel, or built once and kept in the user's cache"
     if found := why_not_native():
         advice = f"{INSTALL}; until then steps take torch's operations, which are slower"
         yield Check(DEVICE, name, "warn", f"none: {found}", expected, advice)
