@@ -1,1 +1,1 @@
-"""Kernels in C++ for the CPU, built once per machine with the compiler that is there, or not used at all."""
+"""Kernels in C++ for the CPU: a wheel brings them, or they are built once per machine with the compiler that is there."""

@@ -19,7 +19,7 @@ class AttentionConfig(Section):
     implementation: Annotated[str, NameOf(ATTENTION, AUTO)] = Field(
         default="auto",
         description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
-        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler; "
+        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, from a wheel or built here; "
         "`hpu` is laid out for Gaudi and runs everywhere; `cuda` is Triton on an NVIDIA GPU.",
     )
     contiguous_pa: Literal["auto"] | bool = Field(
