@@ -1,1 +1,1 @@
-"""Kernels in C++ for the CPU: a wheel brings them, or they are built once per machine with the compiler that is there."""
+"""Kernels in C++ for the CPU: a wheel brings them, or the compiler that is there builds them once per machine."""
