@@ -133,7 +133,11 @@ class Class:
                 if not isinstance(node, (ast.Assign, ast.AnnAssign)):
                     continue
                 for target, value in _targets(node):
-                    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == own:
+                    if (
+                        isinstance(target, ast.Attribute)
+                        and isinstance(target.value, ast.Name)
+                        and target.value.id == own
+                    ):
                         typed = node.annotation if isinstance(node, ast.AnnAssign) else None
                         yield Member(self.name, target.attr, "attribute", self.module, node, typed, value, method)
 
@@ -217,7 +221,9 @@ def _has_default(value: ast.expr | None) -> bool:
     """`field(...)` is a default only if it has one."""
     if isinstance(value, ast.Call) and last_name(value.func) in ("field", "Field"):
         keywords = {keyword.arg for keyword in value.keywords}
-        return bool(keywords & {"default", "default_factory"}) or (last_name(value.func) == "Field" and bool(value.args))
+        return bool(keywords & {"default", "default_factory"}) or (
+            last_name(value.func) == "Field" and bool(value.args)
+        )
     return value is not None
 
 
@@ -269,8 +275,3 @@ def nested_at(tree: SourceTree, name: str) -> Class | None:
     if member is None or not isinstance(member.node, ast.ClassDef):
         return None
     return Class(Place(f"{member.owner}.{last}", member.module, member.node), tree)
-
-
-def required(signature: Signature) -> list[str]:
-    """Names of the parameters that every call must give."""
-    return [one.name for one in signature.parameters.values() if one.default is Parameter.empty]

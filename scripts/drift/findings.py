@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from inspect import Signature
 
 from scripts.drift.classes import Class
-from scripts.drift.signatures import refused_calls, signature_of
+from scripts.drift.signatures import refused_calls, signature_of, signature_of_fields
 from scripts.drift.table import Described, Version
-from scripts.drift.uses import Use, Uses
+from scripts.drift.uses import OURS, VLLM, Use, Uses, shown
 from vllm_gaudi_ucm.vllm_api.contracts import ACCEPTED, Contract
 
 VANISHED, MOVED, CHANGED, ABSTRACT = "vanished", "moved", "changed", "abstract"
@@ -77,7 +77,7 @@ class Comparison:
     def _missing(self, row: Contract) -> Finding:
         last = row.full_name.rpartition(".")[2]
         if not row.member:
-            places = self._version.tree.elsewhere("vllm", last)
+            places = self._version.tree.elsewhere(VLLM, last)
             if places:
                 says = f"Not at this place any more: {' or '.join(places)}. Import it from where it is."
                 return Finding(MOVED, row.full_name, True, says, row.what, places[0], self._places(row))
@@ -92,7 +92,9 @@ class Comparison:
         hint = f" Perhaps it is called {' or '.join(alike)} now." if alike else ""
         overrides = any(how == "overrides" for how, _ in row.users)
         effect = " vLLM never calls what overrides it." if overrides else ""
-        return Finding(VANISHED, row.full_name, True, f"Not there any more.{effect}{hint}", row.what, "", self._places(row))
+        return Finding(
+            VANISHED, row.full_name, True, f"Not there any more.{effect}{hint}", row.what, "", self._places(row)
+        )
 
     def _same_signature(self, row: Contract, class_: Class) -> list[str]:
         """Other members of a class, not in the table, with the same parameters and types."""
@@ -122,23 +124,23 @@ class Comparison:
 
     def _class(self, ours: Class) -> Iterator[Finding]:
         """What a class of this package lacks, and which of its methods cannot take vLLM's calls."""
-        shown = f"{ours.name.removeprefix('vllm_gaudi_ucm.')}"
-        bases = [one.name for one in ours.family if one.name.startswith("vllm.")]
+        called = ours.name.removeprefix(f"{OURS}.")
+        bases = [one.name for one in ours.family if one.name.startswith(f"{VLLM}.")]
         theirs = [class_ for name in bases if (class_ := self._version.class_(name)) is not None]
         for name, (own, place) in _overriding(ours).items():
             hidden = next((one.own_members[name] for one in theirs if name in one.own_members), None)
-            if hidden is None or hidden.signature is None or f"{shown}.{name}" in ACCEPTED:
+            if hidden is None or hidden.signature is None or f"{called}.{name}" in ACCEPTED:
                 continue
             for problem in refused_calls(hidden.signature, own):
-                says = f"{shown}.{name} {problem}, with which vLLM may call it."
+                says = f"{called}.{name} {problem}, with which vLLM may call it."
                 yield Finding(CHANGED, f"{hidden.owner}.{name}", True, says, (), hidden.text, (f"{place} overrides",))
         if any(ours in one.family[1:] for one in self._uses.classes):
             return
-        own_names = {name for one in ours.family if not one.name.startswith("vllm.") for name in one.own_members}
+        own_names = {name for one in ours.family if not one.name.startswith(f"{VLLM}.") for name in one.own_members}
         for name in sorted(_missing_of(theirs) - own_names):
             member = next(one.own_members[name] for one in theirs if name in one.own_members)
-            says = f"{shown} does not define this abstract member, so that it cannot be made any more."
-            place = _place(self._uses, ours)
+            says = f"{called} does not define this abstract member, so that it cannot be made any more."
+            place = f"{shown(ours.module.file)}:{ours.node.lineno}"
             yield Finding(ABSTRACT, f"{member.owner}.{name}", True, says, (), member.text, (f"{place} derives",))
 
     def _places(self, row: Contract) -> tuple[str, ...]:
@@ -149,7 +151,8 @@ class Comparison:
 
 def _refusal(use: Use, now: Described) -> str | None:
     """Why a call is refused. A method that is called by its class is given `self`, too."""
-    assert use.call is not None and now.signature is not None
+    assert use.call is not None
+    assert now.signature is not None
     problem = use.call.problem(now.signature)
     if problem is not None and now.unbound is not None and use.call.problem(now.unbound) is None:
         return None
@@ -161,19 +164,8 @@ def _overriding(ours: Class) -> dict[str, tuple[Signature, str]]:
     found = {}
     for name, member in ours.own_members.items():
         if member.signature is not None and not (name.startswith("__") and name.endswith("__")):
-            found[name] = (member.signature, _shown(member.module.file, member.node))
+            found[name] = (member.signature, f"{shown(member.module.file)}:{getattr(member.node, 'lineno', 0)}")
     return found
-
-
-def _shown(file: object, node: ast.AST) -> str:
-    from scripts.drift.uses import ROOT
-
-    text = str(file)
-    return f"{text.removeprefix(f'{ROOT}/')}:{getattr(node, 'lineno', 0)}"
-
-
-def _place(uses: Uses, ours: Class) -> str:
-    return _shown(ours.module.file, ours.node)
 
 
 def _missing_of(theirs: Iterable[Class]) -> set[str]:
@@ -204,8 +196,6 @@ def parsed(text: str) -> Signature | None:
     """The parameters of a signature in the table, without `self`; None if it is no signature."""
     if text.startswith("fields("):
         names = [part.partition(" = ") for part in text[len("fields(") : -1].split(", ") if part]
-        from scripts.drift.signatures import signature_of_fields
-
         return signature_of_fields((name, bool(default), False) for name, _, default in names)
     text = text.removeprefix("async ")
     if not text.startswith("("):
@@ -228,8 +218,7 @@ def _difference(was: str, now: str) -> str:
     lost = [
         name
         for name in both
-        if before.parameters[name].default is not Signature.empty
-        and after.parameters[name].default is Signature.empty
+        if before.parameters[name].default is not Signature.empty and after.parameters[name].default is Signature.empty
     ]
     for names, what in ((added, "new"), (gone, "gone"), (lost, "without its default now")):
         if names:

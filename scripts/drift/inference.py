@@ -21,9 +21,9 @@ from scripts.drift.types import (
     substituted,
 )
 
-_ELEMENTS_OF_FIRST = frozenset("list tuple sorted set frozenset reversed iter deque".split())
-_SAME_AS_FIRST = frozenset("replace copy deepcopy partial wraps dict shallow_copy".split())
-_ONE_OF_FIRST = frozenset("next min max".split())
+_ELEMENTS_OF_FIRST = frozenset(("list", "tuple", "sorted", "set", "frozenset", "reversed", "iter", "deque"))
+_SAME_AS_FIRST = frozenset(("replace", "copy", "deepcopy", "partial", "dict"))
+_ONE_OF_FIRST = frozenset(("next", "min", "max"))
 
 
 @dataclass
@@ -282,9 +282,7 @@ class Inference:
     def _Subscript(self, node: ast.Subscript, scope: Scope) -> Types:
         found: set[Type] = set()
         for one in self.types(node.value, scope):
-            if one.kind == "class":
-                found.add(one)
-            elif isinstance(node.slice, ast.Slice):
+            if one.kind == "class" or isinstance(node.slice, ast.Slice):
                 found.add(one)
             elif one.kind == "mapping":
                 found |= one.args[1]

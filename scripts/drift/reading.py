@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from scripts.drift.classes import CONSTRUCTOR, Class, Member, class_at, last_name
 from scripts.drift.inference import Inference, Scope
-from scripts.drift.source_tree import FUNCTIONS, Module, Place, SourceTree
+from scripts.drift.source_tree import FUNCTIONS, Module, Place
 from scripts.drift.types import UNKNOWN, Type, Types, elements, parameters_of, substituted
 
 Found = Callable[[Member | Place | Class, ast.expr, bool], None]

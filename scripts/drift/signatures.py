@@ -114,6 +114,11 @@ def unquoted(annotation: ast.expr | None) -> ast.expr | None:
     return annotation
 
 
+def is_required(parameter: Parameter | None) -> bool:
+    """Returns whether every call must give a parameter; None is one that a function does not have."""
+    return parameter is not None and parameter.default is Parameter.empty and parameter.kind not in ANY_NUMBER
+
+
 def refused_calls(base: Signature, ours: Signature) -> list[str]:
     """Each reason why an overriding method cannot take every call that the overridden one takes. Both are bound."""
     problems = []
@@ -131,9 +136,8 @@ def refused_calls(base: Signature, ours: Signature) -> list[str]:
             problems.append(f"calls the parameter {one.name} {places[number].name}")
         elif one.kind is Parameter.KEYWORD_ONLY and one.name not in ours.parameters and not takes_any_name:
             problems.append(f"does not take the parameter {one.name}")
-        elif one.default is not Parameter.empty and one.name in ours.parameters:
-            if ours.parameters[one.name].default is Parameter.empty and ours.parameters[one.name].kind not in ANY_NUMBER:
-                problems.append(f"has no default for the parameter {one.name}")
+        elif one.default is not Parameter.empty and is_required(ours.parameters.get(one.name)):
+            problems.append(f"has no default for the parameter {one.name}")
     more = [one for one in mine if one.name not in base.parameters and one.kind not in ANY_NUMBER]
     number = len([one for one in base.parameters.values() if one.kind in BY_PLACE])
     if any(one.kind in ANY_NUMBER for one in base.parameters.values()):

@@ -27,12 +27,34 @@ Types = frozenset[Type]
 
 UNKNOWN: Types = frozenset()
 _ITEMS = frozenset(
-    "list List set Set frozenset FrozenSet Sequence MutableSequence Iterable Iterator Collection deque Deque AbstractSet "
-    "Generator AsyncIterator AsyncIterable AsyncGenerator KeysView ValuesView AbstractContextManager ContextManager "
-    "ConstantList".split()
+    (
+        *(
+            "list",
+            "List",
+            "set",
+            "Set",
+            "frozenset",
+            "FrozenSet",
+            "Sequence",
+            "MutableSequence",
+            "Iterable",
+            "Iterator",
+        ),
+        *(
+            "Collection",
+            "deque",
+            "Deque",
+            "AbstractSet",
+            "Generator",
+            "AsyncIterator",
+            "AsyncIterable",
+            "AsyncGenerator",
+        ),
+        *("KeysView", "ValuesView", "AbstractContextManager", "ContextManager", "ConstantList"),
+    )
 )
-_MAPPINGS = frozenset("dict Dict Mapping MutableMapping defaultdict DefaultDict OrderedDict".split())
-_SAME = frozenset("Annotated ClassVar Final Required NotRequired ReadOnly Awaitable Optional Unpack InitVar".split())
+_MAPPINGS = frozenset(("dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "DefaultDict", "OrderedDict"))
+_SAME = frozenset(("Annotated", "ClassVar", "Final", "Required", "NotRequired", "ReadOnly", "Awaitable", "Optional"))
 
 
 def instance(name: str, args: tuple[Types, ...] = ()) -> Types:

@@ -1,4 +1,4 @@
-"""What this package's code uses of vLLM: names that it imports, and members that it overrides, calls, reads and writes."""
+"""What this package's code uses of vLLM: names it imports, and members it overrides, calls, reads and writes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def find_uses(ours: SourceTree, vllm: SourceTree) -> Uses:
     for name, file in tree.files(OURS):
         module = tree.module(name)
         if module is not None and _concerns(file):
-            _read(module, quiet, _shown(file), uses)
+            _read(module, quiet, shown(file), uses)
     called = {(use.key, use.place) for use in uses.every if use.how == "calls"}
     every = {use for use in uses.every if use.how != "reads" or (use.key, use.place) not in called}
     uses.every = sorted(every, key=lambda use: (use.key, use.file, use.line, use.how, use.by))
@@ -89,20 +89,21 @@ def _concerns(file: Path) -> bool:
     return "vllm" in file.read_text(encoding="utf-8")
 
 
-def _shown(file: Path) -> str:
+def shown(file: Path) -> str:
+    """A file as people look for it, from the top of the repository."""
     return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file)
 
 
-def _read(module: Module, quiet: Inference, shown: str, uses: Uses) -> None:
+def _read(module: Module, quiet: Inference, where: str, uses: Uses) -> None:
     tree = quiet.tree
     guards = Guards(module)
 
     def found(what: Member | Place | Class, node: ast.expr, is_written: bool) -> None:
-        use = _use(tree, what, node, is_written, shown, guards)
+        use = _use(tree, what, node, is_written, where, guards)
         if use is not None:
             uses.every.append(use)
 
-    uses.every += _imports(tree, module, shown, guards)
+    uses.every += _imports(tree, module, where, guards)
     for name, others in guards.others().items():
         uses.alternatives[name] = uses.alternatives.get(name, frozenset()) | others
     Reading(module, quiet, found).run()
@@ -110,14 +111,14 @@ def _read(module: Module, quiet: Inference, shown: str, uses: Uses) -> None:
         class_ = class_at(tree, f"{module.name}.{node.name}") if isinstance(node, ast.ClassDef) else None
         if class_ is not None and class_.node is node and any(_is_vllm(one.name) for one in class_.family):
             uses.classes.append(class_)
-            uses.every += _derived(class_, shown)
+            uses.every += _derived(class_, where)
 
 
 def _is_vllm(name: str) -> bool:
     return name.partition(".")[0] == VLLM
 
 
-def _imports(tree: SourceTree, module: Module, shown: str, guards: Guards) -> Iterator[Use]:
+def _imports(tree: SourceTree, module: Module, where: str, guards: Guards) -> Iterator[Use]:
     for node in guards.imports:
         pairs = imported_names(module, node)
         if isinstance(node, ast.Import):
@@ -125,7 +126,7 @@ def _imports(tree: SourceTree, module: Module, shown: str, guards: Guards) -> It
         for _, target in pairs:
             name = _through_ours(tree, target)
             if _is_vllm(name):
-                yield Use(name, "", "imports", shown, node.lineno, guards.is_guarded(node, name.rpartition(".")[2]))
+                yield Use(name, "", "imports", where, node.lineno, guards.is_guarded(node, name.rpartition(".")[2]))
 
 
 def _through_ours(tree: SourceTree, name: str) -> str:
@@ -140,7 +141,7 @@ def _through_ours(tree: SourceTree, name: str) -> str:
 
 
 def _use(
-    tree: SourceTree, what: Member | Place | Class, node: ast.expr, is_written: bool, shown: str, guards: Guards
+    tree: SourceTree, what: Member | Place | Class, node: ast.expr, is_written: bool, where: str, guards: Guards
 ) -> Use | None:
     """The use of a member, function or class of vLLM; None if it is one of this package's own."""
     is_call = isinstance(node, ast.Call) and last_name(node.func) not in (*_ASKS, "replace", "attrgetter")
@@ -149,25 +150,25 @@ def _use(
         base = next((one for one in what.family if CONSTRUCTOR in one.own_members or one.is_data), None)
         if base is None or not _is_vllm(base.name) or base.name != what.name:
             return None
-        return Use(what.name, CONSTRUCTOR, "constructs", shown, node.lineno, call=call)
+        return Use(what.name, CONSTRUCTOR, "constructs", where, node.lineno, call=call)
     if isinstance(what, Place):
         if not _is_vllm(what.name):
             return None
         guarded = guards.is_guarded(node, what.name.rpartition(".")[2])
-        return Use(what.name, "", "calls" if is_call else "reads", shown, node.lineno, guarded, call)
+        return Use(what.name, "", "calls" if is_call else "reads", where, node.lineno, guarded, call)
     if not _is_vllm(what.owner):
         return None
     how = "writes" if is_written else "calls" if is_call else "reads"
-    return Use(what.owner, what.name, how, shown, node.lineno, guards.is_guarded(node, what.name), call)
+    return Use(what.owner, what.name, how, where, node.lineno, guards.is_guarded(node, what.name), call)
 
 
-def _derived(class_: Class, shown: str) -> Iterator[Use]:
+def _derived(class_: Class, where: str) -> Iterator[Use]:
     """The bases of a class of this package, and what it overrides of them."""
     ours = [one for one in class_.family if not _is_vllm(one.name)]
     theirs = [one for one in class_.family if _is_vllm(one.name)]
     for base in class_.bases:
         if _is_vllm(base.name):
-            yield Use(base.name, "", "derives", shown, class_.node.lineno, by=class_.node.name)
+            yield Use(base.name, "", "derives", where, class_.node.lineno, by=class_.node.name)
     for one in ours:
         for name, member in one.own_members.items():
             hidden = next((other.own_members[name] for other in theirs if name in other.own_members), None)
@@ -177,7 +178,7 @@ def _derived(class_: Class, shown: str) -> Iterator[Use]:
             if name != CONSTRUCTOR:
                 how = "overrides" if is_method or member.maker is None else "writes"
                 line = getattr(member.node, "lineno", class_.node.lineno)
-                yield Use(hidden.owner, name, how, shown, line, by=f"{class_.node.name}.{name}" if is_method else "")
+                yield Use(hidden.owner, name, how, where, line, by=f"{class_.node.name}.{name}" if is_method else "")
 
 
 class Guards:

@@ -1,0 +1,102 @@
+"""Sources of one version of vLLM: a folder, a source distribution, or a version that pip fetches."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from scripts.drift.source_tree import SourceTree
+from scripts.drift.uses import ROOT, VLLM
+
+CACHE = ROOT / ".cache" / "vllm-sources"
+_VERSION = re.compile(r"\d+(\.\d+)+\w*")
+
+
+class SourcesError(Exception):
+    """Sources that cannot be read. The message says what to give instead."""
+
+
+class NoIndexError(SourcesError):
+    """pip cannot reach a package index, or has no such version."""
+
+
+def installed_sources() -> SourceTree | None:
+    """The installed vLLM, which is not imported; None if there is none."""
+    spec = importlib.util.find_spec(VLLM)
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
+    return None if folder is None else SourceTree({VLLM: folder})
+
+
+def sources_of(named: str, cache: Path = CACHE) -> SourceTree:
+    """The sources that a version, a folder or a file of a source distribution names.
+
+    Raises SourcesError if there are none.
+    """
+    path = Path(named)
+    if path.is_dir():
+        return _in_folder(path)
+    if path.is_file():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        # two files may have one name
+        target = cache / f"{path.name.removesuffix('.tar.gz')}-{digest}"
+        return _in_folder(target if target.is_dir() else _kept(path, target))
+    if _VERSION.fullmatch(named):
+        target = cache / f"{VLLM}-{named}"
+        return _in_folder(target if target.is_dir() else _fetched(named, target))
+    raise SourcesError(
+        f"VLLM={named}: no such folder or file, and no version such as 0.34.0; give a version, a folder with vLLM's "
+        "sources, or its source distribution (.tar.gz)"
+    )
+
+
+def _in_folder(folder: Path) -> SourceTree:
+    """The package in a folder, which may be the package itself, or a source tree that contains it."""
+    for candidate in (folder / VLLM, folder):
+        if (candidate / "__init__.py").is_file() and (candidate / "config").exists():
+            return SourceTree({VLLM: candidate})
+    raise SourcesError(f"{folder}: no package vllm there; give the folder that contains vllm/__init__.py")
+
+
+def _fetched(version: str, target: Path) -> Path:
+    """Has pip fetch a source distribution, which may take a minute; the sources stay in `target`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as holder:
+        # pip asks the distribution for its metadata, for which it needs the packages of requirements/build.txt
+        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-build-isolation", "--no-binary", VLLM, "--dest", holder, f"{VLLM}=={version}"]
+        environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        files = list(Path(holder).glob("*.tar.gz"))
+        if result.returncode or not files:
+            last = [line for line in result.stderr.splitlines() if line.strip()]
+            raise NoIndexError(
+                f"pip could not fetch the source distribution of vLLM {version}: "
+                f"{' '.join(last[-2:]) or 'it wrote no file'} "
+                "(give VLLM=FILE or VLLM=FOLDER if you have the sources)"
+            )
+        return _kept(files[0], target)
+
+
+def _kept(file: Path, target: Path) -> Path:
+    """Unpacks the Python files of a source distribution's package into `target`, which is complete or not there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as holder:
+        try:
+            with tarfile.open(file) as archive:
+                members = [one for one in archive if one.name.endswith(".py") and one.name.split("/")[1:2] == [VLLM]]
+                archive.extractall(holder, members, filter="data")
+        except tarfile.TarError as error:
+            raise SourcesError(f"{file} is no source distribution: {error}; give a .tar.gz of vLLM") from error
+        found = [path for path in Path(holder).glob(f"*/{VLLM}") if path.is_dir()]
+        if not found:
+            raise SourcesError(f"{file} has no folder {VLLM}/; give a source distribution of vLLM")
+        if not target.exists():
+            found[0].parent.rename(target)
+    return target
