@@ -27,6 +27,8 @@ MODEL ?= $(DEMO_MODEL)
 ARGS ?=
 # Of `make fuzz`: numbers and ranges.
 SEEDS ?= 1..20
+# Of `make drift`: a version, a folder with sources, or a source distribution.
+VLLM ?=
 # Tests compute with one thread: one process for each of two cores. Three keep both cores busy while others wait, yet took
 # 365 s where two took 320, as they begin by importing and collecting everything once more, and share the caches.
 # Each takes about 4 GB with its engines; tests/work_order.py says which gets what.
@@ -46,6 +48,8 @@ PARTS ?=
 # vLLM's own CPU backend, the peer of `make bench`: its newest release, and the torch that it is built for.
 PEERS_TORCH_VERSION := 2.13.0
 PEERS_VLLM_VERSION := 0.32.0
+# Whose contracts the table has, oldest first.
+CONTRACT_VERSIONS := 0.32.0 0.33.0
 
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
@@ -77,11 +81,11 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room fuzz lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room fuzz lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@printf '\nVariables: PYTHON VENV TORCH_ARGS (pip arguments for torch) MODEL PORT ROOM SLOW SEEDS ARGS (extra arguments of the command)\n'
+	@printf '\nVariables: PYTHON VENV TORCH_ARGS (pip arguments for torch) MODEL PORT ROOM SLOW SEEDS VLLM ARGS (extra arguments of the command)\n'
 
 ## Use it
 setup: $(PLUGIN_STAMP) ## Virtual environment with torch, vLLM (empty-device build) and this plugin
@@ -118,6 +122,13 @@ lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	bash scripts/typecheck.sh .cache/typecheck $(abspath $(PY))
+
+drift: $(PLUGIN_STAMP) ## What another vLLM breaks or changes of what the code uses: make drift VLLM=0.34.0 (or a folder with sources, or a .tar.gz)
+	@test -n '$(VLLM)' || { echo "VLLM='' names no sources; give a version (VLLM=0.34.0), a folder with vLLM's sources, or its source distribution"; exit 2; }
+	@$(PY) -m scripts.drift compare '$(VLLM)' $(ARGS)
+
+contracts: $(PLUGIN_STAMP) ## Write the table of what the code uses of vLLM anew (vllm_gaudi_ucm/vllm_api/contracts.toml)
+	@$(PY) -m scripts.drift refresh $(CONTRACT_VERSIONS)
 
 setup-docs: $(DOCS_STAMP) ## Install what builds the documentation site
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from inspect import Parameter, Signature
+from inspect import Signature
 
 from scripts.drift.signatures import signature_of, signature_of_fields, text_of, unquoted
 from scripts.drift.source_tree import FUNCTIONS, Module, Place, SourceTree

@@ -70,9 +70,14 @@ class Comparison:
         return row.is_optional or (bool(row.member) and self._is_without_class(row))
 
     def _is_without_class(self, row: Contract) -> bool:
-        """Returns whether the class itself is missing, and has a row that says so or may do without it."""
-        owners = [one for one in self._table.values() if not one.member and row.name in (one.name, *one.defined)]
-        return bool(owners) and self._version.class_(row.name) is None
+        """Returns whether the class is missing in a way that other rows report or allow: it is imported, or it comes
+        from a module that the code can do without."""
+        if self._version.class_(row.name) is not None:
+            return False
+        module = row.name.rpartition(".")[0]
+        imported = [one for one in self._table.values() if not one.member]
+        from_module = (one for one in imported if one.is_optional and f"{one.name}.".startswith(f"{module}."))
+        return any(row.name in (one.name, *one.defined) for one in imported) or any(from_module)
 
     def _missing(self, row: Contract) -> Finding:
         last = row.full_name.rpartition(".")[2]

@@ -116,7 +116,10 @@ class SourceTree:
             for file in sorted(folder.rglob("*.py")):
                 parts = file.relative_to(folder).with_suffix("").parts
                 parts = parts[:-1] if parts[-1] == "__init__" else parts
-                yield ".".join((name, *parts)), file
+                module = ".".join((name, *parts))
+                # a folder may stand for a part of the package
+                if self._file(module) == file:
+                    yield module, file
 
     def module(self, name: str) -> Module | None:
         """The module of this full name; None if there is none."""

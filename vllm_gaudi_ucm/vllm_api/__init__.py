@@ -7,6 +7,7 @@ condition under which it goes ("Remove when:").
 | module | part of vLLM |
 |---|---|
 | `versions` | the versions that we run with |
+| `contracts` | the table of what we use of vLLM, and why some of it may be missing |
 | `platforms` | the platform, and what it leaves open |
 | `engine_process` | start and end of an engine's process |
 | `child_watch` | engines and workers that are stopped, or wait for a dead one |
