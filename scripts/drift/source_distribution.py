@@ -70,7 +70,16 @@ def _fetched(version: str, target: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as holder:
         # pip asks the distribution for its metadata, for which it needs the packages of requirements/build.txt
         command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
-        command += ["--no-build-isolation", "--no-binary", VLLM, "--dest", holder, f"{VLLM}=={version}"]
+        command += [
+            "--retries",
+            "1",
+            "--no-build-isolation",
+            "--no-binary",
+            VLLM,
+            "--dest",
+            holder,
+            f"{VLLM}=={version}",
+        ]
         environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         files = list(Path(holder).glob("*.tar.gz"))
