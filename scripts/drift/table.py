@@ -146,7 +146,7 @@ class Rows:
             tuple(dict.fromkeys(one.text for one in there)),
             tuple((how, tuple(sorted(users[how]))) for how in sorted(users)),
             optional,
-            () if member else self._instead(name),
+            self._instead(name) if optional and not member else (),
             tuple(defined),
         )
 
