@@ -93,7 +93,8 @@ class Comparison:
             if class_ is None:
                 says = "Its class is not there any more."
                 return Finding(VANISHED, row.full_name, True, says, row.what, "", self._places(row))
-            alike = self._same_signature(row, class_) or _alike(last, class_.names())
+            others = class_.names() - {one.member for one in self._table.values()}
+            alike = self._same_signature(row, class_) or _alike(last, others)
         hint = f" Perhaps it is called {' or '.join(alike)} now." if alike else ""
         overrides = any(how == "overrides" for how, _ in row.users)
         effect = " vLLM never calls what overrides it." if overrides else ""

@@ -99,8 +99,8 @@ def _kept(file: Path, target: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as holder:
         try:
             with tarfile.open(file) as archive:
-                members = [one for one in archive if one.name.endswith(".py") and one.name.split("/")[1:2] == [VLLM]]
-                archive.extractall(holder, members, filter="data")
+                for member in archive:
+                    _write(archive, member, Path(holder))
         except tarfile.TarError as error:
             raise SourcesError(f"{file} is no source distribution: {error}; give a .tar.gz of vLLM") from error
         found = [path for path in Path(holder).glob(f"*/{VLLM}") if path.is_dir()]
@@ -109,3 +109,17 @@ def _kept(file: Path, target: Path) -> Path:
         if not target.exists():
             found[0].parent.rename(target)
     return target
+
+
+def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Writes a Python file of the package into `folder`; leaves out all else, as links and paths that lead away."""
+    parts = Path(member.name).parts
+    if not member.isreg() or not member.name.endswith(".py") or parts[1:2] != (VLLM,) or ".." in parts:
+        return
+    content = archive.extractfile(member)
+    file = folder.joinpath(*parts)
+    # an absolute name would replace the folder
+    if content is None or not file.is_relative_to(folder):
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content.read())

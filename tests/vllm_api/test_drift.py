@@ -39,7 +39,7 @@ def test_a_source_distribution_is_unpacked_once(tmp_path: Path) -> None:
 def test_files_beside_the_folder_are_not_written(tmp_path: Path) -> None:
     names = {"vllm-9.9/vllm/../../../../escaped.py": "", "vllm-9.9/vllm/__init__.py": ""}
     file = write_distribution(tmp_path / "vllm-9.9.tar.gz", names)
-    with pytest.raises((SourcesError, tarfile.FilterError)):
+    with pytest.raises(SourcesError, match="no package vllm there"):
         sources_of(str(file), tmp_path / "a" / "b" / "cache")
     assert not list(tmp_path.rglob("escaped.py"))
 
