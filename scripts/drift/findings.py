@@ -188,7 +188,10 @@ def _is_derived(row: Contract) -> bool:
 
 
 def _alike(name: str, names: Iterable[str]) -> list[str]:
-    return get_close_matches(name, sorted(names), n=2, cutoff=0.75)
+    """Names of the same words in another order, else those with almost the same letters."""
+    words, known = sorted(name.split("_")), sorted(names)
+    same = [one for one in known if sorted(one.split("_")) == words]
+    return same or get_close_matches(name, known, n=2, cutoff=0.75)
 
 
 def _kind(text: str) -> str:
