@@ -1,0 +1,92 @@
+"""A cache of the hub of models in which each model that vLLM's tests name is a small one of the same kind."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from tests.engine.tiny_models import make_config, make_model
+from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
+
+COMMIT = "0" * 40
+# the demo model's tokenizer has so many tokens; tests ask for ids below 50,000 of the others
+TOKENS = 49152
+
+
+def _demo(folder: Path, demo: Path) -> None:
+    shutil.copytree(demo, folder, dirs_exist_ok=True)
+
+
+def _random(folder: Path, demo: Path, *, family: str, **changes: Any) -> None:
+    given = AutoConfig.from_pretrained(demo)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    values = {"vocab_size": TOKENS, **{name: getattr(given, name) for name in names}, **changes}
+    make_model(folder, make_config(family, **values))
+    _tokenizer(folder, demo)
+
+
+def _shape(folder: Path, demo: Path, *, family: str, **changes: Any) -> None:
+    """A configuration without weights, for tests that make a scheduler and no engine."""
+    AutoConfig.for_model(family, **changes).save_pretrained(folder)
+    _tokenizer(folder, demo)
+
+
+def _tokenizer(folder: Path, demo: Path) -> None:
+    for file in [*demo.glob("tokenizer*"), *demo.glob("chat_template*")]:
+        shutil.copy(file, folder)
+
+
+_OPT = partial(_random, family="opt", vocab_size=50272, max_position_embeddings=2048)
+_QWEN3 = partial(_random, family="qwen3", max_position_embeddings=40960)
+_QWEN2 = partial(_random, family="qwen2", max_position_embeddings=32768)
+_LLAMA = partial(_random, family="llama", max_position_embeddings=8192)
+MODELS: Mapping[str, Callable[[Path, Path], None]] = {
+    "facebook/opt-125m": _OPT,
+    "facebook/opt-350m": _OPT,
+    "Qwen/Qwen3-0.6B": _QWEN3,
+    "Qwen/Qwen3-1.7B": _QWEN3,
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2,
+    "Qwen/Qwen1.5-7B": partial(_shape, family="qwen2", max_position_embeddings=32768),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _QWEN2,
+    "meta-llama/Llama-3.2-1B": _LLAMA,
+    "meta-llama/Llama-3.2-1B-Instruct": _demo,
+    "hmellor/tiny-random-LlamaForCausalLM": _LLAMA,
+    "openai-community/gpt2": partial(_random, family="gpt2", vocab_size=50257, n_positions=1024),
+    "llava-hf/llava-1.5-7b-hf": partial(_shape, family="llava"),
+}
+"""Name -> what writes the model that stands for it into a folder, given the demo model's folder."""
+
+
+def make_hub(hub: Path, root: Path) -> Path:
+    """Writes the models that are not there yet into `hub`, a folder for `HF_HUB_CACHE`, and returns it.
+
+    Args:
+        hub: the folder.
+        root: the folder of this project, in which the demo model is, or is put.
+    """
+    missing = [name for name in MODELS if not _snapshot(hub, name).is_dir()]
+    demo = fetch_demo_model(root / DEFAULT_OUTPUT) if missing else root
+    hub.mkdir(parents=True, exist_ok=True)
+    for name in missing:
+        with tempfile.TemporaryDirectory(dir=hub, prefix=".partial-") as temporary:
+            made = Path(temporary) / "model"
+            made.mkdir()
+            MODELS[name](made, demo)
+            snapshot = _snapshot(hub, name)
+            snapshot.parent.mkdir(parents=True, exist_ok=True)
+            reference = snapshot.parents[1] / "refs/main"
+            reference.parent.mkdir(exist_ok=True)
+            reference.write_text(COMMIT, encoding="utf-8")
+            made.rename(snapshot)
+    return hub
+
+
+def _snapshot(hub: Path, name: str) -> Path:
+    """The folder in which the hub's client looks for the files of a model."""
+    return hub / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT

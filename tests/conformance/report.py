@@ -1,0 +1,125 @@
+"""A run of vLLM's own tests as a table, and as the page of the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from tests.conformance.expectations import Expectations, Rule
+from tests.conformance.outcome import KINDS, WRONG, Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs/conformance.json"
+PAGE = ROOT / "docs/conformance.md"
+INTRO = """# vLLM's own tests
+
+vLLM's source distribution comes with its tests. `make conformance` fetches it, runs the tests of the parts that this
+plugin takes part in, with the plugin on the CPU, and prints a table. No hub of models is needed: each model that a test
+names is a small one with random weights, or the demo model, under that name. None of this ran on a Gaudi.
+
+Every test of these groups must pass, unless `tests/conformance/expectations.toml` lists it with a reason. A test that
+fails and is not listed makes the run fail; so does one that passes though it is expected to fail.
+
+<!-- needs: network, minutes -->
+```bash
+make conformance                                        # all groups
+make conformance ARGS="--group sampler --json out.json" # one of them, every outcome as JSON
+make conformance ARGS="--quick"                         # the files that CI runs
+make conformance ARGS="--without-plugin"                # on vLLM's own CPU platform, to compare
+```
+
+`make conformance ARGS="--save"` writes `docs/conformance.json` and this page.
+"""
+
+
+def counts(outcomes: Iterable[Outcome]) -> dict[str, dict[str, dict[str, int]]]:
+    """Group -> file -> kind -> number of tests, in the order of the outcomes."""
+    found: dict[str, dict[str, Counter[str]]] = {}
+    for one in outcomes:
+        found.setdefault(one.group, {}).setdefault(one.file, Counter())[one.kind] += 1
+    return {group: {file: dict(kinds) for file, kinds in sorted(files.items())} for group, files in found.items()}
+
+
+def terminal_table(outcomes: Sequence[Outcome], files: bool) -> Table:
+    """A row for each group, and for each of its files where asked for."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("group or file", overflow="fold")
+    for kind in KINDS:
+        table.add_column(kind, justify="right", style="red" if kind in WRONG else "")
+    for group, rows in counts(outcomes).items():
+        table.add_row(group, *_numbers(_total(rows.values())), style="bold")
+        if files:
+            for file, row in rows.items():
+                table.add_row(f"  {file.removeprefix('tests/')}", *_numbers(row))
+    table.add_row("all", *_numbers(Counter(one.kind for one in outcomes)), style="bold")
+    return table
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page of the documentation.
+
+    Args:
+        results: the content of docs/conformance.json: version of vLLM -> date, versions, groups, listed.
+    """
+    parts = [INTRO]
+    for version in sorted(results, key=lambda text: [int(part) for part in text.split(".")], reverse=True):
+        parts.append("\n".join(_section(version, results[version])))
+    return "\n".join(parts) + "\n"
+
+
+def _section(version: str, result: Mapping[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
+    yield f"## vLLM {version}\n"
+    yield f"{result['date']}, {versions}, {result['minutes']} minutes.\n"
+    yield "| group | " + " | ".join(KINDS) + " |"
+    yield "|---|" + "---:|" * len(KINDS)
+    groups = result["groups"]
+    for group, files in groups.items():
+        yield f"| {group} | " + " | ".join(_numbers(_total(files.values()))) + " |"
+    everything = _total(row for files in groups.values() for row in files.values())
+    yield "| **all** | " + " | ".join(_numbers(everything)) + " |"
+    yield ""
+    for kind, title in (("expected_to_fail", "Expected to fail"), ("not_run", "Not run")):
+        if entries := result["listed"][kind]:
+            yield f"{title}:\n"
+            yield "| tests | reason |"
+            yield "|---|---|"
+            yield from (f"| {'<br>'.join(f'`{test}`' for test in tests)} | {reason} |" for reason, tests in entries)
+            yield ""
+
+
+def result_of(outcomes: Sequence[Outcome], expectations: Expectations, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What docs/conformance.json keeps of a run. about: its date, versions and minutes."""
+    listed = {
+        "expected_to_fail": _listed(expectations.expected_to_fail),
+        "not_run": _listed(expectations.not_run),
+    }
+    return {**about, "groups": counts(outcomes), "listed": listed}
+
+
+def _listed(rules: Iterable[Rule]) -> list[list[Any]]:
+    return [[rule.reason, [test.removeprefix("tests/") for test in rule.tests]] for rule in rules]
+
+
+def save(version: str, result: Mapping[str, Any], results: Path = RESULTS, page_file: Path = PAGE) -> None:
+    """Puts the result of this version of vLLM into the file of results, and writes the page anew."""
+    kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    kept[version] = result
+    results.write_text(json.dumps(kept, indent=1, sort_keys=False) + "\n", encoding="utf-8")
+    page_file.write_text(page(kept), encoding="utf-8")
+
+
+def _total(rows: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update(row)
+    return total
+
+
+def _numbers(row: Mapping[str, int]) -> list[str]:
+    return [f"{row[kind]:,}" if row.get(kind) else "" for kind in KINDS]

@@ -1,0 +1,85 @@
+"""A group of tests in its own process: what each test did is known, even if it ends the process or does not end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from tests.conformance.expectations import Expectations, Group, Rule
+from tests.conformance.group_run import GroupRun
+from tests.conformance.outcome import Outcome
+
+TESTS = {
+    "test_plain.py": """
+import os, time, pytest
+def test_right(): pass
+@pytest.mark.parametrize("value", ["a", "b"])
+def test_wrong(value): assert value == "a"
+def test_ends_the_process(): os._exit(7)
+def test_after(): pass
+def test_skips(): pytest.skip("no GPU here")
+@pytest.fixture
+def broken(): raise OSError("no model")
+def test_set_up(broken): pass
+def test_left_out(): os._exit(8)
+@pytest.mark.xfail
+def test_known_to_vllm(): assert False
+""",
+    "test_broken.py": "import a_package_that_is_not_there",
+    "test_left_out.py": "import os; os._exit(9)",
+}
+
+
+def run(folder: Path, group: Group, expectations: Expectations) -> dict[str, Outcome]:
+    """The outcomes of a group of the tests above, by what follows the last slash of their ids."""
+    (folder / "tests").mkdir()
+    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    for name, text in TESTS.items():
+        (folder / "tests" / name).write_text(text)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    found = GroupRun(group, expectations, folder, environment, folder / "logs").outcomes(lambda *_: None)
+    return {one.test.rpartition("/")[2]: one for one in found}
+
+
+def rule(*tests: str, reason: str) -> tuple[Rule, ...]:
+    return (Rule(tests, reason, SpecifierSet()),)
+
+
+def test_every_outcome_is_known(tmp_path: Path) -> None:
+    expectations = Expectations(
+        (),
+        rule("tests/test_left_out.py", "tests/test_plain.py::test_left_out", reason="needs a GPU"),
+        rule("tests/test_plain.py::test_wrong[b]", reason="the plugin has its own"),
+    )
+    found = run(tmp_path, Group("g", ("tests",), (), 1.0), expectations)
+    assert {name: one.kind for name, one in found.items()} == {
+        "test_plain.py::test_right": "passed",
+        "test_plain.py::test_wrong[a]": "passed",
+        "test_plain.py::test_wrong[b]": "expected",
+        "test_plain.py::test_ends_the_process": "failed",
+        "test_plain.py::test_after": "passed",
+        "test_plain.py::test_skips": "skipped",
+        "test_plain.py::test_set_up": "failed",
+        "test_plain.py::test_left_out": "not run",
+        "test_plain.py::test_known_to_vllm": "skipped",
+        "test_broken.py": "failed",
+        "test_left_out.py": "not run",
+    }
+    messages = {name: one.message for name, one in found.items()}
+    assert "exit status 7" in messages["test_plain.py::test_ends_the_process"]
+    assert messages["test_plain.py::test_skips"] == "Skipped: no GPU here"
+    assert messages["test_plain.py::test_set_up"] == "in its set-up: OSError: no model"
+    assert "No module named 'a_package_that_is_not_there'" in messages["test_broken.py"]
+    assert messages["test_left_out.py"] == "needs a GPU"
+
+
+def test_a_group_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        TESTS, "test_plain.py", "import time\ndef test_hangs(): time.sleep(600)\ndef test_after(): pass\n"
+    )
+    found = run(tmp_path, Group("g", ("tests/test_plain.py",), (), 0.08), Expectations((), (), ()))
+    assert "0.08 minutes were over" in found["test_plain.py::test_hangs"].message
+    assert "1 tests did not run" in found["test_plain.py"].message
