@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+REFUSED = "UnsupportedFeatureError: vllm-gaudi-ucm does not support "
 FILE = Path(__file__).with_name("expectations.toml")
 
 
@@ -52,12 +53,30 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A feature that the plugin refuses by name: a test that asks for it fails with that error, in any file.
+
+    Args:
+        feature: pattern of the name that follows "vllm-gaudi-ucm does not support".
+        reason: why.
+    """
+
+    feature: str
+    reason: str
+
+    def is_in(self, message: str) -> bool:
+        """Whether an error is this refusal."""
+        return fnmatchcase(message, f"*{REFUSED}{self.feature}*")
+
+
+@dataclass(frozen=True)
 class Expectations:
     """Groups of tests, all of which must pass, and the tests that do not have to, for one version of vLLM."""
 
     groups: tuple[Group, ...]
     not_run: tuple[Rule, ...]
     expected_to_fail: tuple[Rule, ...]
+    refused: tuple[Refusal, ...] = ()
 
     def patterns_not_run(self) -> list[str]:
         """All patterns of tests that are not run, in the form of `escaped`."""
@@ -83,8 +102,8 @@ def find_rule(rules: Iterable[Rule], test: str) -> Rule | None:
 def load(version: str, file: Path = FILE) -> Expectations:
     """Returns what applies to this version of vLLM. Raises ValueError for an entry that is wrong, and names it."""
     table = tomllib.loads(file.read_text(encoding="utf-8"))
-    if unknown := set(table) - {"groups", "not_run", "expected_to_fail"}:
-        raise ValueError(f"{file.name}: found {sorted(unknown)}; expected groups, not_run, expected_to_fail")
+    if unknown := set(table) - {"groups", "not_run", "expected_to_fail", "refused"}:
+        raise ValueError(f"{file.name}: found {sorted(unknown)}; expected groups, not_run, expected_to_fail, refused")
     groups = tuple(_group(entry, file.name) for entry in table["groups"])
     rules = {
         kind: [_rule(entry, f"{file.name}: {kind}") for entry in table.get(kind, [])]
@@ -95,7 +114,8 @@ def load(version: str, file: Path = FILE) -> Expectations:
             raise ValueError(f"{file.name}: {pattern} is listed {count} times; expected once")
     public = version.partition("+")[0]
     kept = {kind: tuple(rule for rule in found if rule.vllm.contains(public)) for kind, found in rules.items()}
-    return Expectations(groups, kept["not_run"], kept["expected_to_fail"])
+    refused = tuple(_refusal(entry, f"{file.name}: refused") for entry in table.get("refused", []))
+    return Expectations(groups, kept["not_run"], kept["expected_to_fail"], refused)
 
 
 def _group(entry: dict[str, Any], place: str) -> Group:
@@ -108,6 +128,12 @@ def _rule(entry: dict[str, Any], place: str) -> Rule:
     if set(entry) - {"vllm"} != {"tests", "reason"} or not entry["reason"].strip() or not entry["tests"]:
         raise ValueError(f"{place}: an entry has tests, a reason and maybe vllm; found {entry}")
     return Rule(tuple(entry["tests"]), entry["reason"], SpecifierSet(entry.get("vllm", "")))
+
+
+def _refusal(entry: dict[str, Any], place: str) -> Refusal:
+    if set(entry) != {"feature", "reason"} or not all(value.strip() for value in entry.values()):
+        raise ValueError(f"{place}: an entry has a feature and a reason; found {entry}")
+    return Refusal(entry["feature"], entry["reason"])
 
 
 def _keys(rule: Rule) -> list[str]:

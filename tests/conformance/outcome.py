@@ -8,12 +8,13 @@ from typing import Literal
 
 from tests.conformance.expectations import Expectations, Rule, find_rule, matches
 
-Kind = Literal["passed", "failed", "skipped", "expected", "surprise", "not run"]
+Kind = Literal["passed", "failed", "surprise", "refused", "expected", "skipped", "not run"]
 KINDS: Mapping[Kind, str] = {
     "passed": "passed",
-    "failed": "**failed**, and must pass",
-    "expected": "failed, as expected",
+    "failed": "failed, and must pass",
     "surprise": "passed, and was expected to fail",
+    "refused": "failed, because the plugin refuses a feature by name",
+    "expected": "failed, as expected",
     "skipped": "skipped by the test itself, for want of a GPU, a model or a package",
     "not run": "left out",
 }
@@ -52,6 +53,8 @@ def judge(group: str, test: str, ended: str, message: str, seconds: float, expec
         return Outcome(group, test, "not run", left_out.reason if left_out else message)
     if ended == "failed" and rule is not None:
         return Outcome(group, test, "expected", rule.reason, seconds)
+    if ended == "failed" and (refusal := next((one for one in expectations.refused if one.is_in(message)), None)):
+        return Outcome(group, test, "refused", refusal.reason, seconds)
     if ended == "passed" and rule is not None:
         return Outcome(group, test, "surprise", f"listed as: {rule.reason}", seconds)
     kinds: dict[str, Kind] = {"passed": "passed", "failed": "failed", "skipped": "skipped"}

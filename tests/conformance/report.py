@@ -23,7 +23,8 @@ plugin takes part in, with the plugin on the CPU, and prints a table. No hub of 
 names is a small one with random weights, or the demo model, under that name. None of this ran on a Gaudi.
 
 Every test of these groups must pass, unless `tests/conformance/expectations.toml` lists it with a reason. A test that
-fails and is not listed makes the run fail; so does one that passes though it is expected to fail.
+fails and is not listed makes the run fail; so does one that passes though it is expected to fail. *Refused* tests ask
+for a feature that the plugin refuses by name when an engine is configured; the list says which.
 
 <!-- needs: network, minutes -->
 ```bash
@@ -34,6 +35,9 @@ make conformance ARGS="--without-plugin"                # on vLLM's own CPU plat
 ```
 
 `make conformance ARGS="--save"` writes `docs/conformance.json` and this page.
+
+| column | tests |
+|---|---|
 """
 
 
@@ -66,7 +70,7 @@ def page(results: Mapping[str, Any]) -> str:
     Args:
         results: the content of docs/conformance.json: version of vLLM -> date, versions, groups, listed.
     """
-    parts = [INTRO]
+    parts = [INTRO + "".join(f"| {kind} | {meaning} |\n" for kind, meaning in KINDS.items())]
     for version in sorted(results, key=lambda text: [int(part) for part in text.split(".")], reverse=True):
         parts.append("\n".join(_section(version, results[version])))
     return "\n".join(parts) + "\n"
@@ -84,10 +88,11 @@ def _section(version: str, result: Mapping[str, Any]) -> Iterator[str]:
     everything = _total(row for files in groups.values() for row in files.values())
     yield "| **all** | " + " | ".join(_numbers(everything)) + " |"
     yield ""
-    for kind, title in (("expected_to_fail", "Expected to fail"), ("not_run", "Not run")):
+    titles = (("refused", "Refused by name"), ("expected_to_fail", "Expected to fail"), ("not_run", "Not run"))
+    for kind, title in titles:
         if entries := result["listed"][kind]:
             yield f"{title}:\n"
-            yield "| tests | reason |"
+            yield f"| {'feature' if kind == 'refused' else 'tests'} | reason |"
             yield "|---|---|"
             yield from (f"| {'<br>'.join(f'`{test}`' for test in tests)} | {reason} |" for reason, tests in entries)
             yield ""
@@ -96,6 +101,7 @@ def _section(version: str, result: Mapping[str, Any]) -> Iterator[str]:
 def result_of(outcomes: Sequence[Outcome], expectations: Expectations, about: Mapping[str, Any]) -> dict[str, Any]:
     """What docs/conformance.json keeps of a run. about: its date, versions and minutes."""
     listed = {
+        "refused": [[one.reason, [one.feature]] for one in expectations.refused],
         "expected_to_fail": _listed(expectations.expected_to_fail),
         "not_run": _listed(expectations.not_run),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests.conformance.expectations import Expectations, Rule
+from tests.conformance.expectations import REFUSED, Expectations, Refusal, Rule
 from tests.conformance.outcome import Outcome, judge, problems, unmatched
 
 
@@ -13,7 +13,12 @@ def rule(*tests: str, reason: str = "a reason") -> Rule:
     return Rule(tests, reason, SpecifierSet())
 
 
-EXPECTATIONS = Expectations((), (rule("tests/gpu.py", reason="needs a GPU"),), (rule("tests/a.py::test_own*"),))
+EXPECTATIONS = Expectations(
+    (),
+    (rule("tests/gpu.py", reason="needs a GPU"),),
+    (rule("tests/a.py::test_own*"),),
+    (Refusal("pooling models", "decoders only"),),
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,14 @@ EXPECTATIONS = Expectations((), (rule("tests/gpu.py", reason="needs a GPU"),), (
 def test_judgement(test: str, ended: str, kind: str, message: str) -> None:
     found = judge("g", test, ended, "said", 1.0, EXPECTATIONS)
     assert (found.kind, found.message) == (kind, message)
+
+
+def test_a_listed_refusal_is_no_failure_and_another_is() -> None:
+    kinds = [
+        judge("g", "tests/a.py::test_x", "failed", f"errors.{REFUSED}{feature} (asked for by x)", 1.0, EXPECTATIONS).kind
+        for feature in ("pooling models", "the KV connector X")
+    ]
+    assert kinds == ["refused", "failed"]
 
 
 def test_a_run_as_expected_has_no_problems() -> None:

@@ -1,10 +1,11 @@
 """Plugin of pytest for vLLM's own tests: leaves some out, and writes each outcome to a file as soon as it is known.
 
-It runs in a process whose package `tests` is vLLM's, so it imports nothing of ours.
+It runs in a process whose package `tests` is vLLM's, so it imports none of ours but the plugin itself.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from fnmatch import fnmatchcase
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
 
 SETTINGS = "UCM_CONFORMANCE_SETTINGS"
 """Variable with the path of a JSON file: `events` (a path), `not_run` (patterns of tests), `done` (ids of tests)."""
@@ -47,6 +50,13 @@ class Recorder:
             config.hook.pytest_deselected(items=gone)
         items[:] = kept
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self) -> None:
+        """Keeps imported objects out of the collections after each test; vLLM's clean-up would thaw them."""
+        gc.freeze()
+        for name in ("freeze", "unfreeze"):
+            setattr(gc, name, lambda: None)
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Writes a file that cannot be imported as one failed test, and one that skips itself as one skipped."""
         if report.outcome != "passed":
@@ -81,19 +91,21 @@ class Recorder:
 
 
 def _message(report: Any) -> str:
-    """The last line of an error, or the reason of a skip."""
+    """The begin of an error, or the reason of a skip."""
     found = report.longrepr
     if isinstance(found, tuple):
         return str(found[2])
     crash = getattr(found, "reprcrash", None)
-    lines = [line for line in str(crash.message if crash else found or "").splitlines() if line.strip()]
+    lines = [line.strip() for line in str(crash.message if crash else found or "").splitlines() if line.strip()]
     if not crash and lines:
         lines = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")][-1:] or lines[-1:]
-    return lines[0][:300] if lines else getattr(report, "wasxfail", "")
+    return " ".join(lines)[:400] or getattr(report, "wasxfail", "")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the recorder, where the settings ask for one."""
+    # the clean-up after each test calls torch.accelerator, even if the test has made no configuration
+    tolerate_missing_accelerator("cpu")
     if path := os.environ.get(SETTINGS):
         config.pluginmanager.register(Recorder(json.loads(Path(path).read_text(encoding="utf-8"))), "ucm-recorder")
