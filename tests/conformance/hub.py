@@ -64,6 +64,7 @@ MODELS: Mapping[str, Callable[[Path, Path], None]] = {
     "Qwen/Qwen3-1.7B": _QWEN3,
     "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2,
     "Qwen/Qwen1.5-7B": partial(_shape, family="qwen2", max_position_embeddings=32768),
+    "Qwen/Qwen2.5-VL-3B-Instruct": partial(_shape, family="qwen2", max_position_embeddings=32768),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _QWEN2,
     "meta-llama/Llama-3.2-1B": _LLAMA,
     "meta-llama/Llama-3.2-1B-Instruct": _demo,
