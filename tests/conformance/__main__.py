@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scripts.vllm_sources import SourcesError, fetch
-from tests.conformance.expectations import Expectations, Group, load, select
+from tests.conformance.expectations import FILE, Expectations, Group, load, select
 from tests.conformance.group_run import GroupRun
 from tests.conformance.hub import make_hub
 from tests.conformance.outcome import Outcome, problems, unmatched
@@ -72,7 +72,7 @@ def _groups(expectations: Expectations, options: argparse.Namespace) -> list[Gro
         for group in expectations.groups
     ]
     if lost := [test for test in options.tests if not any(test in group.tests for group in chosen)]:
-        raise ValueError(f"{lost[0]}: no group has this file; groups have {', '.join(expectations.groups[0].tests)}, ...")
+        raise ValueError(f"{lost[0]}: no group has this file; see {FILE.name}")
     return [group for group in chosen if group.tests]
 
 

@@ -90,7 +90,7 @@ def matches(test: str, pattern: str) -> bool:
 
 
 def escaped(pattern: str) -> str:
-    """The pattern in the language of fnmatch, where `[` begins a set of characters; here only `*` and `?` are special."""
+    """The pattern for fnmatch, to which `[` begins a set of characters; here only `*` and `?` are special."""
     return pattern.replace("[", "[[]")
 
 

@@ -162,7 +162,13 @@ class GroupRun:
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", "pytest", "-p", "conformance_plugin", "-p", "no:cacheprovider"),
-                *("--rootdir", str(self._tree), "-c", str(self._tree / "pyproject.toml"), "--continue-on-collection-errors"),
+                *(
+                    "--rootdir",
+                    str(self._tree),
+                    "-c",
+                    str(self._tree / "pyproject.toml"),
+                    "--continue-on-collection-errors",
+                ),
                 *("--timeout", str(SECONDS_OF_A_TEST), "--timeout-method", "thread", "--tb", "short", "-rf"),
                 *self._extra,
                 *(test for test in self._group.tests if (self._tree / test.partition("::")[0]).exists()),

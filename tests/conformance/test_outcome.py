@@ -40,7 +40,9 @@ def test_judgement(test: str, ended: str, kind: str, message: str) -> None:
 
 def test_a_listed_refusal_is_no_failure_and_another_is() -> None:
     kinds = [
-        judge("g", "tests/a.py::test_x", "failed", f"errors.{REFUSED}{feature} (asked for by x)", 1.0, EXPECTATIONS).kind
+        judge(
+            "g", "tests/a.py::test_x", "failed", f"errors.{REFUSED}{feature} (asked for by x)", 1.0, EXPECTATIONS
+        ).kind
         for feature in ("pooling models", "the KV connector X")
     ]
     assert kinds == ["refused", "failed"]

@@ -29,7 +29,9 @@ def make_tree(sources: Path, tree: Path) -> Path:
     if tree.is_dir():
         return tree
     if not (sources / "tests").is_dir():
-        raise FileNotFoundError(f"{sources}: found no folder `tests`; expected the unpacked source distribution of vLLM")
+        raise FileNotFoundError(
+            f"{sources}: found no folder `tests`; expected the unpacked source distribution of vLLM"
+        )
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent, prefix=".partial-") as temporary:
         made = Path(temporary) / "tree"
