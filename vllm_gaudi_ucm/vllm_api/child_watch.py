@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 import psutil
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.vllm_api.engine_death import tell_waiting_callers
+from vllm_gaudi_ucm.vllm_api.engine_death import WaitingCallers
 
 POLL_SECONDS = 1.0
 # Looks, not seconds: whoever stops a server with all its processes (Ctrl-Z), and lets them go on, stops the looks, too.
@@ -37,15 +37,17 @@ class ChildWatch:
 
     children: those of this process that are alive.
     engine_ended: called once with each engine that has ended, however it did.
+    engine_started: called after a look that has found a new engine.
     """
 
     def __init__(
         self,
-        children: Callable[[], list[BaseProcess]] = multiprocessing.active_children,
-        engine_ended: Callable[[BaseProcess], None] = tell_waiting_callers,
+        children: Callable[[], list[BaseProcess]],
+        engine_ended: Callable[[BaseProcess], None],
+        engine_started: Callable[[], None] = lambda: None,
     ) -> None:
         self._children = children
-        self._engine_ended = engine_ended
+        self._engine_ended, self._engine_started = engine_ended, engine_started
         self._started: dict[int, BaseProcess] = {}
         self._ended: list[BaseProcess] = []
         self._without_outputs: list[BaseProcess] = []
@@ -65,6 +67,8 @@ class ChildWatch:
                     *(child.name, pid, STOPPED_LOOKS * POLL_SECONDS, pid),
                 )
                 child.kill()
+        if any(child.name.startswith(_ENGINE) for pid, child in alive.items() if pid not in self._started):
+            self._engine_started()
         self._report_ended(alive)
         self._end_those_left(alive)
 
@@ -132,7 +136,8 @@ def watch_children() -> None:
     """
     global _watch
     if all(thread.name != THREAD for thread in threading.enumerate()):
-        _watch = ChildWatch()
+        callers = WaitingCallers()
+        _watch = ChildWatch(multiprocessing.active_children, callers.tell, callers.look)
         threading.Thread(target=_look_for_ever, args=(_watch,), name=THREAD, daemon=True).start()
 
 

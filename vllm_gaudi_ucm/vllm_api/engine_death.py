@@ -5,9 +5,9 @@ Imports nothing of vLLM before an engine has died.
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
+import weakref
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,31 +28,46 @@ class _DeadEngine:
         raise self._error
 
 
-def tell_waiting_callers(engine: BaseProcess) -> None:
-    """Ends every call that waits for an answer of this engine's process, with an `EngineDeadError` that says why.
+class WaitingCallers:
+    """The clients of `LLM` in this process, and what becomes of their calls when their engine has died.
 
     Reason: `SyncMPClient`, the client of `LLM`, notices that its engine's process was killed and closes its socket. The
     thread that reads from it ends without a word to the queue in which the caller waits, for ever. The queue takes an
     exception, too, but the caller makes one of its own of it, without the reason. vLLM keeps no list of its clients:
-    they are looked up among all objects, once, when an engine has died.
+    they are looked up among the finalizers of this process while their engine lives, since a client that is shut down
+    has none. All objects of the collector are no place to look: a reference to a tuple that another thread is building
+    makes that thread raise a SystemError.
     Remove when: `process_outputs_socket` of `SyncMPClient` puts an error into the queue when it is shut down.
     """
-    for client in _clients(engine):
-        error = _error(engine)
-        for answer in list(client.utility_results.values()):
-            if not answer.done():
-                answer.set_exception(error)
-        queue: Any = client.outputs_queue
-        queue.put_nowait(_DeadEngine(error))
 
+    def __init__(self) -> None:
+        self._clients: weakref.WeakSet[SyncMPClient] = weakref.WeakSet()
 
-def _clients(engine: BaseProcess) -> list[SyncMPClient]:
-    """Those that started this process, complete or not."""
-    module = sys.modules.get(_CLIENTS)
-    if module is None:
-        return []
-    clients = [found for found in gc.get_objects() if type(found) is module.SyncMPClient]
-    return [client for client in clients if hasattr(client, "outputs_queue") and engine in _processes(client)]
+    def look(self) -> None:
+        """Finds the clients that were made since the last look."""
+        module = sys.modules.get(_CLIENTS)
+        if module is None:
+            return
+        # the copy is made at once; other threads add and remove finalizers
+        for finalizer in vars(weakref.finalize)["_registry"].copy():
+            alive = finalizer.peek()
+            if alive is not None and type(alive[0]) is module.SyncMPClient:
+                self._clients.add(alive[0])
+
+    def tell(self, engine: BaseProcess) -> None:
+        """Ends every call that waits for an answer of this engine's process, with an `EngineDeadError` that says why.
+
+        engine: has ended; it was alive at an earlier look.
+        """
+        for client in list(self._clients):
+            if not hasattr(client, "outputs_queue") or engine not in _processes(client):
+                continue
+            error = _error(engine)
+            for answer in list(client.utility_results.values()):
+                if not answer.done():
+                    answer.set_exception(error)
+            queue: Any = client.outputs_queue
+            queue.put_nowait(_DeadEngine(error))
 
 
 def _processes(client: SyncMPClient) -> list[BaseProcess]:
