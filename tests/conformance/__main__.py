@@ -22,7 +22,7 @@ from tests.conformance.expectations import FILE, Expectations, Group, load, sele
 from tests.conformance.group_run import GroupRun
 from tests.conformance.hub import make_hub
 from tests.conformance.outcome import Outcome, problems, unmatched
-from tests.conformance.report import ROOT, result_of, save, terminal_table
+from tests.conformance.report import ROOT, save, terminal_table
 from tests.conformance.tree import environment, make_tree
 
 INTERRUPTED = 130
@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    begin = time.monotonic()
     tree = make_tree(sources, options.work / installed)
     hub = make_hub(options.work / "hub", ROOT)
     variables = environment(hub, plugin=not options.without_plugin)
@@ -53,17 +52,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     whole = not (options.quick or options.tests or options.k)
     about = {
+        "vllm": installed,
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"torch": version_of("torch"), "Python": python_version()},
-        "minutes": round((time.monotonic() - begin) / 60),
+        "with": f"torch {version_of('torch').partition('+')[0]}, Python {python_version()}",
     }
-    stale = _stale(expectations, groups, outcomes) if whole else []
-    return _report(console, options, installed, outcomes, stale, result_of(outcomes, expectations, about))
+    wrong = problems(outcomes, _stale(expectations, groups, outcomes) if whole else [])
+    console.print(terminal_table(outcomes, files=not options.quick))
+    for line in wrong:
+        console.print(line)
+    if options.json is not None:
+        content = {**about, "problems": wrong, "outcomes": [asdict(one) for one in outcomes]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.save:
+        save(expectations, outcomes, about)
+    return int(bool(wrong))
 
 
 def _groups(expectations: Expectations, options: argparse.Namespace) -> list[Group]:
-    if options.save and (options.quick or options.tests or options.k or options.group or options.without_plugin):
-        raise ValueError("--save keeps a whole run with the plugin; leave out what narrows it")
+    if options.save and (options.quick or options.tests or options.k or options.without_plugin):
+        raise ValueError("--save keeps whole groups with the plugin; leave out --quick, -k, tests, --without-plugin")
     groups = select(expectations.groups, options.group, options.quick)
     if not options.tests:
         return groups
@@ -103,26 +110,6 @@ def _stale(expectations: Expectations, groups: Sequence[Group], outcomes: Sequen
         for rule in (*expectations.not_run, *expectations.expected_to_fail)
     ]
     return unmatched(rules, [one.test for one in outcomes])
-
-
-def _report(
-    console: Console,
-    options: argparse.Namespace,
-    version: str,
-    outcomes: Sequence[Outcome],
-    stale: Sequence[str],
-    result: dict[str, Any],
-) -> int:
-    console.print(terminal_table(outcomes, files=not options.quick))
-    wrong = problems(outcomes, stale)
-    for line in wrong:
-        console.print(line)
-    if options.json is not None:
-        content = {"vllm": version, **result, "outcomes": [asdict(one) for one in outcomes], "problems": wrong}
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if options.save:
-        save(version, result)
-    return int(bool(wrong))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -34,7 +34,7 @@ make conformance ARGS="--quick"                         # the files that CI runs
 make conformance ARGS="--without-plugin"                # on vLLM's own CPU platform, to compare
 ```
 
-`make conformance ARGS="--save"` writes `docs/conformance.json` and this page.
+`make conformance ARGS="--save"` writes `docs/conformance.json` and this page; with `--group` it renews that group.
 
 | column | tests |
 |---|---|
@@ -68,7 +68,7 @@ def page(results: Mapping[str, Any]) -> str:
     """The page of the documentation.
 
     Args:
-        results: the content of docs/conformance.json: version of vLLM -> date, versions, groups, listed.
+        results: the content of docs/conformance.json: version of vLLM -> groups, missing, listed.
     """
     parts = [INTRO + "".join(f"| {kind} | {meaning} |\n" for kind, meaning in KINDS.items())]
     for version in sorted(results, key=lambda text: [int(part) for part in text.split(".")], reverse=True):
@@ -77,17 +77,19 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def _section(version: str, result: Mapping[str, Any]) -> Iterator[str]:
-    versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
-    yield f"## vLLM {version}\n"
-    yield f"{result['date']}, {versions}, {result['minutes']} minutes.\n"
-    yield "| group | " + " | ".join(KINDS) + " |"
-    yield "|---|" + "---:|" * len(KINDS)
     groups = result["groups"]
-    for group, files in groups.items():
-        yield f"| {group} | " + " | ".join(_numbers(_total(files.values()))) + " |"
-    everything = _total(row for files in groups.values() for row in files.values())
-    yield "| **all** | " + " | ".join(_numbers(everything)) + " |"
+    yield f"## vLLM {version}\n"
+    yield "| group | run | " + " | ".join(KINDS) + " |"
+    yield "|---|---|" + "---:|" * len(KINDS)
+    for group, run in groups.items():
+        yield (
+            f"| {group} | {run['date']}, {run['with']} | " + " | ".join(_numbers(_total(run["files"].values()))) + " |"
+        )
+    everything = _total(row for run in groups.values() for row in run["files"].values())
+    yield "| **all** | | " + " | ".join(_numbers(everything)) + " |"
     yield ""
+    if result["missing"]:
+        yield f"Groups without a result for this version: {', '.join(result['missing'])}.\n"
     titles = (("refused", "Refused by name"), ("expected_to_fail", "Expected to fail"), ("not_run", "Not run"))
     for kind, title in titles:
         if entries := result["listed"][kind]:
@@ -98,26 +100,42 @@ def _section(version: str, result: Mapping[str, Any]) -> Iterator[str]:
             yield ""
 
 
-def result_of(outcomes: Sequence[Outcome], expectations: Expectations, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What docs/conformance.json keeps of a run. about: its date, versions and minutes."""
-    listed = {
-        "refused": [[one.reason, [one.feature]] for one in expectations.refused],
-        "expected_to_fail": _listed(expectations.expected_to_fail),
-        "not_run": _listed(expectations.not_run),
+def save(
+    expectations: Expectations,
+    outcomes: Sequence[Outcome],
+    about: Mapping[str, str],
+    results: Path = RESULTS,
+    page_file: Path = PAGE,
+) -> None:
+    """Puts the groups that have run into the file of results, and writes the page anew; other groups keep theirs.
+
+    Args:
+        expectations: what was expected.
+        outcomes: of whole groups.
+        about: `vllm` (its version), `date`, and `with`: the versions of what else took part.
+        results, page_file: where they are written.
+    """
+    kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    before = kept.get(about["vllm"], {"groups": {}})["groups"]
+    run = {"date": about["date"], "with": about["with"]}
+    now = {group: {**run, "files": files} for group, files in counts(outcomes).items()}
+    names = [group.name for group in expectations.groups]
+    merged = {**before, **now}
+    kept[about["vllm"]] = {
+        "groups": {name: merged[name] for name in names if name in merged},
+        "missing": [name for name in names if name not in merged],
+        "listed": {
+            "refused": [[one.reason, [one.feature]] for one in expectations.refused],
+            "expected_to_fail": _listed(expectations.expected_to_fail),
+            "not_run": _listed(expectations.not_run),
+        },
     }
-    return {**about, "groups": counts(outcomes), "listed": listed}
+    results.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    page_file.write_text(page(kept), encoding="utf-8")
 
 
 def _listed(rules: Iterable[Rule]) -> list[list[Any]]:
     return [[rule.reason, [test.removeprefix("tests/") for test in rule.tests]] for rule in rules]
-
-
-def save(version: str, result: Mapping[str, Any], results: Path = RESULTS, page_file: Path = PAGE) -> None:
-    """Puts the result of this version of vLLM into the file of results, and writes the page anew."""
-    kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
-    kept[version] = result
-    results.write_text(json.dumps(kept, indent=1, sort_keys=False) + "\n", encoding="utf-8")
-    page_file.write_text(page(kept), encoding="utf-8")
 
 
 def _total(rows: Iterable[Mapping[str, int]]) -> Counter[str]:

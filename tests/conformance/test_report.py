@@ -9,9 +9,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from tests.conformance.expectations import Expectations, Rule
+from tests.conformance.expectations import Expectations, Group, Rule
 from tests.conformance.outcome import Outcome
-from tests.conformance.report import PAGE, RESULTS, page, result_of, save, terminal_table
+from tests.conformance.report import PAGE, RESULTS, page, save, terminal_table
 
 OUTCOMES = [
     Outcome("scheduler", "tests/v1/core/test_b.py::test_x", "passed"),
@@ -21,11 +21,11 @@ OUTCOMES = [
     Outcome("sampler", "tests/v1/sample/test_t.py::test_z[1]", "failed", "assert False"),
 ]
 EXPECTATIONS = Expectations(
-    (),
+    tuple(Group(name, (), (), 1.0) for name in ("scheduler", "sampler", "engine")),
     (Rule(("tests/v1/sample/test_s.py",), "needs a GPU", SpecifierSet()),),
     (Rule(("tests/v1/core/test_a.py::test_y",), "the plugin has its own", SpecifierSet()),),
 )
-ABOUT = {"date": "2026-11-28", "versions": {"torch": "2.13.0"}, "minutes": 3}
+ABOUT = {"date": "2026-11-28", "with": "torch 2.13.0"}
 
 
 def test_a_row_for_each_group_and_file() -> None:
@@ -46,14 +46,27 @@ def test_a_row_for_each_group_and_file() -> None:
 def test_the_page_has_versions_counts_and_reasons(tmp_path: Path) -> None:
     results, file = tmp_path / "results.json", tmp_path / "page.md"
     for version in ("0.9.0", "0.33.0"):
-        save(version, result_of(OUTCOMES, EXPECTATIONS, ABOUT), results, file)
+        save(EXPECTATIONS, OUTCOMES, {**ABOUT, "vllm": version}, results, file)
     text = file.read_text(encoding="utf-8")
     assert text.index("## vLLM 0.33.0") < text.index("## vLLM 0.9.0")
-    assert "2026-11-28, torch 2.13.0, 3 minutes." in text
-    assert "| scheduler | 2 |  |  |  | 1 |  |  |" in text
-    assert "| **all** | 2 | 1 |  |  | 1 |  | 1 |" in text
+    assert "| scheduler | 2026-11-28, torch 2.13.0 | 2 |  |  |  | 1 |  |  |" in text
+    assert "| **all** | | 2 | 1 |  |  | 1 |  | 1 |" in text
     assert "| `v1/core/test_a.py::test_y` | the plugin has its own |" in text
+    assert "Groups without a result for this version: engine." in text
     assert text == page(json.loads(results.read_text()))
+
+
+def test_a_group_is_renewed_and_others_stay(tmp_path: Path) -> None:
+    results, file = tmp_path / "results.json", tmp_path / "page.md"
+    save(EXPECTATIONS, OUTCOMES, {**ABOUT, "vllm": "0.33.0"}, results, file)
+    later = [Outcome("sampler", "tests/v1/sample/test_t.py::test_z[1]", "passed")]
+    save(EXPECTATIONS, later, {**ABOUT, "vllm": "0.33.0", "date": "2026-12-01"}, results, file)
+    groups = json.loads(results.read_text())["0.33.0"]["groups"]
+    assert [(name, run["date"]) for name, run in groups.items()] == [
+        ("scheduler", "2026-11-28"),
+        ("sampler", "2026-12-01"),
+    ]
+    assert groups["sampler"]["files"] == {"tests/v1/sample/test_t.py": {"passed": 1}}
 
 
 def test_the_projects_page_is_that_of_its_data() -> None:
@@ -64,6 +77,6 @@ def test_the_projects_page_is_that_of_its_data() -> None:
 @pytest.mark.parametrize("version", sorted(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else [])
 def test_the_projects_data_is_of_a_run_in_which_nothing_failed(version: str) -> None:
     groups = json.loads(RESULTS.read_text(encoding="utf-8"))[version]["groups"]
-    kinds = {kind for files in groups.values() for row in files.values() for kind in row}
+    kinds = {kind for run in groups.values() for row in run["files"].values() for kind in row}
     assert "passed" in kinds
     assert not kinds & {"failed", "surprise"}
