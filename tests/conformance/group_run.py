@@ -90,6 +90,8 @@ class GroupRun:
     ) -> None:
         self._group, self._expectations, self._tree, self._extra = group, expectations, tree, extra
         self._environment = dict(environment)
+        # a version of vLLM may lack a file
+        self._tests = [test for test in group.tests if (tree / test.partition("::")[0]).exists()]
         self._log = logs / f"{group.name.replace(' ', '-').replace('/', '-')}.log"
         self._events = Events()
         self._problem = ""
@@ -103,6 +105,9 @@ class GroupRun:
         Args:
             progress: called with the tests that have ended, those that there are, and the one that runs.
         """
+        if not self._tests:
+            message = f"vLLM's tests have none of {', '.join(self._group.tests)}"
+            return [Outcome(self._group.name, " ".join(self._group.tests), "failed", message)]
         deadline = time.monotonic() + self._group.minutes * 60
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.unlink(missing_ok=True)
@@ -171,7 +176,7 @@ class GroupRun:
                 ),
                 *("--timeout", str(SECONDS_OF_A_TEST), "--timeout-method", "thread", "--tb", "short", "-rf"),
                 *self._extra,
-                *(test for test in self._group.tests if (self._tree / test.partition("::")[0]).exists()),
+                *self._tests,
             ],
             cwd=self._tree,
             env={

@@ -83,3 +83,8 @@ def test_a_group_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = run(tmp_path, Group("g", ("tests/test_plain.py",), (), 0.08), Expectations((), (), ()))
     assert "0.08 minutes were over" in found["test_plain.py::test_hangs"].message
     assert "1 tests did not run" in found["test_plain.py"].message
+
+
+def test_a_group_whose_files_are_gone_has_failed(tmp_path: Path) -> None:
+    found = run(tmp_path, Group("g", ("tests/test_gone.py",), (), 1.0), Expectations((), (), ()))
+    assert found["test_gone.py"].message == "vLLM's tests have none of tests/test_gone.py"
