@@ -114,6 +114,8 @@ class GroupRun:
         for _ in range(_PROCESSES):
             if self._run_process(deadline, progress):
                 break
+        else:
+            self._problem = f"{_PROCESSES} processes ended before their tests did"
         found = [
             judge(self._group.name, test, one["outcome"], one["message"], one["seconds"], self._expectations)
             for test, one in self._events.ended.items()
