@@ -39,12 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, SourcesError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    work = options.work.resolve()
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    tree = make_tree(sources, options.work / installed)
-    hub = make_hub(options.work / "hub", ROOT)
+    tree = make_tree(sources, work / installed)
+    hub = make_hub(work / "hub", ROOT)
     variables = environment(hub, plugin=not options.without_plugin)
     extra = ("-k", options.k) if options.k else ()
-    runs = [GroupRun(group, expectations, tree, variables, options.work / "logs", extra) for group in groups]
+    runs = [GroupRun(group, expectations, tree, variables, work / "logs", extra) for group in groups]
     outcomes: list[Outcome] = []
     try:
         _run(groups, runs, console, outcomes)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, CLIPImageProcessor, LlavaProcessor
+from transformers import AutoConfig
 
 from tests.engine.tiny_models import make_config, make_model
 from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
@@ -37,17 +37,6 @@ def _shape(folder: Path, demo: Path, *, family: str, **changes: Any) -> None:
     _tokenizer(folder, demo)
 
 
-def _llava(folder: Path, demo: Path) -> None:
-    """A configuration and a processor of images, as its scheduler tests plan for pictures and compute none."""
-    AutoConfig.for_model("llava").save_pretrained(folder)
-    _tokenizer(folder, demo)
-    images = CLIPImageProcessor(crop_size=336, size={"shortest_edge": 336})
-    tokenizer = AutoTokenizer.from_pretrained(demo)
-    LlavaProcessor(
-        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
-    ).save_pretrained(folder)
-
-
 def _tokenizer(folder: Path, demo: Path) -> None:
     for file in [*demo.glob("tokenizer*"), *demo.glob("chat_template*")]:
         shutil.copy(file, folder)
@@ -70,7 +59,6 @@ MODELS: Mapping[str, Callable[[Path, Path], None]] = {
     "meta-llama/Llama-3.2-1B-Instruct": _demo,
     "hmellor/tiny-random-LlamaForCausalLM": _LLAMA,
     "openai-community/gpt2": partial(_random, family="gpt2", vocab_size=50257, n_positions=1024),
-    "llava-hf/llava-1.5-7b-hf": _llava,
 }
 """Name -> what writes the model that stands for it into a folder, given the demo model's folder."""
 
