@@ -30,7 +30,7 @@ for a feature that the plugin refuses by name when an engine is configured; the 
 ```bash
 make conformance                                        # all groups
 make conformance ARGS="--group sampler --json out.json" # one of them, every outcome as JSON
-make conformance ARGS="--quick"                         # the files that CI runs
+make conformance ARGS="--quick"                         # a smaller set
 make conformance ARGS="--without-plugin"                # on vLLM's own CPU platform, to compare
 ```
 
