@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -135,4 +136,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # as Ctrl-C: the tests' processes are ended, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
