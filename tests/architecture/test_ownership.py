@@ -49,6 +49,8 @@ EXCEPTIONS = {
     "graphs/recipes/recorder.py": "threading.local",
     "ops/unified_attention/impl/cuda_work.py": "threading.local",
     "vllm_gaudi_ucm/device/cuda.py": "threading.local",
+    "vllm_gaudi_ucm/device/shared_machine.py": "what the system's Python has",
+    "vllm_gaudi_ucm/first_hour/probes/cards.py": "a function of torch, of any supported version",
     "vllm_gaudi_ucm/device/hpu.py": "threading.local",
     "vllm_gaudi_ucm/store/guarded.py": "threading.local",
 }
@@ -158,6 +160,8 @@ PROBES = {
     "vllm_gaudi_ucm/connector/setup.py": "a KV cache spec of vLLM",
     "vllm_gaudi_ucm/device/cuda.py": "threading.local",
     "vllm_gaudi_ucm/device/host_limits.py": "what the system's Python has",
+    "vllm_gaudi_ucm/device/shared_machine.py": "what the system's Python has",
+    "vllm_gaudi_ucm/first_hour/probes/cards.py": "a function of torch, of any supported version",
     "vllm_gaudi_ucm/device/hpu.py": "threading.local, and an enumeration of Gaudi's software",
     "vllm_gaudi_ucm/layers/packed_weights.py": "a layer of torch",
     "vllm_gaudi_ucm/kv_cache/allocation.py": "a KV cache spec of vLLM",
