@@ -49,8 +49,6 @@ EXCEPTIONS = {
     "graphs/recipes/recorder.py": "threading.local",
     "ops/unified_attention/impl/cuda_work.py": "threading.local",
     "vllm_gaudi_ucm/device/cuda.py": "threading.local",
-    "vllm_gaudi_ucm/device/shared_machine.py": "what the system's Python has",
-    "vllm_gaudi_ucm/first_hour/probes/cards.py": "a function of torch, of any supported version",
     "vllm_gaudi_ucm/device/hpu.py": "threading.local",
     "vllm_gaudi_ucm/store/guarded.py": "threading.local",
 }
