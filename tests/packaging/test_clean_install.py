@@ -82,7 +82,8 @@ class Install:
 
 def why_no_ordinary_user() -> str:
     """Why a user without rights cannot run programs of this environment here, in words; empty if one can."""
-    for folder in (path for path in map(Path, sys.path) if path.name == "site-packages"):
+    packages = [path for path in map(Path, sys.path) if path.name == "site-packages"]
+    for folder in (*packages, Path(sys.executable)):
         for above in (folder.resolve(), *folder.resolve().parents):
             if not above.stat().st_mode & 0o001:
                 return f"{above} is closed to ordinary users, and this one is root"
