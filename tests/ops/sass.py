@@ -93,6 +93,9 @@ def _written_by_call(instructions: Sequence[tuple[str, ...]]) -> set[int]:
 
 
 def _target(operation: str, operands: str) -> re.Match[str] | None:
+    if operation == "ELECT":
+        # writes a predicate first, and then the number of the chosen thread
+        return re.match(r"P\w+, UR(\d+)\b", operands)
     return re.match(r"UR(\d+)\b", operands) if operation.startswith(WRITES_UNIFORM) else None
 
 

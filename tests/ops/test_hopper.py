@@ -88,3 +88,7 @@ def test_reads_of_registers_that_nothing_has_written_are_seen() -> None:
     # behind the return of what is called, UR20 is written by nothing that has run
     before = ("0400", "UIADD3", "UR4, UR20, 0x1, URZ")
     assert unwritten_reads([before, *calls[1:]]) == ["0000: UIADD3 UR4, UR20, 0x1, URZ"]
+
+
+def test_an_election_writes_the_number_of_a_thread() -> None:
+    assert unwritten_reads([("0400", "ELECT", "P0, UR62, PT"), ("0410", "MOV", "R24, UR62")]) == []
