@@ -114,7 +114,7 @@ def expected_groups(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
         from vllm.v1.core import kv_cache_planning as planning  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
         # vLLM 0.32
-        from vllm.v1.core import kv_cache_utils as planning
+        from vllm.v1.core import kv_cache_utils as planning  # type: ignore[no-redef, unused-ignore]
 
     layers = dict(specs)
     if planning.is_kv_cache_spec_uniform(layers) or UniformTypeKVCacheSpecs.is_uniform_type(layers):
