@@ -17,6 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache/vllm-sources"
+STDERR = 2  # the descriptor: a caller may have replaced the object
 BACKEND = Path(__file__).with_name("metadata_backend.py")
 
 
@@ -65,7 +66,7 @@ def download(version: str, folder: Path) -> Path:
     ]
     path = os.pathsep.join(filter(None, (str(stand_in.parent), os.environ.get("PYTHONPATH"))))
     # pip's own lines and progress go where messages belong: the caller's output may be read by a program
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr, check=False)
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=STDERR, check=False)
     found = sorted(archives.glob("vllm-*.tar.gz")) if archives.is_dir() else []
     if run.returncode or len(found) != 1:
         raise SourcesError(

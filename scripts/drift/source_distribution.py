@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
+from scripts import vllm_sources
 from scripts.drift.source_tree import SourceTree
-from scripts.drift.uses import ROOT, VLLM
+from scripts.drift.uses import VLLM
 
-CACHE = ROOT / ".cache" / "vllm-sources"
 _VERSION = re.compile(r"\d+(\.\d+)+\w*")
 
 
@@ -34,7 +31,7 @@ def installed_sources() -> SourceTree | None:
     return None if folder is None else SourceTree({VLLM: folder})
 
 
-def sources_of(named: str, cache: Path = CACHE) -> SourceTree:
+def sources_of(named: str, cache: Path = vllm_sources.CACHE) -> SourceTree:
     """The sources that a version, a folder or a file of a source distribution names.
 
     Raises SourcesError if there are none.
@@ -48,8 +45,7 @@ def sources_of(named: str, cache: Path = CACHE) -> SourceTree:
         target = cache / f"{path.name.removesuffix('.tar.gz')}-{digest}"
         return _in_folder(target if target.is_dir() else _kept(path, target))
     if _VERSION.fullmatch(named):
-        target = cache / f"{VLLM}-{named}"
-        return _in_folder(target if target.is_dir() else _fetched(named, target))
+        return _in_folder(_fetched(named, cache))
     raise SourcesError(
         f"VLLM={named}: no such folder or file, and no version such as 0.34.0; give a version, a folder with vLLM's "
         "sources, or its source distribution (.tar.gz)"
@@ -64,33 +60,12 @@ def _in_folder(folder: Path) -> SourceTree:
     raise SourcesError(f"{folder}: no package vllm there; give the folder that contains vllm/__init__.py")
 
 
-def _fetched(version: str, target: Path) -> Path:
-    """Has pip fetch a source distribution, which may take a minute; the sources stay in `target`."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as holder:
-        # pip asks the distribution for its metadata, for which it needs the packages of requirements/build.txt
-        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
-        command += [
-            "--retries",
-            "1",
-            "--no-build-isolation",
-            "--no-binary",
-            VLLM,
-            "--dest",
-            holder,
-            f"{VLLM}=={version}",
-        ]
-        environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        files = list(Path(holder).glob("*.tar.gz"))
-        if result.returncode or not files:
-            last = [line for line in result.stderr.splitlines() if line.strip()]
-            raise NoIndexError(
-                f"pip could not fetch the source distribution of vLLM {version}: "
-                f"{' '.join(last[-2:]) or 'it wrote no file'} "
-                "(give VLLM=FILE or VLLM=FOLDER if you have the sources)"
-            )
-        return _kept(files[0], target)
+def _fetched(version: str, cache: Path) -> Path:
+    """Returns the folder of a version's sources, which pip may take a minute to fetch. Raises NoIndexError."""
+    try:
+        return vllm_sources.fetch(version, cache)
+    except vllm_sources.SourcesError as error:
+        raise NoIndexError(f"{error} (give VLLM=FILE or VLLM=FOLDER if you have the sources)") from error
 
 
 def _kept(file: Path, target: Path) -> Path:
