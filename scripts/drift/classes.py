@@ -171,12 +171,16 @@ class Class:
     @property
     def constructor(self) -> Signature | None:
         """Parameters without `self`; None if they are not known."""
-        for one in self.family:
-            if CONSTRUCTOR in one.own_members:
-                return one.own_members[CONSTRUCTOR].signature
-            if one.is_data:
-                return signature_of_fields(one._fields())
-        return None
+        one = self._constructing
+        if one is None:
+            return None
+        written = one.own_members.get(CONSTRUCTOR)
+        return written.signature if written else signature_of_fields(one._fields())
+
+    @property
+    def _constructing(self) -> Class | None:
+        """The class of the family that says how instances are made: by a constructor, or by its fields."""
+        return next((one for one in self.family if CONSTRUCTOR in one.own_members or one.is_data), None)
 
     def _fields(self) -> Iterator[tuple[str, bool, bool]]:
         fields: dict[str, tuple[str, bool, bool]] = {}
@@ -204,13 +208,13 @@ class Class:
     @property
     def constructor_text(self) -> str | None:
         """The constructor as it is written; for a dataclass its fields."""
-        for one in self.family:
-            if CONSTRUCTOR in one.own_members:
-                return one.own_members[CONSTRUCTOR].text
-            if one.is_data:
-                shown = [name + (" = ..." if has_default else "") for name, has_default, _ in one._fields()]
-                return f"fields({', '.join(shown)})"
-        return None
+        one = self._constructing
+        if one is None:
+            return None
+        if CONSTRUCTOR in one.own_members:
+            return one.own_members[CONSTRUCTOR].text
+        shown = [name + (" = ..." if has_default else "") for name, has_default, _ in one._fields()]
+        return f"fields({', '.join(shown)})"
 
 
 def last_name_of(annotation: ast.expr | None) -> str:
