@@ -152,8 +152,13 @@ def let_idle_threads_wait_briefly(cores: int) -> None:
     wait for, hundreds of times a step. How long a wait is worth it grows with the `cores` that compute: sleeping
     threads are woken one after the other.
     """
-    if not any(name in os.environ for name in _WAITING):
+    if not waiting_is_chosen():
         os.environ["GOMP_SPINCOUNT"] = str(SPINS_OF_A_CORE * cores)
+
+
+def waiting_is_chosen() -> bool:
+    """Returns whether a variable says how idle OpenMP threads wait: the user's choice, or an earlier one of ours."""
+    return any(name in os.environ for name in _WAITING)
 
 
 def waiting_at_start() -> dict[str, str]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_gaudi_ucm.device import shared_machine
 from vllm_gaudi_ucm.device.host_limits import Cores
-from vllm_gaudi_ucm.device.shared_machine import busy_cores, is_shared
+from vllm_gaudi_ucm.device.shared_machine import busy_cores, choose_waiting, is_shared
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,37 @@ def test_a_busy_process_is_seen() -> None:
         other.kill()
         other.join()
     assert found >= 0.3
+
+
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+
+
+def chosen() -> dict[str, str]:
+    return {name: os.environ[name] for name in WAITING if name in os.environ}
+
+
+@pytest.fixture
+def unchosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable says how threads wait; what a test has set is taken away again."""
+    for name in WAITING:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("unchosen")
+@pytest.mark.parametrize(("shared", "expected"), [(True, {"GOMP_SPINCOUNT": "8000"}), (False, {})])
+def test_the_default_stays_on_a_machine_of_ones_own(
+    shared: bool, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_machine, "find_cores", lambda: Cores(16, 16, None))
+    monkeypatch.setattr(shared_machine, "is_shared", lambda _: shared)
+    choose_waiting()
+    assert chosen() == expected
+
+
+@pytest.mark.usefixtures("unchosen")
+def test_a_choice_that_is_made_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setattr(shared_machine, "is_shared", lambda _: pytest.fail("measured"))
+    choose_waiting()
+    assert chosen() == {"OMP_WAIT_POLICY": "passive"}

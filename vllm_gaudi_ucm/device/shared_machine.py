@@ -6,13 +6,24 @@ import os
 import time
 from pathlib import Path
 
-from vllm_gaudi_ucm.device.host_limits import Cores
+from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
+from vllm_gaudi_ucm.envs import let_idle_threads_wait_briefly, waiting_is_chosen
 
 WINDOW_SECONDS = 0.1
 # Idle threads of few cores are woken at once: giving up their cores soon costs them nothing, whoever comes later.
 FEW_CORES = 4
 # The share of the cores that others use when the machine counts as shared.
 SHARED_FROM = 1 / 8
+
+
+def choose_waiting() -> None:
+    """Decides how idle threads of the processes that this one starts wait: they inherit it. A choice that is made
+    stays, and nothing is measured for it."""
+    if waiting_is_chosen():
+        return
+    cores = find_cores()
+    if is_shared(cores):
+        let_idle_threads_wait_briefly(cores.usable)
 
 
 def is_shared(cores: Cores, busy: float | None = None) -> bool:

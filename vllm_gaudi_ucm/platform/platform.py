@@ -13,14 +13,13 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.cpu import host_memory
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.device.host_limits import Cgroup, find_cores
-from vllm_gaudi_ucm.device.shared_machine import is_shared
+from vllm_gaudi_ucm.device.shared_machine import choose_waiting
 from vllm_gaudi_ucm.envs import (
     announce_local_engines,
     ask_for_v1_messages,
     copy_to_ray_engines,
     kernel_choice,
     lazy_mode,
-    let_idle_threads_wait_briefly,
     merge_into_vllm,
     needed_to_import,
     spawn_workers,
@@ -143,6 +142,8 @@ class UcmPlatform(Platform):
             refuse_device_ids(vllm_config, cls.device_type)
             # before the handler of SIGTERM changes by which it knows a server
             end_server_truly()
+            if cls.device_type == "cpu":
+                choose_waiting()
         end_start_at_sigterm(OF_SERVER)
         # in a forked engine whose worker has a process of its own, nothing else of ours runs
         watch_parent()
@@ -274,8 +275,6 @@ class UcmPlatform(Platform):
 
         It waits for OpenMP's threads, which are not forked. A fork after Gaudi's bridge was loaded always hangs.
         """
-        if cls.device_type == "cpu" and is_shared(cores := find_cores()):
-            let_idle_threads_wait_briefly(cores.usable)
         is_spawned = spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu")
         # the engine, which comes here as well, has started already
         if not is_spawned and not is_engine_process():
