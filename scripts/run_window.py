@@ -37,7 +37,7 @@ def main() -> int:
     parts = args.part or list(suite.parts)
     for part in parts:
         if part not in suite.parts:
-            sys.exit(f"error: --part {part} is no part of the suite; expected one of {', '.join(suite.parts)}")
+            sys.exit(f"error: --part {part} is not in the suite; expected one of {', '.join(suite.parts)}")
     newest, _, newest_venv = args.newest.partition("=")
     results: dict[str, PairResult] = {}
     for number, pair in enumerate(args.pairs, start=1):

@@ -17,7 +17,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 class Place:
     """A definition, and the module that it stands in.
 
-    name: its full name; that of a method has its class before it.
+    name: its full name; a method's has its class before it.
     """
 
     name: str

@@ -24,7 +24,7 @@ GRAMMAR = Grammar(SCHEDULED, GrammarOutput(["a", "b", "c"], np.arange(7, dtype=n
 
 
 def in_blocks(grammar: Grammar, each: int) -> Grammar:
-    """The same with as many rows for each request, as vLLM 0.33 has them; nobody has filled the others."""
+    """The same with as many rows for each request, as vLLM 0.33 has them; the others are not filled."""
     found = np.full((3 * each, 1), 99, np.int32)
     for block, rows in enumerate(((0, 1, 2), (3,), (4, 5, 6))):
         found[block * each : block * each + len(rows), 0] = rows
