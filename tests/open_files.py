@@ -1,20 +1,18 @@
-"""What this process has open: threads that other tests left behind may close files of theirs at any time."""
+"""Which files below a folder this process has open: other tests' threads may open files elsewhere at any time."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+from pathlib import Path
 
 
-def open_files() -> set[str]:
-    """Files, pipes and sockets, each by the name that the system gives it; what nobody refers to is closed before.
-
-    A test compares by `open_files() - before`: what was opened and not closed.
-    """
+def open_files(folder: Path) -> set[str]:
+    """Their names, as the system gives them. What nobody refers to is closed before."""
     gc.collect()
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return found
+    return {name for name in found if name.startswith(f"{folder}/")}

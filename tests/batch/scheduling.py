@@ -137,8 +137,10 @@ class RandomScheduler:
 
     def _extend_some(self) -> None:
         """A session's next input: the answer, but for its last token, is a part of the prompt now."""
-        for name in [name for name, request in self.running.items() if request.outputs and self.rng.random() < 0.1]:
-            request = self.running[name]
+        # all but the last token is computed where an answer ends; a request that was preempted computes it again first
+        ended = [r for r in self.running.values() if r.outputs and r.computed == len(r.tokens) - 1]
+        for request in [request for request in ended if self.rng.random() < 0.1]:
+            name = request.request_id
             most = self.max_model_len - request.computed - 1
             if most > 0:
                 added = [self.rng.randrange(1, 1000) for _ in range(self.rng.randint(1, most))]

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tarfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from tests.first_hour.hours import ON_CARD, ON_CPU, ROOT, first_hour
+from vllm_gaudi_ucm.device.gaudi_software import RELEASES, minor_version
 from vllm_gaudi_ucm.first_hour.outputs import ARCHIVE, JSON, PAGE
 
 PLANTED_USER = "xavier_doe"
@@ -50,7 +52,8 @@ def test_a_part_of_each_kind_on_the_simulated_card(tmp_path: Path) -> None:
     assert run.status == 0, run.errors
     found = run.verdicts()
     assert found == {
-        "1 stock": "answered",
+        # the software has one release of torch, the environment may have another
+        "1 stock": "answered" if minor_version(version("torch")) in RELEASES.values() else "differs",
         "1 lazy": "as expected",
         "12 eager": "as expected",
         "12 compile": "answered",

@@ -105,12 +105,11 @@ def test_no_process_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def refuse(*args: Any, **named: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
-    before = open_files()
     monkeypatch.setattr(launcher.subprocess, "Popen", refuse)
     ending = run(tmp_path, "")
     assert ending.status == 1
     assert "Cannot allocate memory" in ending.log
-    assert not open_files() - before
+    assert not open_files(tmp_path)
 
 
 def test_a_probe_does_not_outlive_the_command(tmp_path: Path) -> None:

@@ -71,7 +71,6 @@ def test_an_error_at_every_call_of_the_system(
     """covers: F7. Free, used and reserved make up the capacity after each error, and afterwards everything works."""
     faults = FaultInjector(monkeypatch, code)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    before = open_files()
     for at in itertools.count():
         path = tmp_path / str(at)
         medium = full_medium(path)
@@ -88,7 +87,7 @@ def test_an_error_at_every_call_of_the_system(
         check_after_recovery(medium, path, what)
     assert at > 0
     del medium
-    assert not open_files() - before
+    assert not open_files(tmp_path)
 
 
 def check_after_recovery(medium: FileMedium, path: Path, what: str) -> None:
