@@ -27,26 +27,22 @@ step 3 "metadata and description"
 quietly "$python" -m twine check --strict "$work"/dist/*
 
 step 4 "every level of CPUs is in the wheel"
-"$python" - "$wheel" <<'PYTHON'
-import sys
-import zipfile
-
-from vllm_gaudi_ucm.ops.native.levels import LEVELS
-
-wanted = {f"vllm_gaudi_ucm/ops/native/portable/{level.file}" for level in LEVELS}
-missing = wanted - set(zipfile.ZipFile(sys.argv[1]).namelist())
-sys.exit(f"{sys.argv[1]} lacks {', '.join(sorted(missing))}" if missing else 0)
-PYTHON
+"$python" scripts/check_release.py "$wheel"
 
 step 5 "install in a clean environment, doctor and demo as an ordinary user without a compiler"
 quietly env OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider tests/packaging/test_clean_install.py --wheel "$wheel"
 grep -q ' passed' "$work/log" && ! grep -q ' skipped' "$work/log" || { cat "$work/log" >&2; exit 1; }
 
 step 6 "bill of materials: the wheel and what pip installs with it"
-quietly "$python" -m venv "$work/environment"
-quietly "$work/environment/bin/python" -m pip install --disable-pip-version-check "$wheel"
-quietly "$python" -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
-    --output-file "$work/dist/vllm_gaudi_ucm-$version.cdx.json" "$work/environment/bin/python"
+bill=$work/dist/vllm_gaudi_ucm-$version.cdx.json
+# an environment without pip, which would be listed, too
+quietly "$python" -m venv --without-pip "$work/environment"
+quietly "$python" -m pip --disable-pip-version-check --python "$work/environment/bin/python" install "$wheel"
+# git's tags have the version, so pyproject.toml lacks it
+sed "s/^dynamic = \[\"version\"\]$/version = \"$version\"/" pyproject.toml >"$work/pyproject.toml"
+quietly "$python" -m cyclonedx_py environment --pyproject "$work/pyproject.toml" --mc-type library \
+    --output-reproducible --output-format JSON --output-file "$bill" "$work/environment/bin/python"
+"$python" scripts/check_release.py "$wheel" --bill "$bill"
 
 mv "$work/release-notes.md" "$work/dist/release-notes.md"
 rm -rf dist

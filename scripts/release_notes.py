@@ -10,18 +10,28 @@ import re
 import sys
 from pathlib import Path
 
+from packaging.version import Version
+
 _HEADING = re.compile(r"^## (?P<title>\S+).*$", re.MULTILINE)
+# a link to a file of the repository, which leads nowhere from the page of a release
+_FILE_LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?![a-z]+:)(?P<file>[^)#]+)[^)]*\)")
 
 
 class NoNotesError(RuntimeError):
-    """A changelog lacks the section of a version; the message says what it has, and what to do."""
+    """A version has no notes; the message says what was found, and what to do."""
 
 
 def notes_of(version: str, changelog: Path) -> str:
     """The text of a version's section, without its heading `## VERSION` or `## VERSION (date)`.
 
-    Raises NoNotesError if there is no such section, or if it is empty.
+    Links to files of the repository become the names of these files.
+
+    Raises NoNotesError if no tag has the version, or if its section is missing or empty.
     """
+    if Version(version).is_devrelease or Version(version).local:
+        raise NoNotesError(
+            f"found version {version}, expected that of a tag; commit all changes, and tag the commit, such as v1.2.3"
+        )
     text = changelog.read_text(encoding="utf-8")
     headings = list(_HEADING.finditer(text))
     ends = [heading.start() for heading in headings[1:]] + [len(text)]
@@ -35,7 +45,7 @@ def notes_of(version: str, changelog: Path) -> str:
             f"{changelog}: found {there}, expected a section '## {version}' with the changes of this release; "
             f"rename 'Unreleased' to '{version} (YYYY-MM-DD)', commit, and tag the commit v{version}"
         )
-    return sections[version] + "\n"
+    return _FILE_LINK.sub(r"\g<text> (\g<file>)", sections[version]) + "\n"
 
 
 def main() -> int:

@@ -126,6 +126,12 @@ def test_the_wheel_is_for_its_platform_and_every_python(kernel_wheel: Path) -> N
     assert libraries <= {f"{FOLDER}/{level.file}" for level in levels.LEVELS}
 
 
+def test_the_command_says_the_version_of_the_wheel(install: Install, kernel_wheel: Path) -> None:
+    done = install.run("gaudi-ucm", "--version")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"vllm-gaudi-ucm {kernel_wheel.name.split('-')[1]}\n"
+
+
 def test_doctor_finds_the_fast_path(install: Install) -> None:
     done = install.run("gaudi-ucm", "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ CHANGELOG = """# Changelog
 ### Fixed
 
 - One thing.
+- [A guide](docs/guide.md#part) beside [a page](https://example.org/page).
 
 ## 0.1.0
 
@@ -88,7 +90,9 @@ def notes(tmp_path: Path, version: str) -> subprocess.CompletedProcess[str]:
 def test_notes_are_the_section_of_the_version(tmp_path: Path) -> None:
     done = notes(tmp_path, "0.2.0")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "dist" / "notes.md").read_text() == "### Fixed\n\n- One thing.\n"
+    assert (tmp_path / "dist" / "notes.md").read_text() == (
+        "### Fixed\n\n- One thing.\n- A guide (docs/guide.md) beside [a page](https://example.org/page).\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,3 +105,24 @@ def test_a_missing_section_is_an_error_that_says_what_to_do(tmp_path: Path, vers
     assert f"expected a section '## {version}'" in done.stderr
     assert f"tag the commit v{version}" in done.stderr
     assert not (tmp_path / "dist").exists()
+
+
+@pytest.mark.parametrize("version", ["0.2.1.dev1+g0123456", "0.2.0+d20261201"])
+def test_what_has_no_tag_has_no_notes(tmp_path: Path, version: str) -> None:
+    done = notes(tmp_path, version)
+    assert done.returncode == 1
+    assert f"found version {version}, expected that of a tag" in done.stderr
+    assert not (tmp_path / "dist").exists()
+
+
+def test_a_release_of_a_commit_without_a_tag_ends_before_anything_is_built(clone: Path) -> None:
+    shutil.copytree(ROOT / "scripts", clone / "scripts")
+    (clone / "CHANGELOG.md").write_text(CHANGELOG)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SETUPTOOLS_SCM_")}
+    command = ["bash", "scripts/release.sh", sys.executable]
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.startswith("[1/6]")
+    assert "[2/6]" not in done.stdout
+    assert "expected that of a tag" in done.stderr
+    assert not (clone / "dist").exists()
