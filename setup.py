@@ -28,14 +28,14 @@ for room in ROOMS:
 
 
 def import_levels() -> ModuleType:
-    """The module `ops/native/levels.py` of this folder, which needs nothing but Python's own library."""
+    """The module `ops/cpu/native/levels.py` of this folder, which needs nothing but Python's own library."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     import vllm_gaudi_ucm
 
     if str(ROOT) not in vllm_gaudi_ucm.__path__:
         vllm_gaudi_ucm.__path__.append(str(ROOT))
-    from vllm_gaudi_ucm.ops.native import levels
+    from vllm_gaudi_ucm.ops.cpu.native import levels
 
     return levels
 
@@ -96,7 +96,9 @@ class BuildKernels(Command):
         """Returns why it failed, in words; empty if it did not."""
         levels = import_levels()
         chosen = [level for level in levels.LEVELS if level.name in self.names]
-        folder = Path(self.get_finalized_command("build_py").build_lib, "vllm_gaudi_ucm", "ops", "native", "portable")
+        folder = Path(
+            self.get_finalized_command("build_py").build_lib, "vllm_gaudi_ucm", "ops", "cpu", "native", "portable"
+        )
         self.announce(f"compiling native CPU kernels for {', '.join(level.name for level in chosen)}", level=3)
         try:
             levels.build_levels(folder, chosen)

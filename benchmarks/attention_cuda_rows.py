@@ -181,8 +181,11 @@ def ours_as(batch: Batch, variant: Variant) -> Side | None:
 @contextmanager
 def _chosen(variant: Variant) -> Iterator[None]:
     """The kernels' sizes are functions of the layer; only a benchmark replaces them."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_own, cuda_parts, cuda_windows
-    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Tile
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import own as cuda_own
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import windows as cuda_windows
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import Tile
 
     with ExitStack() as stack:
 

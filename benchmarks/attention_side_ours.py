@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.attention_case import BLOCK_SIZE, SCALE, Case, CaseData
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 

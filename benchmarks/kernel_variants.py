@@ -57,7 +57,10 @@ def noted() -> Iterator[Variants]:
     from triton import knobs
     from triton.runtime import driver
 
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_layer, cuda_parts, cuda_plan, cuda_short
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import layer as cuda_layer
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import short as cuda_short
 
     found: Variants = {}
 
@@ -94,7 +97,7 @@ class Layer:
         self._key_cache, self._value_cache = (torch.zeros(cache, dtype=torch.bfloat16) for _ in range(2))
 
     def launch(self, shape: ForwardShape) -> None:
-        from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import write
+        from vllm_gaudi_ucm.ops.kv_cache.impl.cuda.cache import write
         from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
         from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
@@ -115,9 +118,9 @@ class Layer:
             raise RuntimeError(f"bucket {list(shape)}: the kernels do not cover it")
 
     def _around(self, rows: int, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> None:
-        from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
-        from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
-        from vllm_gaudi_ucm.ops.silu_and_mul.cuda import cuda_gate
+        from vllm_gaudi_ucm.ops.rms_norm.impl.cuda.norm import cuda_rms_norm
+        from vllm_gaudi_ucm.ops.rotary.impl.cuda.rotary import cuda_rotate
+        from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import cuda_gate
 
         hidden = torch.empty(rows, self._model.hidden, dtype=torch.bfloat16)
         weight = hidden.new_empty(self._model.hidden)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.ops.packed_linear import api
-from vllm_gaudi_ucm.ops.packed_linear.api import PACK_FOR_ROWS, PackedWeight, multiply_form, multiply_pairs, pack
-from vllm_gaudi_ucm.ops.packed_linear.measured_ways import kinds_of, learn_ways
-from vllm_gaudi_ucm.ops.packed_linear.way import Kind, Way
+from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
+from vllm_gaudi_ucm.ops.cpu.packed_linear import api
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import PACK_FOR_ROWS, PackedWeight, multiply_form, multiply_pairs, pack
+from vllm_gaudi_ucm.ops.cpu.packed_linear.measured_ways import kinds_of, learn_ways
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Kind, Way
 
 # outputs and inputs of a layer's weights, and of the output head
 SHAPES = {

@@ -50,7 +50,7 @@ def attention() -> None:
 
     from benchmarks import attention_case
     from benchmarks.attention_case import Case
-    from vllm_gaudi_ucm.ops.native import matrix_unit
+    from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 
     for heads, kv, dim in ((9, 3, 64), (32, 8, 128)):
         attention_case.HEADS, attention_case.KV_HEADS, attention_case.DIM = heads, kv, dim
@@ -105,10 +105,10 @@ def _microseconds(call: Callable[[], object]) -> int:
 def _layer(weights: dict[str, Any], rows: int, dtype: Any) -> dict[str, Callable[[], object]]:
     import torch
 
-    from vllm_gaudi_ucm.ops.packed_linear.api import packed_linear
-    from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
-    from vllm_gaudi_ucm.ops.rotary.api import rotate
-    from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
+    from vllm_gaudi_ucm.ops.cpu.packed_linear.api import packed_linear
+    from vllm_gaudi_ucm.ops.rms_norm.impl.cpu.norm import rms_norm
+    from vllm_gaudi_ucm.ops.rotary.impl.cpu.rotary import rotate
+    from vllm_gaudi_ucm.ops.silu_and_mul.impl.cpu.gate import silu_and_mul
 
     x = {inputs: torch.randn(rows, inputs).to(dtype) for inputs in (576, 1536)}
     qkv, gate = torch.randn(rows, 960).to(dtype), torch.randn(rows, 3072).to(dtype)
@@ -127,9 +127,9 @@ def parts() -> None:
     """What one layer of SmolLM2 takes in a step of so many rows, by part, bfloat16 and float32, in microseconds."""
     import torch
 
-    from vllm_gaudi_ucm.ops.packed_linear.api import pack
-    from vllm_gaudi_ucm.ops.packed_linear.measured_ways import kinds_of, known_ways, learn_ways
-    from vllm_gaudi_ucm.ops.packed_linear.way import Kind
+    from vllm_gaudi_ucm.ops.cpu.packed_linear.api import pack
+    from vllm_gaudi_ucm.ops.cpu.packed_linear.measured_ways import kinds_of, known_ways, learn_ways
+    from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Kind
 
     for dtype in (torch.bfloat16, torch.float32):
         if dtype == torch.bfloat16:
@@ -152,9 +152,9 @@ def parts() -> None:
 
 STEP = r"""
 import sys, time, statistics, torch
-from vllm_gaudi_ucm.ops.packed_linear.api import pack, packed_linear
-from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
-from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import pack, packed_linear
+from vllm_gaudi_ucm.ops.rms_norm.impl.cpu.norm import rms_norm
+from vllm_gaudi_ucm.ops.silu_and_mul.impl.cpu.gate import silu_and_mul
 torch.set_num_threads(int(sys.argv[1]))
 shapes = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 layers = [[pack(torch.randn(o, i).bfloat16()) for o, i in shapes] for _ in range(30)]
@@ -214,8 +214,8 @@ def spins() -> None:
 WORKER = """
 import os
 if os.environ.get("WITHOUT_UNIT"):
-    from vllm_gaudi_ucm.ops.packed_linear import api
-    from vllm_gaudi_ucm.ops.packed_linear.way import Kind, Way
+    from vllm_gaudi_ucm.ops.cpu.packed_linear import api
+    from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Kind, Way
     now = api.fastest_way
     def fastest(kind, rows, tiles, onednn):
         if kind is not Kind.PAIRS:

@@ -30,6 +30,7 @@ from torch.nn import functional
 from benchmarks.moe_vllm import VllmKernel
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import can_pack
 from vllm_gaudi_ucm.ops.moe.api import (
     Experts,
     mixture_of_experts,
@@ -40,7 +41,6 @@ from vllm_gaudi_ucm.ops.moe.api import (
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
-from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
 from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import CodeKind
 from vllm_gaudi_ucm.ops.quantised_linear.weight import E2M1, QuantisedWeight
 

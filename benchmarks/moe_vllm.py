@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.moe.impl.cuda import SUMMED
+from vllm_gaudi_ucm.ops.moe.impl.cuda.experts import SUMMED
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
-from vllm_gaudi_ucm.ops.silu_and_mul.cuda import cuda_gate
+from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import cuda_gate
 
 
 class VllmKernel:
@@ -27,7 +27,7 @@ class VllmKernel:
         from triton import language as tl
         from vllm.model_executor.layers.fused_moe.fused_moe import get_default_config, invoke_fused_moe_triton_kernel
 
-        from vllm_gaudi_ucm.ops.moe.impl.triton.sums import sum_pairs
+        from vllm_gaudi_ucm.ops.moe.impl.cuda.triton.sums import sum_pairs
 
         (rows, chosen), (experts, double, hidden) = ids.shape, self._weights.w13.shape
         config: dict[str, Any] = get_default_config(rows, experts, double // 2, hidden, chosen, None)

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target, choose_product, dequantise
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import CpuInt8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import FEW_ROWS, CudaCodes, CudaFp8, narrow_rows
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda_int8 import CudaInt8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import FEW_ROWS, CudaCodes, CudaFp8, narrow_rows
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
 from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.machine import describe_machine
 from benchmarks.sparse_attention_workload import Model, Workload
-from vllm_gaudi_ucm.ops.native.library import native, why_not_native
+from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 
 MODELS = Model(9, 3, 64), Model(32, 8, 128)  # SmolLM2-135M and a common 8B model
 COLUMNS = ("30 %", "10 %", "10 % locked", "verify/sparse", "verify/locked", "max error")

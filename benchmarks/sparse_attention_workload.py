@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import NativeSelection, StepCandidates
+from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,

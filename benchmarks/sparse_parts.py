@@ -29,10 +29,11 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     take_choice,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl import cuda, cuda_fused
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda import selection as cuda
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import REUSE
 from vllm_gaudi_ucm.ops.narrow_floats import narrow
-from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_plan
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 
 LAYERS, FUSED = 4, "cuda_fused"
 SIZES = ((8, 32768, 0.1), (8, 32768, 0.3), (1, 131072, 0.1), (1, 131072, 0.3))

@@ -17,7 +17,7 @@ from zipfile import ZipFile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from vllm_gaudi_ucm.ops.native.levels import LEVELS
+from vllm_gaudi_ucm.ops.cpu.native.levels import LEVELS
 
 # what an environment brings without being asked
 NOT_ASKED_FOR = frozenset({"pip", "setuptools"})
@@ -27,7 +27,7 @@ def wheel_faults(wheel: Path) -> Iterator[str]:
     """Yields what is wrong with a wheel, in words."""
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    missing = sorted({f"vllm_gaudi_ucm/ops/native/portable/{level.file}" for level in LEVELS} - names)
+    missing = sorted({f"vllm_gaudi_ucm/ops/cpu/native/portable/{level.file}" for level in LEVELS} - names)
     if missing:
         yield f"{wheel} lacks {', '.join(missing)}"
 

@@ -52,12 +52,12 @@ def runner_maker(kind: str, compiler: StaticCompiler | None = None) -> Callable[
     if kind == "cuda_graph":
         import torch
 
-        from vllm_gaudi_ucm.graphs.runners.cuda import CudaGraphRunner
+        from vllm_gaudi_ucm.graphs.runners.cuda.graphs import CudaGraphRunner
 
         pool = torch.cuda.graph_pool_handle()
         return lambda function: CudaGraphRunner(function, pool)
     if kind == "hpu_graph":
-        from vllm_gaudi_ucm.graphs.runners.hpu_lazy import HpuGraphRunner
+        from vllm_gaudi_ucm.graphs.runners.hpu.lazy import HpuGraphRunner
 
         return HpuGraphRunner
     return EagerRunner

@@ -157,8 +157,8 @@ BLOCK_SELECTION: Implementations[BlockSelectionImplementation] = Implementations
     "block_selection",
     "vllm_gaudi_ucm.block_selection_implementations",
     reference="vllm_gaudi_ucm.ops.block_selection.impl.reference:ReferenceBlockSelection",
-    cuda="vllm_gaudi_ucm.ops.block_selection.impl.cuda:CudaBlockSelection",
-    cuda_fused="vllm_gaudi_ucm.ops.block_selection.impl.cuda_fused:CudaFusedBlockSelection",
-    hpu="vllm_gaudi_ucm.ops.block_selection.impl.hpu:HpuBlockSelection",
-    native="vllm_gaudi_ucm.ops.block_selection.impl.native:NativeBlockSelection",
+    cuda="vllm_gaudi_ucm.ops.block_selection.impl.cuda.selection:CudaBlockSelection",
+    cuda_fused="vllm_gaudi_ucm.ops.block_selection.impl.cuda.fused:CudaFusedBlockSelection",
+    hpu="vllm_gaudi_ucm.ops.block_selection.impl.hpu.selection:HpuBlockSelection",
+    native="vllm_gaudi_ucm.ops.block_selection.impl.cpu.native:NativeBlockSelection",
 )

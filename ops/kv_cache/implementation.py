@@ -35,6 +35,6 @@ KV_CACHE: Implementations[KvCacheImplementation] = Implementations(
     "kv_cache",
     "vllm_gaudi_ucm.kv_cache_implementations",
     reference="vllm_gaudi_ucm.ops.kv_cache.impl.reference:ReferenceKvCache",
-    native="vllm_gaudi_ucm.ops.kv_cache.impl.native:NativeKvCache",
-    cuda="vllm_gaudi_ucm.ops.kv_cache.impl.cuda:CudaKvCache",
+    native="vllm_gaudi_ucm.ops.kv_cache.impl.cpu.native:NativeKvCache",
+    cuda="vllm_gaudi_ucm.ops.kv_cache.impl.cuda.cache:CudaKvCache",
 )

@@ -74,11 +74,11 @@ def are_codes_enough(weights: CodedExperts, spec: MoeSpec, *, captured: bool = F
 
 
 def pack_experts(weights: ExpertWeights, spec: MoeSpec, compact: bool = False) -> Experts:
-    """The same for a CPU, with packed weights (`ops/packed_linear`), in copies: the plain ones may be freed.
+    """The same for a CPU, with packed weights (`ops/cpu/packed_linear`), in copies: the plain ones may be freed.
 
     compact: also look for forms of fewer bits. `packed_linear.api.can_pack` must hold for both weights.
     """
-    from vllm_gaudi_ucm.ops.moe.impl.cpu import pack_each
+    from vllm_gaudi_ucm.ops.moe.impl.cpu.experts import pack_each
 
     validate_weights(weights, spec)
     form, packed_spec = pack_each(weights, spec, compact)

@@ -69,7 +69,7 @@ def _by_kernel(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    from vllm_gaudi_ucm.ops.moe.impl.triton.choice import choose
+    from vllm_gaudi_ucm.ops.moe.impl.cuda.triton.choice import choose
 
     rows, experts = logits.shape
     weights = torch.empty(rows, chosen, dtype=torch.float32, device=logits.device)

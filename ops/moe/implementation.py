@@ -55,8 +55,8 @@ MOE: Implementations[MoeImplementation] = Implementations(
     "mixture_of_experts",
     "vllm_gaudi_ucm.moe_implementations",
     reference="vllm_gaudi_ucm.ops.moe.impl.reference:ReferenceMoe",
-    cpu="vllm_gaudi_ucm.ops.moe.impl.cpu:CpuMoe",
-    cuda="vllm_gaudi_ucm.ops.moe.impl.cuda:CudaMoe",
-    grouped="vllm_gaudi_ucm.ops.moe.impl.grouped:GroupedMoe",
-    hpu="vllm_gaudi_ucm.ops.moe.impl.hpu:HpuMoe",
+    cpu="vllm_gaudi_ucm.ops.moe.impl.cpu.experts:CpuMoe",
+    cuda="vllm_gaudi_ucm.ops.moe.impl.cuda.experts:CudaMoe",
+    grouped="vllm_gaudi_ucm.ops.moe.impl.cuda.grouped:GroupedMoe",
+    hpu="vllm_gaudi_ucm.ops.moe.impl.hpu.experts:HpuMoe",
 )

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import CpuInt8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda_int8 import CudaInt8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.hpu import GaudiFp8, GaudiUint4
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaCodes, CudaFp8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.hpu.products import GaudiFp8, GaudiUint4
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
 
 __all__ = ["Product", "QuantisedWeight", "Target", "choose_product", "dequantise"]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.row_noise.cuda import can_draw, cuda_noise
+from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import can_draw, cuda_noise
 
 FIRST, SECOND, ADDED = 0xCC9E2D51, 0x1B873593, 0xE6546B64
 FINAL_FIRST, FINAL_SECOND = 0x85EBCA6B, 0xC2B2AE35

@@ -64,8 +64,8 @@ ATTENTION: Implementations[AttentionImplementation] = Implementations(
     "unified_attention",
     "vllm_gaudi_ucm.attention_implementations",
     reference="vllm_gaudi_ucm.ops.unified_attention.impl.reference:ReferenceAttention",
-    cpu="vllm_gaudi_ucm.ops.unified_attention.impl.cpu:CpuAttention",
-    native="vllm_gaudi_ucm.ops.unified_attention.impl.native:NativeAttention",
-    hpu="vllm_gaudi_ucm.ops.unified_attention.impl.hpu:HpuAttention",
-    cuda="vllm_gaudi_ucm.ops.unified_attention.impl.cuda:CudaAttention",
+    cpu="vllm_gaudi_ucm.ops.unified_attention.impl.cpu.attention:CpuAttention",
+    native="vllm_gaudi_ucm.ops.unified_attention.impl.cpu.native:NativeAttention",
+    hpu="vllm_gaudi_ucm.ops.unified_attention.impl.hpu.attention:HpuAttention",
+    cuda="vllm_gaudi_ucm.ops.unified_attention.impl.cuda.attention:CudaAttention",
 )

@@ -53,7 +53,8 @@ def test_every_variant_of_windows_chooses_something_that_exists(monkeypatch: pyt
     """And has a name of its own."""
     pytest.importorskip("triton")
     from benchmarks import attention_cuda_rows as rows
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts, cuda_windows
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import windows as cuda_windows
 
     causal_tile = cuda_parts.causal_tile
     before = {name: getattr(cuda_windows, name) for variant in WINDOW_VARIANTS for name in variant.windows}

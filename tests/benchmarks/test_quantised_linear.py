@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import quantised_linear
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import CpuInt8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
 from vllm_gaudi_ucm.ops.quantised_linear.weight import dequantise
 
 

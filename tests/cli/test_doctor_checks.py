@@ -16,9 +16,9 @@ from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.device.base import Memory
 from vllm_gaudi_ucm.device.detect import Decision
 from vllm_gaudi_ucm.device.host_limits import Cores
-from vllm_gaudi_ucm.ops.native import library, matrix_unit
-from vllm_gaudi_ucm.ops.packed_linear import measured_ways
-from vllm_gaudi_ucm.ops.packed_linear.way import Kind, Times, Way
+from vllm_gaudi_ucm.ops.cpu.native import library, matrix_unit
+from vllm_gaudi_ucm.ops.cpu.packed_linear import measured_ways
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Kind, Times, Way
 
 
 def test_crash_of_a_check_keeps_the_rows_before_it() -> None:

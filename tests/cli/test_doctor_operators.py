@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.ops.gaudi_kernels import RMS_NORM, ROTARY, gaudi_software, rms_norm, rotary
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.doctor.machine import UNFUSED, operator_checks
-from vllm_gaudi_ucm.ops.gaudi_operators import GAUDI_OPERATORS
+from vllm_gaudi_ucm.ops.hpu.operators import GAUDI_OPERATORS
 
 
 def rows(device: str | None = "hpu") -> dict[str, Check]:

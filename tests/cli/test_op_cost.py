@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.graphs.operator_cost import trace
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import kernels as hpu_kernels
 
 pytestmark = pytest.mark.slow  # traces many batches through every implementation
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.cpu.native.library import native
 
 # One element that falls on the other side of a tie moves logprobs by far more than other rounding does; most rows have
 # none. Rows that are not rounded move half of the logprobs by more than 1e-2.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.ops.native import matrix_unit
+from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 from vllm_gaudi_ucm.runner import model_runner
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 

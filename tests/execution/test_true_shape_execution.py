@@ -10,7 +10,7 @@ import torch
 
 from vllm_gaudi_ucm.config.sections import AttentionConfig
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
-from vllm_gaudi_ucm.ops.native import library
+from vllm_gaudi_ucm.ops.cpu.native import library
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 DECODER: Any = SimpleNamespace(specs=[], window=None, lockstep=None)

@@ -111,7 +111,7 @@ def loses_recipes(patch: Patch) -> None:
 
 def wrong_attention(patch: Patch) -> None:
     """Attention is half as large again."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import HpuAttention
+    from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.attention import HpuAttention
 
     right = HpuAttention.attend
 

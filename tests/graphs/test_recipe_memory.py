@@ -18,7 +18,7 @@ ROUNDS, MIB = 60, 16
 PROBE = f"""
 import resource, torch
 from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeRecorder
-from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
+from vllm_gaudi_ucm.ops.cpu.host_memory import keep_all_freed_memory
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

@@ -10,7 +10,7 @@ import torch
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
-from vllm_gaudi_ucm.ops.kv_cache.impl import native
+from vllm_gaudi_ucm.ops.kv_cache.impl.cpu import native
 
 BLOCKS, TOKENS = 5, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

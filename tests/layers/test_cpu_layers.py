@@ -12,14 +12,14 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from vllm_gaudi_ucm.layers.cpu_layers import (
+from vllm_gaudi_ucm.layers.cpu.layers import (
     FusedGemmaRMSNorm,
     FusedRMSNorm,
     FusedSiluAndMul,
     StepRotaryEmbedding,
     register_cpu_layers,
 )
-from vllm_gaudi_ucm.ops.native import library
+from vllm_gaudi_ucm.ops.cpu.native import library
 
 HIDDEN, HEAD, HEADS = 96, 16, 3
 # Both compute the same few dozen roundings in another order.

@@ -22,8 +22,8 @@ from vllm.model_executor.layers.rotary_embedding import get_rope, llama3_rope, y
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from tests.ops.oracle import CUDA_RUNS
-from vllm_gaudi_ucm.layers import cuda_layers
-from vllm_gaudi_ucm.layers.cuda_layers import (
+from vllm_gaudi_ucm.layers.cuda import layers as cuda_layers
+from vllm_gaudi_ucm.layers.cuda.layers import (
     LAYERS,
     CudaGeluAndMul,
     CudaGemmaRMSNorm,

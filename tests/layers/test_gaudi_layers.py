@@ -18,8 +18,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from tests.ops.gaudi_kernels import KERNELS, gaudi_software, rms_norm, rotary
 from vllm_gaudi_ucm.graphs.cost.compile_cost import LAYER_NODES
 from vllm_gaudi_ucm.graphs.operator_cost import trace
-from vllm_gaudi_ucm.layers import gaudi_layers
-from vllm_gaudi_ucm.layers.gaudi_layers import (
+from vllm_gaudi_ucm.layers.hpu import layers as gaudi_layers
+from vllm_gaudi_ucm.layers.hpu.layers import (
     LAYERS,
     GaudiGemmaRMSNorm,
     GaudiLlama3RotaryEmbedding,

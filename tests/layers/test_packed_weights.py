@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-from vllm_gaudi_ucm.layers import packed_weights
-from vllm_gaudi_ucm.layers.packed_weights import PackedLayers, PackedLinearMethod, pack_linear_layers
+from vllm_gaudi_ucm.layers.cpu import packed_weights
+from vllm_gaudi_ucm.layers.cpu.packed_weights import PackedLayers, PackedLinearMethod, pack_linear_layers
 
 
 class Layer(LinearBase):

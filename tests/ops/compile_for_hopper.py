@@ -21,22 +21,24 @@ from tests.ops.quantised import packed_layer, random_weight
 from tests.ops.rounded import ROUNDINGS, weight_of
 from tests.ops.sass import never_written, uses_local
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl import cuda_fused
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
-from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
+from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
 from vllm_gaudi_ucm.ops.moe.choice import _by_kernel
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, narrow_rows
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda_int8 import CudaInt8
-from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
-from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
-from vllm_gaudi_ucm.ops.row_noise.cuda import cuda_noise
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaCodes, narrow_rows
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
+from vllm_gaudi_ucm.ops.rms_norm.impl.cuda.norm import cuda_rms_norm
+from vllm_gaudi_ucm.ops.rotary.impl.cuda.rotary import cuda_rotate
+from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import cuda_noise
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
-from vllm_gaudi_ucm.ops.silu_and_mul.cuda import cuda_gate
-from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_parts, cuda_plan
+from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import cuda_gate
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take")

@@ -1,4 +1,4 @@
-// Stands in for ops/native/source/amx_tiles.h: the tiles of the matrix unit in memory, for any CPU. What multiplies fp32
+// Stands in for ops/cpu/native/source/amx_tiles.h: the tiles of the matrix unit in memory, for any CPU. What multiplies fp32
 // needs AVX-512 (F, BW), too.
 //
 // What the instructions do is told by their pages in Intel's Software Developer's Manual, volume 2 (LDTILECFG, TILELOADD,

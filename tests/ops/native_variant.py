@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.ops.native import build, levels, library
+from vllm_gaudi_ucm.ops.cpu.native import build, levels, library
 
 EMULATED_TILES = Path(__file__).with_name("emulated_tiles.h")
 

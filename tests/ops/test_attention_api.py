@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.batch import Request, Shape, build
 from tests.ops.oracle import CUDA_RUNS, attend
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import (
     PreparedParts,
     choose_implementation,
@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.ops.unified_attention.api import (
     prepare,
     unified_attention,
 )
-from vllm_gaudi_ucm.ops.unified_attention.impl import cuda
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attention as cuda
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 REQUESTS = [Request(5, 1), Request(4, 3, prefix=1), Request(0, 4)]

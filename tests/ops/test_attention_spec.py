@@ -162,7 +162,9 @@ def test_slopes_beside_a_window_are_refused() -> None:
 def test_slopes_by_the_flash_kernel(small: bool, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left to the reference: several heads of a KV head, rows of one context, and of two. small: pieces of
     few rows, as heads and contexts of real models make them. covers: A1, A2, A13"""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cpu_plan, cpu_slopes, reference
+    from vllm_gaudi_ucm.ops.unified_attention.impl import reference
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import plan as cpu_plan
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import slopes as cpu_slopes
 
     if small:
         for module in (cpu_plan, cpu_slopes):

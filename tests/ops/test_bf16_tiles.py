@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.ops.native_variant import EMULATED_TILES
 from tests.ops.test_half_linear import check, problem
-from vllm_gaudi_ucm.ops.native import build
-from vllm_gaudi_ucm.ops.native.library import argument_types
-from vllm_gaudi_ucm.ops.packed_linear.packing import pairs_of
+from vllm_gaudi_ucm.ops.cpu.native import build
+from vllm_gaudi_ucm.ops.cpu.native.library import argument_types
+from vllm_gaudi_ucm.ops.cpu.packed_linear.packing import pairs_of
 
 NAME = "ucm_bf16_tile_linear"
 

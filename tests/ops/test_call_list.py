@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gaudi_ucm.ops.native import library
-from vllm_gaudi_ucm.ops.native.call_list import KERNELS, CallList, record_call
+from vllm_gaudi_ucm.ops.cpu.native import library
+from vllm_gaudi_ucm.ops.cpu.native.call_list import KERNELS, CallList, record_call
 
 pytestmark = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
 

@@ -21,9 +21,9 @@ GRAPHS = Path(graphs.__path__[0])
 
 
 def modules_of(folder: str) -> tuple[str, ...]:
-    """Every module of a folder of `graphs`."""
-    names = sorted(file.stem for file in (GRAPHS / folder).glob("*.py") if file.stem != "__init__")
-    return tuple(f"vllm_gaudi_ucm.graphs.{folder}.{name}" for name in names)
+    """Every module below a folder of `graphs`."""
+    files = sorted(file.relative_to(GRAPHS) for file in (GRAPHS / folder).rglob("*.py") if file.stem != "__init__")
+    return tuple(".".join(("vllm_gaudi_ucm.graphs", *file.with_suffix("").parts)) for file in files)
 
 
 ROOMS = (
@@ -37,22 +37,22 @@ ROOMS = (
     "vllm_gaudi_ucm.ops.block_selection.api",
     "vllm_gaudi_ucm.ops.block_selection.impl.reference",
     "vllm_gaudi_ucm.ops.unified_attention.api",
-    "vllm_gaudi_ucm.ops.host_memory.api",
+    "vllm_gaudi_ucm.ops.cpu.host_memory",
     "vllm_gaudi_ucm.ops.mem_state.api",
-    "vllm_gaudi_ucm.ops.native.library",
-    "vllm_gaudi_ucm.ops.packed_linear.api",
-    "vllm_gaudi_ucm.ops.rms_norm.api",
-    "vllm_gaudi_ucm.ops.rotary.api",
+    "vllm_gaudi_ucm.ops.cpu.native.library",
+    "vllm_gaudi_ucm.ops.cpu.packed_linear.api",
+    "vllm_gaudi_ucm.ops.rms_norm.impl.cpu.norm",
+    "vllm_gaudi_ucm.ops.rotary.impl.cpu.rotary",
     "vllm_gaudi_ucm.ops.registry",
-    "vllm_gaudi_ucm.ops.silu_and_mul.api",
-    "vllm_gaudi_ucm.ops.unified_attention.impl.cpu",
-    "vllm_gaudi_ucm.ops.unified_attention.impl.native",
+    "vllm_gaudi_ucm.ops.silu_and_mul.impl.cpu.gate",
+    "vllm_gaudi_ucm.ops.unified_attention.impl.cpu.attention",
+    "vllm_gaudi_ucm.ops.unified_attention.impl.cpu.native",
     "vllm_gaudi_ucm.ops.unified_attention.impl.reference",
 )
 
 
 def test_the_folders_have_modules() -> None:
-    assert {"vllm_gaudi_ucm.graphs.runners.cuda", "vllm_gaudi_ucm.graphs.warm_up.idle_warm_up"} <= set(ROOMS)
+    assert {"vllm_gaudi_ucm.graphs.runners.cuda.graphs", "vllm_gaudi_ucm.graphs.warm_up.idle_warm_up"} <= set(ROOMS)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.packed_linear import packing
-from vllm_gaudi_ucm.ops.packed_linear.api import ALONE_LANES, pack, packed_linear, second_cache
-from vllm_gaudi_ucm.ops.packed_linear.packing import GROUP, Form, find_compact
-from vllm_gaudi_ucm.ops.packed_linear.way import NATIVE_ROWS
+from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
+from vllm_gaudi_ucm.ops.cpu.native.library import native
+from vllm_gaudi_ucm.ops.cpu.packed_linear import packing
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import ALONE_LANES, pack, packed_linear, second_cache
+from vllm_gaudi_ucm.ops.cpu.packed_linear.packing import GROUP, Form, find_compact
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import NATIVE_ROWS
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels on this machine")
 EPSILON = torch.finfo(torch.float32).eps

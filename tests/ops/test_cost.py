@@ -94,7 +94,7 @@ def test_shared_memory_is_bounded_by_a_tile(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _kernel_pairs(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> int:
     """(row, token) pairs given to the CPU kernel, a causal square counted whole."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cpu
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import attention as cpu
 
     pairs = 0
     plain = cpu._flash

@@ -48,7 +48,7 @@ def test_any_batch_equals_the_oracle(requests: list[Request], shape: Shape) -> N
 @settings(COMMON, max_examples=examples(100))
 def test_the_token_table_of_any_step(step: TokenStep) -> None:
     """Single rows read slots, wherever they lie, and nothing else of their blocks. covers: A5, A9, A11."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_plan
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_plan, "SCATTERED", 0)
@@ -58,7 +58,7 @@ def test_the_token_table_of_any_step(step: TokenStep) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 40])
 def test_scattered_tokens_are_read_by_slot(stride: int) -> None:
     """Contiguous ones fill their blocks; with gaps between them each would be a range of its own."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import make_plan
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import make_plan
 
     tables = [list(range(1 + first, 1 + first + 33 * stride, stride)) for first in (0, 16 * 83)]
     step = TokenStep([Scheduled(32, 1), Scheduled(30, 1)], tables, 16, 200)
@@ -95,8 +95,8 @@ def test_heads_blocks_and_memory(
 @pytest.mark.parametrize("programs", [1, 3, 40])
 def test_steps_of_one_block(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     """covers: A13, A22. One loop over all entries of a program, whose spans begin and end anywhere in it."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts
-    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Tile
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import Tile
 
     monkeypatch.setattr(cuda_parts, "MANY_SPANS", 1)
     monkeypatch.setattr(cuda_parts, "flat_spans_tile", lambda *_: Tile(16, 16, 2, 4))
@@ -108,7 +108,8 @@ def test_steps_of_one_block(monkeypatch: pytest.MonkeyPatch, programs: int) -> N
 @pytest.mark.parametrize("block_size", [4, 128])
 def test_decodes_alone(monkeypatch: pytest.MonkeyPatch, tokens: int, block_size: int) -> None:
     """covers: A5, A11, A13. In one launch and with a merge; with rows that have no block, and one row."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_short
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import short as cuda_short
 
     monkeypatch.setattr(cuda_short, "FINAL_TOKENS", tokens)
     merged, merge = [], cuda_attend.merge
@@ -122,7 +123,8 @@ def test_decodes_alone(monkeypatch: pytest.MonkeyPatch, tokens: int, block_size:
 
 def test_rows_that_are_known_to_be_short_need_no_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many of them, or few where rows fill the GPU; beside one that may be longer they do. covers: A5, A11."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_short
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import short as cuda_short
 
     merged, merge = [], cuda_attend.merge
     monkeypatch.setattr(cuda_attend, "merge", lambda *args, **named: (merged.append(1), merge(*args, **named)))
@@ -148,7 +150,8 @@ def test_a_cache_of_another_dtype() -> None:
 @pytest.mark.parametrize(("programs", "loose"), [(1, True), (3, False), (11, False), (11, True)])
 def test_any_number_of_programs_is_the_same(monkeypatch: pytest.MonkeyPatch, programs: int, loose: bool) -> None:
     """covers: A13, A22. Shares that cut a row's blocks, more programs than entries, programs without a share."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_own, cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import own as cuda_own
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
 
     for module in (cuda_parts, cuda_own):
         monkeypatch.setattr(module, "programs_of", lambda *_: programs)
@@ -220,7 +223,7 @@ def test_a_layer_gives_its_own_blocks() -> None:
 def test_what_is_not_covered_is_said_once_and_computed_by_the_reference(
     caplog: pytest.LogCaptureFixture, shape: Shape, reason: str
 ) -> None:
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
 
     cuda_attend._told.clear()
     batch = build([Request(5, 1), Request(0, 3)], shape)
@@ -233,7 +236,7 @@ def test_what_is_not_covered_is_said_once_and_computed_by_the_reference(
 @pytest.mark.parametrize("drafts", [20, 70])
 def test_spans_of_many_rows(caplog: pytest.LogCaptureFixture, drafts: int) -> None:
     """covers: C15. As many as a program holds, and more, which the reference computes."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
 
     cuda_attend._told.clear()
     requests = [Request(21, drafts + 1, chosen=frozenset({0, 2})), Request(9, 1, chosen=frozenset({0}))]
@@ -260,7 +263,7 @@ def test_garbage_beside_many_heads_is_left_out_each_time() -> None:
 def test_tiles_without_new_tokens() -> None:
     """A loop that has nothing to do must not start near the largest integer: its next step is negative, and is read
     ahead. Keys of 192 elements are read by pointers, which reach anywhere."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import bounds_of
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.parts import bounds_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     starts = torch.tensor([*[2147483647] * 6, 6, 6, 8, *[2147483647] * 7], dtype=torch.int32, device=device)
@@ -276,7 +279,7 @@ def test_programs_share_halves_of_blocks(
     monkeypatch: pytest.MonkeyPatch, requests: list[Request], programs: int
 ) -> None:
     """covers: A13. Of programs with few blocks; a share may begin and end in the middle of one, the last one, too."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
 
     tokens = []
     halve = cuda_parts.of_few_blocks

@@ -26,7 +26,8 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl import cuda, cuda_fused
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda import selection as cuda
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, TicketedRanges
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
 
@@ -87,7 +88,7 @@ def test_what_is_too_large_to_be_streamed_is_scored_as_before(monkeypatch: pytes
 
 def test_the_rows_of_a_long_prompt_are_a_grid_that_cuda_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a prompt may choose blocks, too: 8192 rows of 64 heads, in lines of four."""
-    from vllm_gaudi_ucm.ops.block_selection.impl.triton import scores as kernels
+    from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import scores as kernels
 
     launches = {name: Launches() for name in ("estimate_boxes", "find_candidates", "span_sums", "block_shares")}
     for name, kernel in launches.items():
@@ -318,8 +319,8 @@ def test_a_choice_in_one_launch_is_that_of_two(data: st.DataObject, counts: list
 
 def test_launches_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice and its hand-over are one launch after the scores, which are two."""
-    from vllm_gaudi_ucm.ops.block_selection.impl.triton import scores as kernels
-    from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection, streamed_scores
+    from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import scores as kernels
+    from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import selection, streamed_scores
 
     names = {
         kernels: ("estimate_boxes", "find_candidates", "span_sums", "block_shares"),

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks import layers_cuda
 from tests.ops.oracle import CUDA_RUNS
-from vllm_gaudi_ucm.ops.rms_norm.cuda import LARGEST, can_norm, cuda_rms_norm
-from vllm_gaudi_ucm.ops.rotary.cuda import can_rotate, cuda_rotate
+from vllm_gaudi_ucm.ops.rms_norm.impl.cuda.norm import LARGEST, can_norm, cuda_rms_norm
+from vllm_gaudi_ucm.ops.rotary.impl.cuda.rotary import can_rotate, cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.api import exponential_noise_double, row_keys, token_mixes
-from vllm_gaudi_ucm.ops.row_noise.cuda import cuda_noise
-from vllm_gaudi_ucm.ops.silu_and_mul.cuda import MANY, Form, can_gate, cuda_gate
+from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import cuda_noise
+from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import MANY, Form, can_gate, cuda_gate
 
 pytestmark = [
     pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter"),
@@ -250,7 +250,7 @@ def test_cuda_gate(dtype: torch.dtype, shape: tuple[int, int], form: Form) -> No
 
 def test_large_programs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of a program is chosen by the work, and no value depends on it."""
-    from vllm_gaudi_ucm.ops.silu_and_mul import cuda
+    from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda import gate as cuda
 
     x = gapped(3, 2 * 1030, dtype=torch.bfloat16)
     assert MANY > 3 * 1030

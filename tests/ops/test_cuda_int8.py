@@ -10,9 +10,9 @@ from tests.ops.quantised import packed_layer
 from tests.ops.rounded import ROUNDINGS, assert_near, spoilt_rows, weight_of
 from vllm_gaudi_ucm.ops.quantised_linear import rounding
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
-from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda_int8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda_int8 import CudaInt8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.tiles import Tiles
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import int8 as cuda_int8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.tiles import Tiles
 from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 

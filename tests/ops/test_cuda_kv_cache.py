@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("by_head", [False, True])
 def test_keys_and_values_go_to_their_slots(new: torch.dtype, dtype: torch.dtype, by_head: bool) -> None:
     """covers: A10. In any layout, cast to the cache's dtype; every other slot is as it was."""
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
 
     num_slots, heads, dim, value_dim, rows = 20, 3, 20, 12, 7
     pairs = torch.randn(num_slots, heads, dim + value_dim, device=DEVICE).to(dtype)
@@ -39,7 +39,7 @@ def test_keys_and_values_go_to_their_slots(new: torch.dtype, dtype: torch.dtype,
 
 def test_a_slot_outside_of_the_cache_is_not_written() -> None:
     """covers: A10."""
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
 
     cache = torch.zeros(12, 2, 8, device=DEVICE)
     inner = cache[4:8]
@@ -50,7 +50,7 @@ def test_a_slot_outside_of_the_cache_is_not_written() -> None:
 
 
 def test_caches_that_the_write_does_not_cover() -> None:
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
 
     tokens, cache = torch.zeros(1, 2, 8), torch.zeros(12, 2, 16)
     assert not cuda.can_write(tokens, tokens, cache[..., ::2], cache[..., :8])
@@ -58,7 +58,7 @@ def test_caches_that_the_write_does_not_cover() -> None:
 
 
 def check_copy(sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: torch.Tensor) -> None:
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
 
     expected = [target.clone() for target in targets]
     for source, target in zip(sources, expected, strict=True):
@@ -86,7 +86,7 @@ def test_blocks_of_all_layers_are_copied(dtype: torch.dtype, place: str) -> None
 
 def test_blocks_of_several_pieces_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last piece of a block may be a part of one."""
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
 
     monkeypatch.setattr(cuda, "BLOCK_PIECE", 16)
     source, target = torch.randn(2, 2, 7, 3, 25, device=DEVICE)
@@ -96,7 +96,7 @@ def test_blocks_of_several_pieces_are_copied(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("to_host", [True, False])
 def test_blocks_go_to_the_host_and_back_in_one_transfer(to_host: bool) -> None:
     """On a GPU. The interpreter, whose device is the host, runs the same two functions."""
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
 
     host = torch.randn(3, 2, 4, 2, 5, pin_memory=torch.cuda.is_available())
     device = [torch.randn(6, 4, 2, 5, device=DEVICE) for _ in range(3)]
@@ -115,8 +115,8 @@ def test_blocks_go_to_the_host_and_back_in_one_transfer(to_host: bool) -> None:
 def test_any_number_of_pairs_is_a_grid_that_cuda_allows(
     monkeypatch: pytest.MonkeyPatch, blocks: int, elements: int
 ) -> None:
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
-    from vllm_gaudi_ucm.ops.kv_cache.impl.triton import blocks as kernels
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda.triton import blocks as kernels
 
     launches = Launches()
     monkeypatch.setattr(kernels, "copy_pairs", launches)
@@ -127,7 +127,7 @@ def test_any_number_of_pairs_is_a_grid_that_cuda_allows(
 
 def test_more_blocks_than_a_grid_has_on_its_other_axes() -> None:
     """On a GPU; so many programs would take the interpreter minutes."""
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
 
     count = 70_000 if torch.cuda.is_available() else 70
     source = torch.arange(count * 4, device=DEVICE).view(count, 4)
@@ -137,7 +137,7 @@ def test_more_blocks_than_a_grid_has_on_its_other_axes() -> None:
 
 
 def test_blocks_that_are_not_one_run_are_not_covered() -> None:
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as cuda
 
     cache = torch.zeros(2, 3, 4, 8)
     assert cuda.can_copy(list(cache), list(torch.zeros(2, 9, 4, 8)))

@@ -47,7 +47,7 @@ def test_the_kernels_themselves_compute_every_part(dtype: torch.dtype, monkeypat
 @given(step=token_steps())
 @settings(COMMON, max_examples=examples(60))
 def test_the_token_table_of_any_step(step: TokenStep) -> None:
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_plan
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 
     batch = run_step(step, False, 512)
     kv = batch.key_cache[:, :, :1]

@@ -61,7 +61,7 @@ def uses(draw: st.DrawFn) -> Uses:
 @settings(COMMON, max_examples=examples(400))
 def test_the_work_of_a_span_is_its_rows_times_its_blocks(uses: Uses, rows_per_tile: int, step: int) -> None:
     """Each row of a span with own blocks is in one tile, all of whose rows are the span's; no tile is for nothing."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_own
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import own as cuda_own
 
     part, rows = uses.part(), uses.row_spans.tolist()
     with pytest.MonkeyPatch.context() as patch:
@@ -99,8 +99,9 @@ def test_the_work_of_a_span_is_its_rows_times_its_blocks(uses: Uses, rows_per_ti
 def test_shares_that_cut_tiles_anywhere(monkeypatch: pytest.MonkeyPatch, programs: int, continued: int) -> None:
     """covers: A13, A22. Of chunks of several tiles, and of verifications; whole blocks by the copy engine, too. The
     causal part begins with what was found, or a merge adds both."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_own
-    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Tile
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import own as cuda_own
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import Tile
 
     monkeypatch.setattr(cuda_attend, "CONTINUED", continued)
     monkeypatch.setattr(cuda_own, "programs_of", lambda *_: programs)
@@ -147,7 +148,7 @@ def test_ranges_within_own_blocks(seed: int) -> None:
 
 def test_a_step_of_decodes_derives_nothing_of_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its single rows have their own blocks in the unique part."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
 
     monkeypatch.setattr(cuda_attend, "own", None)
     monkeypatch.setattr(cuda_attend, "divide", None)
@@ -156,7 +157,7 @@ def test_a_step_of_decodes_derives_nothing_of_own_blocks(monkeypatch: pytest.Mon
 
 def test_garbage_where_the_causal_part_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: A9, D8. What is broken in an own block breaks its rows, and these alone."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
 
     monkeypatch.setattr(cuda_attend, "CONTINUED", 1)
     batch = build([Request(9, 5), Request(6, 3), Request(5, 2, prefix=1), Request(4, 6, prefix=1)], Shape(poison=1e4))
@@ -172,8 +173,8 @@ def test_garbage_where_the_causal_part_continues(monkeypatch: pytest.MonkeyPatch
 
 def test_a_mixed_bucket_launches_what_the_true_shape_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket counts every row that may be a single one, and so would choose the loop of many."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts
-    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Tile
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import Tile
 
     monkeypatch.setattr(cuda_parts, "MANY_SPANS", 4)
     monkeypatch.setattr(cuda_parts, "flat_spans_tile", lambda *_: Tile(16, 16, 2, 4))
@@ -252,8 +253,8 @@ def test_a_choice_may_write_the_list_with_own_blocks() -> None:
 
 def test_own_blocks_are_those_of_the_choice_of_their_rows() -> None:
     """Requests with a choice need not be the first ones, nor all of those that have rows."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_own
-    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import make_plan
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import own as cuda_own
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import make_plan
 
     batch = build([Request(13, 2), Request(21, 4, chosen=frozenset({1})), Request(9, 3)], Shape(pads=0))
     if torch.cuda.is_available():

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.ops.oracle import CUDA_RUNS
 from tests.ops.quantised import exact, packed_layer, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
-from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, narrow_rows
-from vllm_gaudi_ucm.ops.quantised_linear.impl.tiles import Tiles, tiles_of
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import codes as cuda
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaCodes, CudaFp8, narrow_rows
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.tiles import Tiles, tiles_of
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")

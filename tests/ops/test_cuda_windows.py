@@ -69,7 +69,7 @@ def build_for(requests: list[Request], block_size: int) -> list[Request]:
 )
 def test_verifications(monkeypatch: pytest.MonkeyPatch, wanted: Features, one_launch: bool) -> None:
     """Windows of a block, of less, of less than the new tokens, and beyond any context. covers: A5, A9, A13"""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_windows
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import windows as cuda_windows
 
     monkeypatch.setattr(cuda_windows, "ONE_LAUNCH_ROWS", 512 * one_launch)
     for heads, kv_heads, dim, dtype in ((4, 2, 32, torch.float32), (8, 1, 16, torch.bfloat16)):
@@ -86,7 +86,7 @@ def test_verifications(monkeypatch: pytest.MonkeyPatch, wanted: Features, one_la
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_token_breaks_the_rows_that_see_it(monkeypatch: pytest.MonkeyPatch, bad: float, one_launch: bool) -> None:
     """Of four rows of a request, the window of the last two begins behind it. covers: A9, D8"""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_windows
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import windows as cuda_windows
 
     monkeypatch.setattr(cuda_windows, "ONE_LAUNCH_ROWS", 512 * one_launch)
     window = 2 * BLOCK + 3
@@ -123,7 +123,7 @@ def test_launches_of_a_verification_in_a_bucket(
     """A layer of a short window is one launch, in a bucket of many more blocks and requests, too, and so is a long one
     where requests fill the GPU; else it is as many as without a window. Programs follow the rows, not the blocks of
     the bucket."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_windows
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import windows as cuda_windows
     from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
     monkeypatch.setattr(cuda_windows, "FILLED", filled)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.ops.batch import Batch, Request, Shape, build, sparse_requests_strategy
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, examples, on_gpu
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
-from vllm_gaudi_ucm.ops.unified_attention.impl import cpu_plan
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import plan as cpu_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
@@ -164,7 +164,7 @@ def test_cpu_needs_no_reference_for_finite_garbage(poison: float, loose: bool) -
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", ["key", "value"])
 def test_torchs_cpu_kernel_never_turns_garbage_into_a_finite_wrong_number(which: str, bad: float) -> None:
-    """What `impl/cpu.py` rests on; a torch release that breaks it must fail here."""
+    """What `impl/cpu/attention.py` rests on; a torch release that breaks it must fail here."""
     generator = torch.Generator().manual_seed(0)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     for tokens in (2, 3, 7, 16, 17, 33, 128, 513):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.ops.gaudi_kernels import KERNELS, RMS_NORM, ROTARY, gaudi_software, rms_norm, rotary
-from vllm_gaudi_ucm.ops import gaudi_operators
-from vllm_gaudi_ucm.ops.gaudi_operators import GAUDI_OPERATORS, GaudiOperator
+from vllm_gaudi_ucm.ops.hpu import operators as gaudi_operators
+from vllm_gaudi_ucm.ops.hpu.operators import GAUDI_OPERATORS, GaudiOperator
 
 
 def why_not(operator: GaudiOperator) -> str:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native import library, matrix_unit
-from vllm_gaudi_ucm.ops.native.half_rows import narrow_rows, widen_rows
-from vllm_gaudi_ucm.ops.packed_linear import api
-from vllm_gaudi_ucm.ops.packed_linear.api import PackedWeight, pack, packed_linear
-from vllm_gaudi_ucm.ops.packed_linear.packing import find_pairs
-from vllm_gaudi_ucm.ops.packed_linear.way import NATIVE_ROWS
+from vllm_gaudi_ucm.ops.cpu.native import library, matrix_unit
+from vllm_gaudi_ucm.ops.cpu.native.half_rows import narrow_rows, widen_rows
+from vllm_gaudi_ucm.ops.cpu.packed_linear import api
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import PackedWeight, pack, packed_linear
+from vllm_gaudi_ucm.ops.cpu.packed_linear.packing import find_pairs
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import NATIVE_ROWS
 
 each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 needs_kernels = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow  # large allocations in processes of their own
 
 PROBE = """
 import resource, torch
-from vllm_gaudi_ucm.ops.host_memory import api
+from vllm_gaudi_ucm.ops.cpu import host_memory as api
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

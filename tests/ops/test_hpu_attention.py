@@ -20,9 +20,9 @@ from vllm_gaudi_ucm.ops.unified_attention.api import (
     prepare,
     unified_attention,
 )
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_rows
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import Products
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_rows import Chunk, chunks
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import rows as hpu_rows
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.products import Products
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.rows import Chunk, chunks
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, CausalSlice
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 

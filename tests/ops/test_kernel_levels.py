@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_gaudi_ucm import envs
-from vllm_gaudi_ucm.ops.native import build, levels, library
+from vllm_gaudi_ucm.ops.cpu.native import build, levels, library
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are of x86-64")

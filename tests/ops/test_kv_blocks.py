@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks, swap_blocks
-from vllm_gaudi_ucm.ops.kv_cache.impl import native as native_blocks
 from vllm_gaudi_ucm.ops.kv_cache.impl import reference as blocks_reference
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.kv_cache.impl.cpu import native as native_blocks
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 6, 2, 4, 10
 LAYOUTS = ("layers_first", "blocks_first", "heads_first", "separate", "torn")

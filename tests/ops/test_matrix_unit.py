@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.ops.native.library import native, why_not_native
+from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
+from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 
 
 def test_it_is_used_unless_switched_off() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gaudi_ucm.ops.native import library
-from vllm_gaudi_ucm.ops.packed_linear import measured_ways
-from vllm_gaudi_ucm.ops.packed_linear.api import pack, packed_linear
-from vllm_gaudi_ucm.ops.packed_linear.measured_ways import kinds_of, learn_ways, measure
-from vllm_gaudi_ucm.ops.packed_linear.way import MEASURED_ROWS, Kind, Times, Way, set_times, times_of, ways
+from vllm_gaudi_ucm.ops.cpu.native import library
+from vllm_gaudi_ucm.ops.cpu.packed_linear import measured_ways
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import pack, packed_linear
+from vllm_gaudi_ucm.ops.cpu.packed_linear.measured_ways import kinds_of, learn_ways, measure
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import MEASURED_ROWS, Kind, Times, Way, set_times, times_of, ways
 
 needs_kernels = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
 ALL = ways(tiles=True, onednn=True)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.oracle import CUDA_RUNS, examples
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import capture
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import can_pack
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
-from vllm_gaudi_ucm.ops.native.call_graph.call_graph import capture
-from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
-from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -11,9 +11,10 @@ import torch
 from tests.ops.batch import Batch, Memory, Request, Shape, build
 from tests.ops.oracle import assert_matches
 from tests.ops.test_cuda_narrow_caches import over_narrow_cache
-from vllm_gaudi_ucm.ops.native.library import native, why_not_native
+from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl import native_jobs, reference
+from vllm_gaudi_ucm.ops.unified_attention.impl import reference
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import native_jobs
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())

@@ -16,8 +16,9 @@ from tests.ops.local import Features, with_features
 from tests.ops.oracle import assert_matches, examples, oracle
 from tests.ops.test_native_attention import attend_natively
 from tests.ops.test_native_attention_pairs import BRAIN, check
-from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.ops.unified_attention.impl import native_jobs, reference
+from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
+from vllm_gaudi_ucm.ops.unified_attention.impl import reference
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import native_jobs
 
 pytestmark = pytest.mark.skipif(not matrix_unit.available(), reason=matrix_unit.why_not())
 

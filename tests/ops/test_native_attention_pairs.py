@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.test_native_attention import MIXED, attend_natively
-from vllm_gaudi_ucm.ops.native import library, matrix_unit
-from vllm_gaudi_ucm.ops.packed_linear.packing import find_pairs
-from vllm_gaudi_ucm.ops.unified_attention.impl import native_jobs
+from vllm_gaudi_ucm.ops.cpu.native import library, matrix_unit
+from vllm_gaudi_ucm.ops.cpu.packed_linear.packing import find_pairs
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import native_jobs
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 pytestmark = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl import native as implementation
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
-from vllm_gaudi_ucm.ops.native.library import native, why_not_native
+from vllm_gaudi_ucm.ops.block_selection.impl.cpu import native as implementation
+from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 
 pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())
 

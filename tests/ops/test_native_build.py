@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gaudi_ucm.ops.native import build, library
+from vllm_gaudi_ucm.ops.cpu.native import build, library
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native import library
-from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
-from vllm_gaudi_ucm.ops.rotary.api import can_rotate, rotate
-from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
+from vllm_gaudi_ucm.ops.cpu.native import library
+from vllm_gaudi_ucm.ops.rms_norm.impl.cpu.norm import rms_norm
+from vllm_gaudi_ucm.ops.rotary.impl.cpu.rotary import can_rotate, rotate
+from vllm_gaudi_ucm.ops.silu_and_mul.impl.cpu.gate import silu_and_mul
 
 needs_kernels = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
 pytestmark = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planning import Workload
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
-from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import JobItem, make_items, make_jobs
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu.native_jobs import JobItem, make_items, make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
 
 BLOCK = 4

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from vllm_gaudi_ucm import private_folder
-from vllm_gaudi_ucm.ops.native import build, library
+from vllm_gaudi_ucm.ops.cpu.native import build, library
 
 REAL = next((found for name in build.COMPILERS if (found := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(REAL is None, reason="no C++ compiler here")
@@ -28,7 +28,7 @@ BUILD = """
 import sys
 from pathlib import Path
 from vllm_gaudi_ucm import private_folder
-from vllm_gaudi_ucm.ops.native import build
+from vllm_gaudi_ucm.ops.cpu.native import build
 build.SOURCE = Path(sys.argv[1])
 print(build.build(Path(sys.argv[2])))
 """

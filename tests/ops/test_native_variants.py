@@ -12,7 +12,7 @@ import pytest
 
 from tests.ops.native_variant import VARIANTS, why_not
 from tests.warm_process import WarmProcess
-from vllm_gaudi_ucm.ops.native import build
+from vllm_gaudi_ucm.ops.cpu.native import build
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (

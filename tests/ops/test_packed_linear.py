@@ -7,10 +7,10 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native import library
-from vllm_gaudi_ucm.ops.packed_linear import api, packing
-from vllm_gaudi_ucm.ops.packed_linear.api import can_pack, pack, packed_linear
-from vllm_gaudi_ucm.ops.packed_linear.way import NATIVE_ROWS
+from vllm_gaudi_ucm.ops.cpu.native import library
+from vllm_gaudi_ucm.ops.cpu.packed_linear import api, packing
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import can_pack, pack, packed_linear
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import NATIVE_ROWS
 
 EPSILON = torch.finfo(torch.float32).eps
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, RecordedSelection, StepCandidates
-from vllm_gaudi_ucm.ops.native.call_graph.call_graph import capture
-from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
-from vllm_gaudi_ucm.ops.native.library import native, why_not_native
+from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import NativeSelection, RecordedSelection, StepCandidates
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import capture
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
+from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 
 pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())
 SPANS, WIDTH, MOST, BLOCKS, LAYERS = 3, 20, 6, 100, 2

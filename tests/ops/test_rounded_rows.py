@@ -9,13 +9,13 @@ import torch
 
 from tests.ops.quantised import packed_layer
 from tests.ops.rounded import ROUNDINGS, assert_near, spoilt_rows, weight_of
-from vllm_gaudi_ucm.ops.native.call_graph.call_graph import Capture
-from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
-from vllm_gaudi_ucm.ops.native.call_list import Call
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import Capture
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
+from vllm_gaudi_ucm.ops.cpu.native.call_list import Call
+from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
-from vllm_gaudi_ucm.ops.quantised_linear.impl import cpu
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import CpuInt8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import int8 as cpu
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
 from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding, joined, multiply_rounded, round_rows
 
 KERNELS = native()

@@ -7,8 +7,8 @@ import torch
 
 from tests.ops.quantised import exact, packed_layer, random_weight
 from tests.ops.test_cuda_quantised import DEVICE, E4M3, GPU, on_device
-from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaFp8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import codes as cuda
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaFp8
 
 
 @pytest.mark.skipif(not GPU or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with 8-bit floats")

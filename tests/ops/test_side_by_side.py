@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gaudi_ucm.ops.side_by_side import has_kernels
+from vllm_gaudi_ucm.ops.cuda.side_by_side import has_kernels
 
 pytest.importorskip("triton")
 
@@ -23,12 +23,12 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 from tests.ops.compile_for_hopper import Hopper
-from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
-from vllm_gaudi_ucm.ops.side_by_side import compiled_side_by_side
-from vllm_gaudi_ucm.ops.silu_and_mul.cuda import cuda_gate
-import vllm_gaudi_ucm.ops.rms_norm.cuda as norms, vllm_gaudi_ucm.ops.silu_and_mul.cuda as gates
-from vllm_gaudi_ucm.ops.rms_norm.triton.rows import norm_rows
-from vllm_gaudi_ucm.ops.silu_and_mul.triton.gates import gate_rows
+from vllm_gaudi_ucm.ops.rms_norm.impl.cuda.norm import cuda_rms_norm
+from vllm_gaudi_ucm.ops.cuda.side_by_side import compiled_side_by_side
+from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import cuda_gate
+import vllm_gaudi_ucm.ops.rms_norm.impl.cuda.norm as norms, vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate as gates
+from vllm_gaudi_ucm.ops.rms_norm.impl.cuda.triton.rows import norm_rows
+from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.triton.gates import gate_rows
 
 launchers = []
 

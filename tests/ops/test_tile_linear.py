@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_compact_weights import MAKERS
-from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.ops.packed_linear import api
-from vllm_gaudi_ucm.ops.packed_linear.api import PackedWeight, pack, packed_linear
-from vllm_gaudi_ucm.ops.packed_linear.packing import Form, Panels
-from vllm_gaudi_ucm.ops.packed_linear.way import Way
+from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
+from vllm_gaudi_ucm.ops.cpu.packed_linear import api
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import PackedWeight, pack, packed_linear
+from vllm_gaudi_ucm.ops.cpu.packed_linear.packing import Form, Panels
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Way
 
 needs_tiles = pytest.mark.skipif(not matrix_unit.available(), reason=matrix_unit.why_not() or "there is one")
 EPSILON = torch.finfo(torch.float32).eps

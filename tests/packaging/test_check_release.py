@@ -9,7 +9,7 @@ from zipfile import ZipFile
 import pytest
 
 from scripts.check_release import bill_faults, wheel_faults
-from vllm_gaudi_ucm.ops.native.levels import LEVELS
+from vllm_gaudi_ucm.ops.cpu.native.levels import LEVELS
 
 METADATA = """Metadata-Version: 2.4
 Name: vllm-gaudi-ucm
@@ -25,7 +25,7 @@ def make_wheel(folder: Path, kernels: list[str]) -> Path:
     with ZipFile(wheel, "w") as archive:
         archive.writestr("vllm_gaudi_ucm-1.2.3.dist-info/METADATA", METADATA)
         for name in kernels:
-            archive.writestr(f"vllm_gaudi_ucm/ops/native/portable/{name}", b"")
+            archive.writestr(f"vllm_gaudi_ucm/ops/cpu/native/portable/{name}", b"")
     return wheel
 
 

@@ -24,10 +24,10 @@ from tests.packaging.conftest import make_environment
 from tests.packaging.source_tree import ROOT, pip
 from tests.text_model import make_text_model
 from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT
-from vllm_gaudi_ucm.ops.native import build, levels
+from vllm_gaudi_ucm.ops.cpu.native import build, levels
 
 NOBODY = 65534
-FOLDER = "vllm_gaudi_ucm/ops/native/portable"
+FOLDER = "vllm_gaudi_ucm/ops/cpu/native/portable"
 
 pytestmark = [
     pytest.mark.slow,  # compiles kernels, and starts an engine

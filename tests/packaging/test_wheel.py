@@ -86,7 +86,7 @@ def test_kernels_that_were_asked_for_and_cannot_be_compiled_are_an_error(
 def test_sources_of_the_native_kernels_are_in_the_wheel(content: dict[str, str], source: Path) -> None:
     """They are built where the wheel is installed if it has no kernels for the CPU; without them the worker would only
     be slower, and say so."""
-    folder = "ops/native/source"
+    folder = "ops/cpu/native/source"
     expected = {f"vllm_gaudi_ucm/{folder}/{file.name}" for file in (source / folder).iterdir()}
     assert len(expected) > 3
     assert {name for name in content if name.startswith(f"vllm_gaudi_ucm/{folder}/")} == expected

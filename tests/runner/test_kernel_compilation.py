@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.ops.side_by_side import FoundKernels
+from vllm_gaudi_ucm.ops.cuda.side_by_side import FoundKernels
 from vllm_gaudi_ucm.runner import kernel_compilation
 from vllm_gaudi_ucm.runner.kernel_compilation import KernelCompilation, compile_kernels
 

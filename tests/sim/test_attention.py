@@ -16,7 +16,7 @@ from tests.ops.oracle import assert_matches, attend, budget, oracle
 from vllm_gaudi_ucm.batch.row_tiles import cut_rows
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import kernels as hpu_kernels
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalTiles
 
 PT_HPU_LAZY_MODE = "1"

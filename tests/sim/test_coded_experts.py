@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 from vllm_gaudi_ucm.graphs.cost.experts import ExpertSpec
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, prepare_coded_experts
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
-from vllm_gaudi_ucm.ops.moe.impl.hpu import why_not_codes, within_range
+from vllm_gaudi_ucm.ops.moe.impl.hpu.experts import why_not_codes, within_range
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.ops.quantised import exact, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Product, QuantisedWeight, Target, choose_product
-from vllm_gaudi_ucm.ops.quantised_linear.impl.hpu import GaudiFp8, GaudiUint4
+from vllm_gaudi_ucm.ops.quantised_linear.impl.hpu.products import GaudiFp8, GaudiUint4
 
 PT_HPU_LAZY_MODE = "0"
 

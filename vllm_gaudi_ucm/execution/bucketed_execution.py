@@ -30,7 +30,7 @@ from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFuncti
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.ops.side_by_side import has_kernels
+from vllm_gaudi_ucm.ops.cuda.side_by_side import has_kernels
 from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, TILE_ROWS
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_memory import LEAST_ROWS, AttentionSizes, attention_bytes
+from vllm_gaudi_ucm.ops.unified_attention.score_memory import LEAST_ROWS, AttentionSizes, attention_bytes
 
 GIB = 1 << 30
 # Of the table of shared blocks, int32 [requests, shared blocks]: 16 MiB, which a step copies to the device at most.

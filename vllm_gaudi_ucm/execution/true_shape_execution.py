@@ -19,11 +19,11 @@ from vllm_gaudi_ucm.execution.group_tensors import step_table
 from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.ops.block_selection.impl.native import RecordedSelection
-from vllm_gaudi_ucm.ops.native.call_graph.call_graph import CpuGraph, capture
-from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
+from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import RecordedSelection
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import CpuGraph, capture
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
-from vllm_gaudi_ucm.ops.unified_attention.impl.native import NativePlan, RecordedPlan
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu.native import NativePlan, RecordedPlan
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import can_pack
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
 from vllm_gaudi_ucm.ops.moe.choice import SCORES, choose_experts
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
-from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.distributed import get_dp_group
 from vllm_gaudi_ucm.vllm_api.model import op_registry_oot

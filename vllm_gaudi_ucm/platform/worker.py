@@ -28,10 +28,10 @@ from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effe
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.limits import strip_size
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
-from vllm_gaudi_ucm.layers.cpu_layers import register_cpu_layers
-from vllm_gaudi_ucm.layers.cuda_layers import register_cuda_layers
+from vllm_gaudi_ucm.layers.cpu.layers import register_cpu_layers
+from vllm_gaudi_ucm.layers.cuda.layers import register_cuda_layers
 from vllm_gaudi_ucm.layers.experts import register_experts
-from vllm_gaudi_ucm.layers.gaudi_layers import register_gaudi_layers
+from vllm_gaudi_ucm.layers.hpu.layers import register_gaudi_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.log_file import of_engine
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.kernel_report import kernel_report
-from vllm_gaudi_ucm.ops.side_by_side import compiled_side_by_side
+from vllm_gaudi_ucm.ops.cuda.side_by_side import compiled_side_by_side
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution

@@ -13,12 +13,12 @@ from vllm_gaudi_ucm.execution.decoder import HIDDEN, Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_specs
 from vllm_gaudi_ucm.kv_cache.tile import tile_size
+from vllm_gaudi_ucm.layers.cpu.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.layers.experts import ServedMoeRunner, prepare_model_experts
-from vllm_gaudi_ucm.layers.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.start_stages import StartStages
-from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
-from vllm_gaudi_ucm.ops.native import matrix_unit
+from vllm_gaudi_ucm.ops.cpu.host_memory import keep_all_freed_memory
+from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows, refuse_windows_in_one_table

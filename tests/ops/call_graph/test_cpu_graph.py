@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from vllm_gaudi_ucm.ops.native import library
-from vllm_gaudi_ucm.ops.native.call_graph.call_graph import MOST_OPERATIONS, CpuGraph, Operation, capture
-from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
-from vllm_gaudi_ucm.ops.packed_linear.api import can_pack, pack, packed_linear
-from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
-from vllm_gaudi_ucm.ops.rotary.api import rotate
-from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
+from vllm_gaudi_ucm.ops.cpu.native import library
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import MOST_OPERATIONS, CpuGraph, Operation, capture
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import can_pack, pack, packed_linear
+from vllm_gaudi_ucm.ops.rms_norm.impl.cpu.norm import rms_norm
+from vllm_gaudi_ucm.ops.rotary.impl.cpu.rotary import rotate
+from vllm_gaudi_ucm.ops.silu_and_mul.impl.cpu.gate import silu_and_mul
 
 pytestmark = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
 SIZE, VOCABULARY = 64, 50

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from vllm_gaudi_ucm.ops.native.call_graph.memory import Arena, MemoryPool
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import Arena, MemoryPool
 
 
 def test_memory_is_lent_again_only_when_the_last_view_is_gone() -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.ops.oracle import CUDA_RUNS
 from tests.sparse.selection.one_layer import Member, OneLayer, select
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
-from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_joined
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import joined as cuda_joined
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 

@@ -74,7 +74,7 @@ def thread_checks() -> Iterator[Check]:
 
 def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
     """A row for a server on the CPU: whether float32 is multiplied on its matrix unit. May build the kernels."""
-    from vllm_gaudi_ucm.ops.native import matrix_unit
+    from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 
     if device != "cpu":
         return
@@ -89,8 +89,8 @@ def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]
 
 def kernel_checks(device: str | None) -> Iterator[Check]:
     """A row for a server on the CPU: which kernels it has, or why none, and whether they are kept. May build them."""
-    from vllm_gaudi_ucm.ops.native.build import INSTALL, KEEP
-    from vllm_gaudi_ucm.ops.native.library import origin, why_not_kept, why_not_native
+    from vllm_gaudi_ucm.ops.cpu.native.build import INSTALL, KEEP
+    from vllm_gaudi_ucm.ops.cpu.native.library import origin, why_not_kept, why_not_native
 
     if device != "cpu":
         return
@@ -107,8 +107,8 @@ def kernel_checks(device: str | None) -> Iterator[Check]:
 
 def product_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
     """Rows for a server on the CPU: which way its linear layers are multiplied, as measured on this machine."""
-    from vllm_gaudi_ucm.ops.packed_linear.measured_ways import known_ways
-    from vllm_gaudi_ucm.ops.packed_linear.way import Way
+    from vllm_gaudi_ucm.ops.cpu.packed_linear.measured_ways import known_ways
+    from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Way
 
     if device != "cpu":
         return
@@ -143,7 +143,7 @@ def operator_checks(device: str | None) -> Iterator[Check]:
     if device != "hpu":
         return
     # torch takes seconds, which the help of the command need not
-    from vllm_gaudi_ucm.ops.gaudi_operators import GAUDI_OPERATORS
+    from vllm_gaudi_ucm.ops.hpu.operators import GAUDI_OPERATORS
 
     for operator in GAUDI_OPERATORS:
         found = operator.resolve()

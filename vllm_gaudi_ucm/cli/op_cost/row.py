@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import kernels as hpu_kernels
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 

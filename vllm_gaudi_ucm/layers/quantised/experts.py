@@ -25,7 +25,7 @@ from vllm_gaudi_ucm.layers.quantised.formats import Mxfp4Format, WeightFormat
 from vllm_gaudi_ucm.layers.quantised.method import largest_e4m3
 from vllm_gaudi_ucm.ops.moe.api import are_codes_enough, prepare_coded_experts
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
-from vllm_gaudi_ucm.ops.moe.impl.hpu import why_not_codes, within_range
+from vllm_gaudi_ucm.ops.moe.impl.hpu.experts import why_not_codes, within_range
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts, set_weight_attrs

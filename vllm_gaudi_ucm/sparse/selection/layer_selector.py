@@ -25,7 +25,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
+from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import NativeSelection, StepCandidates
 from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts

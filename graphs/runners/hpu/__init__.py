@@ -1,0 +1,1 @@
+"""Graphs of Gaudi's lazy mode."""

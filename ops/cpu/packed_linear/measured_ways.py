@@ -1,0 +1,178 @@
+"""Measures which way multiplies how many rows fastest: some milliseconds for each kind of weight, kept on disk.
+
+Every process of this user on this machine reads the same file, so all ranks of an engine choose alike. Without a folder
+for it nothing is measured, and the rule decides (`way.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.envs import user_cache
+from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
+from vllm_gaudi_ucm.ops.cpu.native.build import alone
+from vllm_gaudi_ucm.ops.cpu.native.library import identity, native
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import (
+    PACK_FOR_ROWS,
+    PackedWeight,
+    multiply_form,
+    multiply_pairs,
+)
+from vllm_gaudi_ucm.ops.cpu.packed_linear.packing import GROUP, Compact, Form, find_panels, pairs_of, panels_of
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import MEASURED_ROWS, Kind, Times, Way, set_times
+from vllm_gaudi_ucm.private_folder import make_private_folder, refuse_foreign
+
+logger = logging.getLogger(__name__)
+
+# A weight of a small model: large enough that a product of one row is work for several threads.
+OUTPUTS, INPUTS = 768, 576
+REPEATS, REPEATS_OF_MANY_ROWS = 5, 3
+
+Seconds = dict[Way, tuple[float, ...]]
+Product = Callable[[Tensor], Tensor]
+
+
+def learn_ways(kinds: Collection[Kind], folder: Path | None = None) -> None:
+    """Makes the times of these kinds known to this process: from disk, or measured. folder: instead of the user's.
+
+    The first process of several measures; the others wait for it. What cannot be kept is not measured either, because
+    another rank might find other times.
+    """
+    if native() is None or not kinds:
+        return
+    try:
+        folder = folder or user_cache() / "native"
+        make_private_folder(folder)
+        path = folder / f"products-{_key()}.json"
+        known = _read(path)
+        if not set(kinds) <= set(known):
+            with alone(folder):
+                known = _read(path)
+                missing = [kind for kind in kinds if kind not in known]
+                known |= {kind: measure(kind) for kind in missing}
+                _write(path, known)
+    except (OSError, RuntimeError) as error:
+        logger.info("Products are not measured, because the times cannot be kept: %s", error)
+        return
+    set_times(known)
+
+
+def known_ways(folder: Path | None = None) -> dict[Kind, Times]:
+    """The times that are kept for this machine, without measuring; none where nothing was measured yet."""
+    if native() is None:
+        return {}
+    try:
+        folder = folder or user_cache() / "native"
+        known = _read(folder / f"products-{_key()}.json")
+    except (OSError, RuntimeError):
+        return {}
+    return {kind: Times(kind, seconds) for kind, seconds in known.items()}
+
+
+def _key() -> str:
+    """CPU, compiler and source of the kernels, torch, and its threads."""
+    return f"{identity()}-torch{torch.__version__}-{torch.get_num_threads()}"
+
+
+def measure(kind: Kind) -> Seconds:
+    """Seconds of a kind's products in each way that this machine has: of each the least of some repeats, in turns."""
+    products = _products(kind)
+    x = torch.ones(MEASURED_ROWS[-1], INPUTS, dtype=torch.bfloat16 if kind is Kind.PAIRS else torch.float32)
+    found: dict[Way, list[float]] = {way: [] for way in products}
+    for rows in MEASURED_ROWS:
+        least = dict.fromkeys(products, math.inf)
+        for turn in range(-1, REPEATS if rows <= 16 else REPEATS_OF_MANY_ROWS):
+            for way, product in products.items():
+                begin = time.perf_counter()
+                product(x[:rows])
+                # the first turn is for the caches, and for what oneDNN compiles
+                least[way] = min(least[way], time.perf_counter() - begin if turn >= 0 else math.inf)
+        for way, seconds in least.items():
+            found[way].append(seconds)
+    return {way: tuple(seconds) for way, seconds in found.items()}
+
+
+def _products(kind: Kind) -> dict[Way, Product]:
+    dtype = torch.bfloat16 if kind is Kind.PAIRS else torch.float32
+    plain = torch.arange(OUTPUTS * INPUTS, dtype=torch.float32).remainder_(251).to(dtype).view(OUTPUTS, INPUTS)
+    packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
+    found: dict[Way, Product] = {}
+    if kind is Kind.PAIRS:
+        pairs = pairs_of(plain)
+        assert pairs is not None, "the sizes divide so"
+        found[Way.VECTORS] = lambda x: multiply_pairs(x, pairs, None, tiles=False)
+        if matrix_unit.available():
+            found[Way.TILES] = lambda x: multiply_pairs(x, pairs, None, tiles=True)
+    else:
+        form = find_panels(plain, packed) or panels_of(plain) if kind is Kind.FLOAT32 else _compact(Form[kind.name])
+        if form is not None:
+            found[Way.VECTORS] = lambda x: multiply_form(x, form, OUTPUTS, None, tiles=False)
+            if matrix_unit.available() and kind is not Kind.FLOAT16:
+                found[Way.TILES] = lambda x: multiply_form(x, form, OUTPUTS, None, tiles=True)
+    found[Way.ONEDNN] = lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return found
+
+
+def _compact(form: Form) -> Compact:
+    """A weight of zeros: how long it takes does not depend on the values."""
+    width, panels = 64, OUTPUTS // 64
+    bits16 = form in (Form.BFLOAT16, Form.FLOAT16)
+    inputs = INPUTS // 2 if form is Form.AFFINE4 else INPUTS
+    dtype = torch.int16 if bits16 else torch.uint8 if form is Form.AFFINE4 else torch.int8
+    groups = torch.zeros(panels, INPUTS // GROUP, width)
+    none = torch.zeros(0)
+    offsets = groups if form is Form.AFFINE4 else none
+    return Compact(form, torch.zeros(panels, inputs, width, dtype=dtype), none if bits16 else groups, offsets, width)
+
+
+def _read(path: Path) -> dict[Kind, Seconds]:
+    """What a file holds; nothing of one that is missing, damaged, or open to others: it is written anew."""
+    try:
+        refuse_foreign(path)
+        content = json.loads(path.read_text())
+        return {Kind(kind): _checked(seconds) for kind, seconds in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _checked(seconds: Mapping[str, Any]) -> Seconds:
+    """Raises ValueError or TypeError if these are not times as `measure` gives them."""
+    found = {Way(way): tuple(float(one) for one in times) for way, times in seconds.items()}
+    if Way.ONEDNN not in found:
+        raise ValueError("the times of oneDNN are missing")
+    for times in found.values():
+        if len(times) != len(MEASURED_ROWS) or not all(math.isfinite(one) and one > 0 for one in times):
+            raise ValueError(f"found {times}, expected {len(MEASURED_ROWS)} positive times")
+    return found
+
+
+def _write(path: Path, times: Mapping[Kind, Seconds]) -> None:
+    """Another process reads all of it or nothing."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".products-")
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(times, file)
+    os.replace(name, path)
+
+
+def kinds_of(weights: Collection[PackedWeight]) -> set[Kind]:
+    """Those that these weights are kept in."""
+    found = set()
+    for weight in weights:
+        if weight.pairs is not None:
+            found.add(Kind.PAIRS)
+        elif weight.compact is not None:
+            found.add(Kind[weight.compact.form.name])
+        elif weight.panels is not None:
+            found.add(Kind.FLOAT32)
+    return found

@@ -1,0 +1,1 @@
+"""What several operations on a GPU share."""

@@ -1,1 +1,0 @@
-"""How the host's allocator treats the memory of intermediate results."""

@@ -1,0 +1,1 @@
+"""Native kernels and torch's own, for a CPU."""

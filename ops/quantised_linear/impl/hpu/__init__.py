@@ -1,0 +1,1 @@
+"""Operators of Gaudi's software, and torch's."""

@@ -1,0 +1,1 @@
+"""Implementations, a folder for each device."""

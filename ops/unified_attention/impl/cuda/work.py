@@ -1,0 +1,102 @@
+"""Launches of the parts of a layer, where they leave their partial results, and the streams that they run on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.layer import Layer
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import CudaPlan
+
+_threads = threading.local()
+
+
+class Found(NamedTuple):
+    """Partial results of the programs of a part: acc, top, total, fp32 [programs + lists, rows, heads].
+
+    units: of an entry that programs share evenly.
+    place: int32 [rows of the step]: list * rows per list + lane, or -1. offsets: int32 [lists + 1].
+    """
+
+    part: str
+    place: Tensor
+    acc: Tensor
+    top: Tensor
+    total: Tensor
+    offsets: Tensor
+    programs: int
+    rows: int
+    units: int = 1
+
+
+class Work(NamedTuple):
+    """A launch, and where it leaves its partial results; None if it writes to the result of the step.
+
+    small: it fills no GPU.
+    """
+
+    launch: Callable[[], None]
+    found: Found | None
+    small: bool = False
+
+
+def room_for(
+    layer: Layer, plan: CudaPlan, part: str, place: Tensor, offsets: Tensor, programs: int, rows: int
+) -> Found:
+    """Scratch memory for a part whose lists have `rows` rows each."""
+    size = (programs + offsets.shape[0] - 1) * rows * layer.heads
+    acc = scratch(layer, plan, f"{part} acc", size * layer.value_dim)
+    top, total = (scratch(layer, plan, f"{part} {name}", size) for name in ("top", "total"))
+    return Found(part, place, acc, top, total, offsets, programs, rows)
+
+
+def scratch(layer: Layer, plan: CudaPlan, name: str, size: int) -> Tensor:
+    """Uninitialised fp32 memory of at least `size` elements, reused by all layers."""
+    kept = plan.scratch.get(name)
+    if kept is None or kept.numel() < size:
+        kept = plan.scratch[name] = torch.empty(size, dtype=torch.float32, device=layer.query.device)
+    return kept
+
+
+def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
+    """Launches all in parallel, the first on the current stream; later work waits for all of them.
+
+    If memory limits one part and arithmetic another, together they take little longer than the slower one. A captured
+    graph gets parallel branches. What is small goes ahead of what fills the GPU, behind which it would find no room.
+    """
+    if device.type != "cuda" or len(work) == 1:
+        for one in work:
+            one.launch()
+        return
+    current = torch.cuda.current_stream(device)
+    sides = _side_streams(device)
+    streams = [(sides.ahead if one.small else sides.beside)[index] for index, one in enumerate(work[1:])]
+    for one, stream in zip(work[1:], streams, strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            one.launch()
+    work[0].launch()
+    for stream in streams:
+        current.wait_stream(stream)
+
+
+class _Sides(NamedTuple):
+    """Streams beside the current one: of its priority, and of a higher one."""
+
+    beside: list[torch.cuda.Stream]
+    ahead: list[torch.cuda.Stream]
+
+
+def _side_streams(device: torch.device) -> _Sides:
+    """Side streams of this thread: launches here must not enter a graph that another thread captures."""
+    streams: dict[torch.device, _Sides] | None = getattr(_threads, "streams", None)
+    if streams is None:
+        streams = _threads.streams = {}
+    if device not in streams:
+        made = ([torch.cuda.Stream(device, priority=priority) for _ in range(4)] for priority in (0, -1))
+        streams[device] = _Sides(*made)
+    return streams[device]

@@ -1,0 +1,1 @@
+"""Layers of vLLM for a Gaudi."""
