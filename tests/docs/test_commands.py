@@ -142,9 +142,9 @@ def test_commands_run(page: Path, folder: Path, tmp_path_factory: pytest.TempPat
 INLINE = re.compile(r"`((?:gaudi-ucm|make|python -m) [^`\n]+)`")
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page.parent.name != "diary"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_commands_named_in_sentences_exist(page: Path) -> None:
-    """Their subcommand, options and targets; arguments may be left out. The diary names what is no more."""
+    """Their subcommand, options and targets; arguments may be left out."""
     for found in INLINE.findall(page.read_text(encoding="utf-8")):
         program, name, *rest = found.split()
         if program == "make":
