@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.conformance.expectations import Expectations, Group
 from tests.conformance.outcome import Outcome, judge
@@ -219,7 +220,9 @@ def _lines(file: Path, process: subprocess.Popen[bytes], deadline: float) -> Ite
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all that it started: they are one process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Ends the process and all that it started: they are one session, though vLLM's tests make groups of their own."""
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(one.pid) == process.pid:
+                one.kill()
     process.wait()

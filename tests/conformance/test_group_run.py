@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from packaging.specifiers import SpecifierSet
 
@@ -88,3 +89,17 @@ def test_a_group_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_group_whose_files_are_gone_has_failed(tmp_path: Path) -> None:
     found = run(tmp_path, Group("g", ("tests/test_gone.py",), (), 1.0), Expectations((), (), ()))
     assert found["test_gone.py"].message == "vLLM's tests have none of tests/test_gone.py"
+
+
+def test_processes_that_a_test_leaves_are_ended_with_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "left"
+    text = f"""
+import os, subprocess
+def test_leaves_a_process_with_a_group_of_its_own():
+    left = subprocess.Popen(["sleep", "600"], process_group=0)
+    open({str(file)!r}, "w").write(str(left.pid))
+"""
+    monkeypatch.setitem(TESTS, "test_plain.py", text)
+    run(tmp_path, Group("g", ("tests/test_plain.py",), (), 1.0), Expectations((), (), ()))
+    left = int(file.read_text())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
