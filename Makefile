@@ -82,7 +82,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room fuzz conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room fuzz conformance setup-conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,8 @@ test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the quick tests of one room, in
 
 fuzz: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Random engines under random requests, checked against Hugging Face: make fuzz SEEDS="3 7 10..100"
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(SEEDS) $(ARGS)
+
+setup-conformance: $(CONFORMANCE_STAMP) ## Install what vLLM's own tests import
 
 conformance: $(CONFORMANCE_STAMP) $(MODEL_STAMP) ## Run vLLM's own tests with this plugin: make conformance ARGS="--group sampler"
 	$(run_env) $(PY) -m tests.conformance $(ARGS)
@@ -248,7 +250,7 @@ $(RAY_STAMP): $(PLUGIN_STAMP)
 
 # What vLLM's own tests import beyond what ours do.
 $(CONFORMANCE_STAMP): $(PLUGIN_STAMP) pyproject.toml
-	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[conformance]'
+	@$(call step,setup-conformance) "what vLLM's own tests import" $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[conformance]'
 	@$(done_stamp)
 
 # No stamp without a server, so that the next run tries again; the tests are skipped until then.

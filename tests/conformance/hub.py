@@ -45,6 +45,7 @@ def _tokenizer(folder: Path, demo: Path) -> None:
 _OPT = partial(_random, family="opt", vocab_size=50272, max_position_embeddings=2048)
 _QWEN3 = partial(_random, family="qwen3", max_position_embeddings=40960)
 _QWEN2 = partial(_random, family="qwen2", max_position_embeddings=32768)
+_GPT2 = partial(_random, family="gpt2", vocab_size=50257, n_positions=1024)
 _LLAMA = partial(_random, family="llama", max_position_embeddings=8192)
 MODELS: Mapping[str, Callable[[Path, Path], None]] = {
     "facebook/opt-125m": _OPT,
@@ -58,7 +59,8 @@ MODELS: Mapping[str, Callable[[Path, Path], None]] = {
     "meta-llama/Llama-3.2-1B": _LLAMA,
     "meta-llama/Llama-3.2-1B-Instruct": _demo,
     "hmellor/tiny-random-LlamaForCausalLM": _LLAMA,
-    "openai-community/gpt2": partial(_random, family="gpt2", vocab_size=50257, n_positions=1024),
+    "gpt2": _GPT2,
+    "openai-community/gpt2": _GPT2,
 }
 """Name -> what writes the model that stands for it into a folder, given the demo model's folder."""
 
