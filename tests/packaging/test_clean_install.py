@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,13 +133,32 @@ def test_the_command_says_the_version_of_the_wheel(install: Install, kernel_whee
     assert done.stdout == f"vllm-gaudi-ucm {kernel_wheel.name.split('-')[1]}\n"
 
 
-def test_doctor_finds_the_fast_path(install: Install) -> None:
-    done = install.run("gaudi-ucm", "doctor", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    kernels = rows["native kernels"]
-    assert (kernels["status"], kernels["found"]) == ("ok", f"from the wheel, for {levels.runnable()[-1].name} CPUs")
-    assert rows["unified_attention"]["found"].startswith("native;")
+def test_doctor_finds_the_fast_path_on_cpus_of_each_level(install: Install) -> None:
+    """A CPU of a lower level is this one without the libraries above: a process takes the highest that is there."""
+    (folder,) = install.python.parent.parent.glob(f"lib/python*/site-packages/{FOLDER}")
+    there = [level for level in levels.runnable() if (folder / level.file).is_file()]
+    assert there[-1] == levels.runnable()[-1]
+    with writable(folder):
+        for level in reversed(there):
+            done = install.run("gaudi-ucm", "doctor", "--json")
+            assert done.returncode == 0, done.stdout + done.stderr
+            rows = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+            kernels = rows["native kernels"]
+            assert (kernels["status"], kernels["found"]) == ("ok", f"from the wheel, for {level.name} CPUs")
+            assert rows["unified_attention"]["found"].startswith("native;")
+            (folder / level.file).rename(folder / f"{level.file}.away")
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Lets this process rename the files of a folder, which have their names back afterwards."""
+    folder.chmod(0o755)
+    try:
+        yield
+    finally:
+        for path in folder.glob("*.away"):
+            path.rename(path.with_suffix(""))
+        folder.chmod(0o555)
 
 
 def test_the_demo_runs(install: Install) -> None:
