@@ -19,11 +19,11 @@ EMULATED_TILES = Path(__file__).with_name("emulated_tiles.h")
 class Variant:
     """Another build.
 
-    march: the CPU. needs: what /proc/cpuinfo calls the instructions that must be there to run it. lanes: floats of a
-    vector. flags, link_flags: what the compiler and the linker get beside.
+    march: the compiler's flags for the CPU. needs: what /proc/cpuinfo calls the instructions that must be there to run
+    it. lanes: floats of a vector. flags, link_flags: further flags of the compiler and the linker.
     """
 
-    march: str
+    march: tuple[str, ...]
     needs: frozenset[str]
     lanes: int
     flags: tuple[str, ...] = ()
@@ -32,12 +32,21 @@ class Variant:
 
 # It traps and prints nothing, which is much less to compile; without the last flag it says what was done, and where.
 _SANITIZED = ("-Og", "-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-fsanitize-undefined-trap-on-error")
+
+
+def _of_level(name: str) -> Variant:
+    """The build that a wheel brings for a level of CPUs."""
+    place = next(place for place, level in enumerate(levels.LEVELS) if level.name == name)
+    needs = frozenset().union(*(level.adds for level in levels.LEVELS[: place + 1]))
+    return Variant(levels.LEVELS[place].march, needs, 16 if "avx512f" in needs else 8)
+
+
 VARIANTS = {
-    "x86-64-v2": Variant("x86-64-v2", frozenset({"sse4_2", "ssse3", "popcnt"}), 4),
-    "x86-64-v3": Variant("x86-64-v3", frozenset({"avx2", "fma", "f16c", "bmi2"}), 8),
+    "x86-64-v2": Variant(("-march=x86-64-v2",), frozenset({"sse4_2", "ssse3", "popcnt"}), 4),
+    **{level.name: _of_level(level.name) for level in levels.LEVELS},
     # the matrix unit's kernels; what they do beyond the language ends the process
     "emulated-tiles": Variant(
-        "native",
+        ("-march=native",),
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
         16,
         (*_SANITIZED, f"-I{build.SOURCE}", f'-DUCM_EMULATED_TILES="{EMULATED_TILES}"'),
@@ -59,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before tests are collected, which ask for the kernels then."""
     variant = VARIANTS[config.getoption("--native-variant")]
-    build.MARCH = (f"-march={variant.march}", *variant.flags)
+    build.MARCH = (*variant.march, *variant.flags)
     build.LINK_FLAGS = (*build.LINK_FLAGS, *variant.link_flags)
     found = library.native()
     if found is None:
