@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, ClassVar, Generic, TypeVar
 
-from vllm_gaudi_ucm.registry import Registry
+from vllm_gaudi_ucm.registry import Registry, is_installed, those_installed
 
 AUTO = "auto"
 
@@ -58,11 +58,11 @@ class Implementations(Registry[type[ImplementationT]]):
     Args:
         operation: its name, for errors.
         group: entry point group for further ones, as `NAME = "package.module:ClassName"`.
-        classes: those known from the start, as `"package.module:ClassName"`.
+        classes: those known from the start, as `"package.module:ClassName"`; without a module that was left out.
     """
 
     def __init__(self, operation: str, group: str, **classes: str) -> None:
-        super().__init__(f"implementation of {operation}", group, **classes)
+        super().__init__(f"implementation of {operation}", group, **those_installed(**classes))
         self.operation = operation
         self._made: dict[str, ImplementationT] = {}
         self._chosen: dict[tuple[object, ...], ImplementationT] = {}
@@ -149,6 +149,15 @@ class Implementations(Registry[type[ImplementationT]]):
         return None if spec is None or one.supports(spec) else f"it does not compute {spec}"
 
 
+@cache
+def has_folders(device: str) -> bool:
+    """Whether this installation has the folders named after a device, such as `ops/cuda` and `ops/moe/impl/cuda`.
+
+    Without them the references compute there.
+    """
+    return is_installed(f"vllm_gaudi_ucm.ops.{device}")
+
+
 @lru_cache(maxsize=8)
 def why_not_triton(device: str) -> str | None:
     """Why Triton cannot run kernels on this type of device; None if it can.
@@ -158,6 +167,8 @@ def why_not_triton(device: str) -> str | None:
     """
     if device not in ("cpu", "cuda"):
         return f"they are for cuda, the tensors are on {device}"
+    if not has_folders("cuda"):
+        return "the folders of CUDA's kernels were left out of this installation"
     try:
         from triton import knobs
     except ImportError as error:
@@ -165,3 +176,8 @@ def why_not_triton(device: str) -> str | None:
     if device == "cpu" and not knobs.runtime.interpret:
         return "the tensors are on cpu, and TRITON_INTERPRET=1 is not set"
     return None
+
+
+def has_kernels(device: str) -> bool:
+    """Whether computations on this type of device launch kernels that Triton compiles."""
+    return device == "cuda" and why_not_triton(device) is None

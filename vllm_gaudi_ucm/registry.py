@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Generic, NamedTuple, TypeVar
 
@@ -122,6 +123,20 @@ class Registry(Generic[T]):
     def _entry_points(self) -> Iterator[EntryPoint]:
         if self._group is not None:
             yield from _installed(self._group, tuple(sys.path))
+
+
+@cache
+def is_installed(module: str) -> bool:
+    """Whether a module is there to be imported, without importing it: the folders of a device may be left out."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def those_installed(**places: str) -> dict[str, str]:
+    """The places, `"package.module:name"`, whose modules are there."""
+    return {name: place for name, place in places.items() if is_installed(place.partition(":")[0])}
 
 
 @lru_cache(maxsize=16)

@@ -309,7 +309,7 @@ def chosen_implementation(device_type: str, implementation: str = AUTO) -> str:
 
 
 # To choose is nothing that torch.compile can trace, and what is compiled for a Gaudi is traced for it alone.
-_TRACED = {name: BLOCK_SELECTION.make(name) for name in ("reference", "hpu")}
+_TRACED = {name: BLOCK_SELECTION.make(name) for name in ("reference", "hpu") if name in BLOCK_SELECTION}
 
 
 def _choose(implementation: str, device_type: str) -> BlockSelectionImplementation:

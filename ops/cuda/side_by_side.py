@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_gaudi_ucm.ops.registry import why_not_triton
-
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
@@ -96,11 +94,6 @@ class FoundKernels:
         for name, kernel in sorted(self.kernels.items()):
             parts += [name, kernel.function.cache_key, kernel.described]
         return Path(knobs.cache.dir) / f"vllm-gaudi-ucm-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}"
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether computations on this device launch kernels that Triton compiles."""
-    return device.type == "cuda" and why_not_triton(device.type) is None
 
 
 def _nobody_watches(done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.ops.moe.codes import CodedExperts
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights, MoeImplementation
 from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
 from vllm_gaudi_ucm.ops.moe.validation import validate_codes, validate_rows, validate_weights
-from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.registry import AUTO, has_folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,18 @@ def are_codes_enough(weights: CodedExperts, spec: MoeSpec, *, captured: bool = F
     return chosen.supports(replace(spec, weights=CODES)) and chosen.takes_codes(weights)
 
 
-def pack_experts(weights: ExpertWeights, spec: MoeSpec, compact: bool = False) -> Experts:
+def pack_experts(weights: ExpertWeights, spec: MoeSpec, compact: bool = False) -> Experts | None:
     """The same for a CPU, with packed weights (`ops/cpu/packed_linear`), in copies: the plain ones may be freed.
 
-    compact: also look for forms of fewer bits. `packed_linear.api.can_pack` must hold for both weights.
+    compact: also look for forms of fewer bits. Returns None if weights of this dtype and device cannot be packed.
     """
+    if not has_folders("cpu"):
+        return None
+    from vllm_gaudi_ucm.ops.cpu.packed_linear.api import can_pack
     from vllm_gaudi_ucm.ops.moe.impl.cpu.experts import pack_each
 
+    if not can_pack(weights.w13):
+        return None
     validate_weights(weights, spec)
     form, packed_spec = pack_each(weights, spec, compact)
     return _experts(weights, packed_spec, MOE.make("cpu"), form, None)

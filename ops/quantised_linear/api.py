@@ -6,16 +6,14 @@ rows mean `rounding.multiply_rounded` defines.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaCodes, CudaFp8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.hpu.products import GaudiFp8, GaudiUint4
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
+from vllm_gaudi_ucm.registry import Registry, those_installed
 
 __all__ = ["Product", "QuantisedWeight", "Target", "choose_product", "dequantise"]
 
@@ -38,20 +36,16 @@ class Target(NamedTuple):
     largest: float = 448.0
 
 
-def choose_product(weight: QuantisedWeight, target: Target) -> Product | None:
-    """What multiplies such a weight where it lies; None: plain weights are as good, or the only way.
+_PRODUCTS: Registry[Callable[[QuantisedWeight, Target], Product | None]] = Registry(
+    "product with quantised weights",
+    **those_installed(
+        cpu="vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8:choose",
+        cuda="vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.products:choose",
+        hpu="vllm_gaudi_ucm.ops.quantised_linear.impl.hpu.products:choose",
+    ),
+)
 
-    A CPU has plain weights but for rounded rows: they are packed like any others, in fewer bits where that is exact. So
-    has Gaudi for codes of 8 bits with scales by block: to give each output one scale would change the weights.
-    """
-    if target.device == "hpu":
-        if GaudiFp8.covers(weight):
-            return GaudiFp8(target.largest)
-        return GaudiUint4(target.dtype) if GaudiUint4.covers(weight) else None
-    if target.device == "cuda":
-        if CudaInt8.covers(weight):
-            return CudaInt8(weight)
-        if CudaFp8.covers(weight, target.dtype):
-            return CudaFp8(weight)
-        return CudaCodes(weight) if CudaCodes.covers(weight) else None
-    return CpuInt8(weight) if CpuInt8.covers(weight) else None
+
+def choose_product(weight: QuantisedWeight, target: Target) -> Product | None:
+    """What multiplies such a weight where it lies; None: plain weights are as good, or the only way."""
+    return _PRODUCTS.get(target.device)(weight, target) if target.device in _PRODUCTS else None

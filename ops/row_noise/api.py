@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import can_draw, cuda_noise
+from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 FIRST, SECOND, ADDED = 0xCC9E2D51, 0x1B873593, 0xE6546B64
 FINAL_FIRST, FINAL_SECOND = 0x85EBCA6B, 0xC2B2AE35
@@ -43,7 +43,9 @@ def exponential_noise(keys: Tensor, mixes: Tensor) -> Tensor:
         keys: int32 [rows], of `row_keys`.
         mixes: int32 [vocabulary], of `token_mixes`.
     """
-    if not torch.compiler.is_compiling() and can_draw(keys):
+    if not torch.compiler.is_compiling() and why_not_triton(keys.device.type) is None:
+        from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import cuda_noise
+
         return cuda_noise(keys, mixes)
     high, low = _halves(keys, mixes)
     # each half is exact in float32, so their sum is rounded once

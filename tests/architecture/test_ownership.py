@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_rooms import ROOT, sources
+from tests.architecture.sources import ROOT, sources
 
 EXCEPTIONS = {
     # objects of vLLM that it gives plugins to change, or that have no other way

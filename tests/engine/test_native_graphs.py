@@ -12,7 +12,7 @@ from vllm.model_executor.layers import rotary_embedding
 
 from tests.engine.serving import Answer, Engine, greedy_params
 from tests.engine.tiny_models import FAMILIES, LATENT, MIXTURES, VOCAB, make_config, make_model
-from vllm_gaudi_ucm.execution.true_shape_execution import MOST_ROWS, NativeGraphs
+from vllm_gaudi_ucm.execution.cpu.native_graphs import MOST_ROWS, NativeGraphs
 from vllm_gaudi_ucm.ops.cpu.native import library
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library.native() is None, reason=library.why_not_native())]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.layers.cpu import packed_weights
 from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 from vllm_gaudi_ucm.runner import model_runner
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
@@ -28,7 +29,7 @@ def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model_runner, "get_model", lambda vllm_config: nn.Module())
     monkeypatch.setattr(model_runner, "load_draft_model", lambda config: None)
     monkeypatch.setattr(model_runner, "Decoder", lambda model, config, stage, lockstep: _Decoder())
-    monkeypatch.setattr(model_runner, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
+    monkeypatch.setattr(packed_weights, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
     runner = object.__new__(ModelRunner)
     compilation = SimpleNamespace(static_forward_context={})
     model = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama"))

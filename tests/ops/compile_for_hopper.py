@@ -24,8 +24,8 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
-from vllm_gaudi_ucm.ops.moe.choice import _by_kernel
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertPacker
+from vllm_gaudi_ucm.ops.moe.impl.cuda.choice import cuda_choose
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
@@ -217,8 +217,8 @@ def coded_experts(dtype: torch.dtype) -> None:
 def choices(dtype: torch.dtype) -> None:
     """Of a few experts and many, with a bias and without one."""
     logits = torch.zeros(3, 128, dtype=dtype)
-    _by_kernel(logits, 8, "softmax", True, None, 1.0, torch.int64)
-    _by_kernel(torch.zeros(3, 700, dtype=dtype), 8, "sigmoid", True, torch.zeros(700), 2.5, torch.int32)
+    cuda_choose(logits, 8, "softmax", True, None, 1.0, torch.int64)
+    cuda_choose(torch.zeros(3, 700, dtype=dtype), 8, "sigmoid", True, torch.zeros(700), 2.5, torch.int32)
 
 
 def main(dtype: torch.dtype) -> None:

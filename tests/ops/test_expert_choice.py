@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.ops.oracle import CUDA_RUNS
-from vllm_gaudi_ucm.ops.moe import choice
 from vllm_gaudi_ucm.ops.moe.choice import choose_experts
+from vllm_gaudi_ucm.ops.moe.impl.cuda import choice as cuda_choice
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -18,7 +18,7 @@ EXPERTS = (8, 100)
 @pytest.fixture(params=["torch", *(["cuda"] if CUDA_RUNS else [])], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr(choice, "_is_covered", lambda *_: False)
+        monkeypatch.setattr(cuda_choice, "can_choose", lambda *_: False)
     return str(request.param)
 
 

@@ -97,7 +97,9 @@ def oracle(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def prepared(case: Case, implementation: str) -> Experts:
     if implementation == "packed":
-        return pack_experts(case.weights, case.spec)
+        packed = pack_experts(case.weights, case.spec)
+        assert packed is not None, "the caller asks `can_pack`"
+        return packed
     on_gpu = GPU and implementation in ("cuda", "grouped")
     weights = ExpertWeights(*(each.cuda() if on_gpu and each is not None else each for each in case.weights))
     return prepare_experts(weights, case.spec, implementation=implementation)

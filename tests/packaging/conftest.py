@@ -49,6 +49,12 @@ def make_environment(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def plain_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter of an environment without this package, which a caller gives on `PYTHONPATH`."""
+    return make_environment(tmp_path_factory.mktemp("plain-environment"))
+
+
+@pytest.fixture(scope="session")
 def wheel_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Interpreter of an environment with the wheel installed."""
     folder = tmp_path_factory.mktemp("wheel-environment")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.ops.cuda import side_by_side
 from vllm_gaudi_ucm.ops.cuda.side_by_side import FoundKernels
-from vllm_gaudi_ucm.runner import kernel_compilation
 from vllm_gaudi_ucm.runner.kernel_compilation import KernelCompilation, compile_kernels
 
 LARGEST, SMALL = ForwardShape.of(True, 2048, 8, 8), ForwardShape.of(False, 1, 0, 2)
@@ -62,7 +62,7 @@ class Starts:
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
     made = Starts(tmp_path / "kernels/mark")
-    monkeypatch.setattr(kernel_compilation, "compiled_side_by_side", made.found)
+    monkeypatch.setattr(side_by_side, "compiled_side_by_side", made.found)
     return made
 
 

@@ -30,7 +30,7 @@ from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFuncti
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.ops.cuda.side_by_side import has_kernels
+from vllm_gaudi_ucm.ops.registry import has_kernels
 from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class BucketedExecution:
     @property
     def compiles_kernels(self) -> bool:
         """Whether `compute_pads` finds kernels to compile ahead. A stage of a pipeline would wait for others."""
-        return self._handover is None and has_kernels(self._hidden.device)
+        return self._handover is None and has_kernels(self._hidden.device.type)
 
     def compute_pads(self, shape: ForwardShape) -> None:
         """Computes a bucket of this shape over pads, without a graph. Nothing is kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.registry import AUTO, has_folders
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 if TYPE_CHECKING:
@@ -64,10 +64,19 @@ def _automatic(device: str, lazy: bool, enforce_eager: bool) -> GraphKind:
         return "off"
     if enforce_eager:
         return "eager" if device == "hpu" else "off"
-    return "cuda_graph" if device == "cuda" else "hpu_graph" if lazy else "compile"
+    if device == "cuda":
+        return "cuda_graph" if has_folders(device) else "off"
+    if not lazy:
+        return "compile"
+    return "hpu_graph" if has_folders(device) else "eager"
 
 
 def _captured(device: str, lazy: bool) -> GraphKind:
+    if device != "cpu" and not has_folders(device):
+        raise ValueError(
+            f"ucm.graphs.mode: 'capture' needs the folders of {device}, which were left out of this installation; "
+            "expected 'auto', 'eager' or 'off', or an installation with them"
+        )
     if device == "cuda":
         return "cuda_graph"
     if device == "hpu" and lazy:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata, LayerGroups
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
@@ -18,12 +16,7 @@ from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.group_tensors import step_table
 from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
-from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import RecordedSelection
-from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import CpuGraph, capture
-from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
-from vllm_gaudi_ucm.ops.unified_attention.impl.cpu.native import NativePlan, RecordedPlan
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
@@ -31,8 +24,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.distributed.stage import Stage
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+    from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
     from vllm_gaudi_ucm.execution.decoder import Decoder
-    from vllm_gaudi_ucm.observability.room_metrics import NativeGraphMetrics
     from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
     from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
@@ -180,159 +173,3 @@ def _checked(implementation: str, device: torch.device, specs: list[AttentionSpe
     except ValueError as error:
         raise ValueError(f"ucm.attention.implementation: {error}") from error
     return implementation if all(spec.is_plain for spec in specs) else chosen
-
-
-# Python is little of a larger step, and its linear layers may be oneDNN's.
-MOST_ROWS = 64
-# So many numbers of rows without one graph: the model has none.
-HOPELESS = 4
-
-logger = plugin_logger(__name__)
-
-
-class _Key(NamedTuple):
-    """rows: of a step. selects: whether some of its blocks are chosen."""
-
-    rows: int
-    selects: bool
-
-
-@dataclass
-class _Graph:
-    """A graph, the plan and the choices that it attends by, and whether it has given the bits of the ordinary way."""
-
-    graph: CpuGraph
-    plan: RecordedPlan
-    selection: RecordedSelection
-    checked: bool = False
-
-
-class NativeGraphs:
-    """Hidden states of steps of up to `MOST_ROWS` rows; one graph for each number of rows, and one more for steps of so
-    many with chosen blocks. Blocks that have become full are summarised outside of graphs.
-
-    A number of rows that comes for the first time runs operator by operator and is recorded; the second time it runs
-    both ways, and a graph that gives other bits is not used. A model that does not run in native kernels has no graphs.
-
-    Args:
-        decoder: the model.
-        metrics: where steps are counted.
-    """
-
-    def __init__(self, decoder: Decoder, metrics: NativeGraphMetrics) -> None:
-        self._decoder = decoder
-        self._metrics = metrics
-        self._pool = MemoryPool()
-        self._graphs: dict[_Key, _Graph] = {}
-        self._refused: set[_Key] = set()
-        # what graphs read: the same memory in every step
-        self._token_ids, self._positions, self._slots = torch.zeros(3, MOST_ROWS, dtype=torch.int64)
-
-    def hidden(
-        self, step: StepInputs, metadata: UnifiedAttentionMetadata, counters: tuple[torch.Tensor, ...] | None = None
-    ) -> torch.Tensor:
-        """[rows, hidden size], valid until the next call; writes the step's K/V.
-
-        counters: what choices of blocks add to; None: they are more than native calls, and have no graphs.
-        """
-        selection = metadata.selection
-        if not self._is_recordable(step, metadata, counters):
-            return self._run(step, metadata)
-        key = _Key(len(step.token_ids), selection is not None)
-        graph = self._graphs.get(key)
-        if graph is None:
-            return self._capture(key, step, metadata) if self._may_have_graph(key) else self._run(step, metadata)
-        if not graph.checked and selection is not None and _compares_choices(selection.tensors.modes):
-            # a second comparison would find what the first has stored, and count it as kept
-            return self._run(step, metadata)
-        if not graph.checked:
-            return self._check(key, graph, step, metadata, () if selection is None else counters or ())
-        if not self._replay(graph, step, metadata):
-            return self._run(step, metadata)
-        self._metrics.replayed()
-        return graph.graph.result
-
-    def _is_recordable(
-        self, step: StepInputs, metadata: UnifiedAttentionMetadata, counters: tuple[torch.Tensor, ...] | None
-    ) -> bool:
-        if len(step.token_ids) > MOST_ROWS or metadata.parts.implementation.name != "native":
-            return False
-        if metadata.sparse is None:
-            return True
-        selection = metadata.selection
-        if counters is None or metadata.summary_blocks is not None or selection is None:
-            return False
-        return selection.native is not None and selection.room is not None
-
-    def _may_have_graph(self, key: _Key) -> bool:
-        return key not in self._refused and (bool(self._graphs) or len(self._refused) < HOPELESS)
-
-    def _run(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
-        self._metrics.ordinary()
-        return self._decoder.hidden(step.token_ids, step.positions, metadata)
-
-    def _capture(self, key: _Key, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
-        token_ids, positions, slots = self._fill(step)
-        fixed = replace(metadata, slots=slots)
-        plan = RecordedPlan(metadata.parts.plan)
-        found = capture(lambda: self._decoder.hidden(token_ids, positions, fixed), self._pool, plan.stand_ins)
-        if found.graph is None:
-            self._metrics.ordinary()
-            if not found.may_succeed:
-                self._refuse(key, f"it has no graph on this CPU: {found.refused}")
-        else:
-            self._metrics.captured()
-            plan.recorded(metadata.parts.plan, key.rows)
-            self._graphs[key] = _Graph(found.graph, plan, RecordedSelection(found.graph.kept))
-        return found.result
-
-    def _check(
-        self,
-        key: _Key,
-        graph: _Graph,
-        step: StepInputs,
-        metadata: UnifiedAttentionMetadata,
-        counters: tuple[torch.Tensor, ...],
-    ) -> torch.Tensor:
-        """Runs a step both ways, the ordinary one last: that counts. A choice that is stored twice is the same one."""
-        before = [counter.clone() for counter in counters]
-        replayed = graph.graph.result.clone() if self._replay(graph, step, metadata) else None
-        for counter, value in zip(counters, before, strict=True):
-            counter.copy_(value)
-        hidden = self._run(step, metadata)
-        if replayed is not None:
-            graph.checked = torch.equal(_bits(replayed), _bits(hidden))
-            if not graph.checked:
-                del self._graphs[key]
-                self._refuse(key, "its graph gave other values than the model")
-        return hidden
-
-    def _refuse(self, key: _Key, reason: str) -> None:
-        if not self._refused:
-            logger.info("Steps of %d rows run the ordinary way, and maybe others: %s", key.rows, reason)
-        self._refused.add(key)
-
-    def _replay(self, graph: _Graph, step: StepInputs, metadata: UnifiedAttentionMetadata) -> bool:
-        self._fill(step)
-        plan: NativePlan = metadata.parts.plan
-        graph.plan.bind(plan)
-        if metadata.selection is not None and metadata.selection.native is not None:
-            graph.selection.bind(metadata.selection.native)
-        return graph.graph.replay()
-
-    def _fill(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The step's token ids, positions and slots where graphs read them."""
-        rows = len(step.token_ids)
-        fixed = self._token_ids[:rows], self._positions[:rows], self._slots[:rows]
-        for to, given in zip(fixed, (step.token_ids, step.positions, step.slots), strict=True):
-            to.copy_(given)
-        return fixed
-
-
-def _compares_choices(modes: torch.Tensor) -> bool:
-    return bool((modes == SelectionMode.CHECK).any())
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """NaN is not equal to itself, its bits are."""
-    return values.contiguous().view(torch.uint8)

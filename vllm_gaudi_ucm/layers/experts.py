@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.ops.cpu.packed_linear.api import can_pack
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
 from vllm_gaudi_ucm.ops.moe.choice import SCORES, choose_experts
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
@@ -163,10 +162,10 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
     def prepare(self, layer: Any, captured: bool, packed: bool, compact: bool, keep: ExpertForm) -> None:
         """Once the weights are there; see `prepare_model_experts`."""
         weights, spec = _weights(layer), moe_spec(layer)
-        if not (packed and can_pack(weights.w13)):
+        self._experts = pack_experts(weights, spec, compact) if packed else None
+        if self._experts is None:
             self._experts = prepare_experts(weights, spec, captured=captured)
             return
-        self._experts = pack_experts(weights, spec, compact)
         for weight in (layer.w13_weight, layer.w2_weight):
             weight.data = weight.new_empty(0)
 

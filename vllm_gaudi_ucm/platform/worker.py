@@ -28,10 +28,8 @@ from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effe
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.limits import strip_size
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
-from vllm_gaudi_ucm.layers.cpu.layers import register_cpu_layers
-from vllm_gaudi_ucm.layers.cuda.layers import register_cuda_layers
+from vllm_gaudi_ucm.layers.device_layers import register_device_layers
 from vllm_gaudi_ucm.layers.experts import register_experts
-from vllm_gaudi_ucm.layers.hpu.layers import register_gaudi_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.log_file import of_engine
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
@@ -120,12 +118,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
             self._name_rank_in_errors()
         set_random_seed(self.model_config.seed)
         # a recipe is found by its operators, and native calls are none; without graphs nothing looks for recipes
-        if self._device.kind == "cpu" and (kind == "off" or graphs.recipe_check == "off"):
-            register_cpu_layers()
-        elif self._device.kind == "cuda":
-            register_cuda_layers()
-        elif self._device.kind == "hpu":
-            register_gaudi_layers()
+        if self._device.kind != "cpu" or kind == "off" or graphs.recipe_check == "off":
+            register_device_layers(self._device.kind)
         register_experts()
         stage = Stage.of_engine(self._device)
         self._lockstep = Lockstep.of_engine()

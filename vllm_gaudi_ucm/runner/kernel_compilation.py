@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.kernel_report import kernel_report
-from vllm_gaudi_ucm.ops.cuda.side_by_side import compiled_side_by_side
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
@@ -49,6 +48,8 @@ def compile_kernels(
     """
     if not all(execution.compiles_kernels for execution in executions):
         return KernelCompilation()
+    from vllm_gaudi_ucm.ops.cuda.side_by_side import compiled_side_by_side
+
     start = time.perf_counter()
     mark: Path | None = None
     with kernel_report(logger) as report, compiled_side_by_side(report) as found:

@@ -13,12 +13,10 @@ from vllm_gaudi_ucm.execution.decoder import HIDDEN, Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_specs
 from vllm_gaudi_ucm.kv_cache.tile import tile_size
-from vllm_gaudi_ucm.layers.cpu.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.layers.experts import ServedMoeRunner, prepare_model_experts
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.start_stages import StartStages
-from vllm_gaudi_ucm.ops.cpu.host_memory import keep_all_freed_memory
-from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
+from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows, refuse_windows_in_one_table
@@ -144,9 +142,12 @@ class ModelRunner:
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:
             models.append(draft_model)
-        if self._device.kind == "cpu":
+        on_cpu = self._device.kind == "cpu" and has_folders("cpu")
+        if on_cpu:
+            from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
+
             matrix_unit.use(self._config.cpu.matrix_unit)
-        packed = self._device.kind == "cpu" and self._config.cpu.packed_weights and self.kind != "compile"
+        packed = on_cpu and self._config.cpu.packed_weights and self.kind != "compile"
         compact, captured = self._config.cpu.compact_weights, self._captures_experts
         for model in models:
             prepare_model_experts(
@@ -157,6 +158,8 @@ class ModelRunner:
                 keep=self._config.quantised_experts,
             )
         if packed:
+            from vllm_gaudi_ucm.layers.cpu.packed_weights import pack_linear_layers
+
             for model in models:
                 layers = pack_linear_layers(model, compact)
                 logger.info("Packed %d linear layers, %d of them also in fewer bits", *layers)
@@ -165,7 +168,9 @@ class ModelRunner:
         )
         self._draft_decoder = draft[0] if draft else None
         refuse_beside_windows(self.decoder, self._draft_decoder, self._config, self._vllm_config)
-        if self._device.kind == "cpu":
+        if on_cpu:
+            from vllm_gaudi_ucm.ops.cpu.host_memory import keep_all_freed_memory
+
             keep_all_freed_memory()
         if self.kind == "compile":
             self._compiler = StaticCompiler(HPU_BACKEND if self._device.kind == "hpu" else self._config.graphs.backend)

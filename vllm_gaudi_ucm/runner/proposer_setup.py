@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.execution.decoder import Decoder
-from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
+from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.step_runner import TOO_MANY_BLOCKS
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.groups import LayerGroups
     from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+    from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
 

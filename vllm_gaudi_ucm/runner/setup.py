@@ -20,12 +20,13 @@ from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, reads_own_blo
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
 from vllm_gaudi_ucm.execution.decoder import Decoder
-from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
+from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
 from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
 from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
 from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.proposer_setup import make_proposer
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
@@ -327,14 +329,14 @@ def _native_graphs(
     Not beside other connectors than ours, which may be called between the layers: a graph runs no Python there. Not
     with several ranks or engines, whose collectives are no native calls.
     """
-    on_cpu = model.tensors_on.type == "cpu" and model.kind == "off"
+    on_cpu = model.tensors_on.type == "cpu" and model.kind == "off" and has_folders("cpu")
     if decoder is None or not on_cpu or calls_layers or not model.config.cpu.native_graphs:
         return None
-    if model.ranks.size > 1 or decoder.lockstep is not None:
+    # of latents, which way new tokens take depends on the parts, and products are no native calls
+    if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None:
         return None
-    if decoder.latent is not None:
-        # which way new tokens take there depends on the parts, and its products are no native calls
-        return None
+    from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
+
     return NativeGraphs(decoder, metrics.native_graphs())
 
 

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.device.detect import gaudi_cards
 from vllm_gaudi_ucm.device.gaudi_software import RELEASES, GaudiSoftware, installed_gaudi_software, minor_version
 from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
 from vllm_gaudi_ucm.device.hpu_mode import HpuMode, hpu_mode
-from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.registry import AUTO, has_folders
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.vllm_api.versions import BUILT_FOR_TORCH, WINDOWS, Window, installed_version
 
@@ -74,10 +74,10 @@ def thread_checks() -> Iterator[Check]:
 
 def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
     """A row for a server on the CPU: whether float32 is multiplied on its matrix unit. May build the kernels."""
+    if device != "cpu" or not has_folders("cpu"):
+        return
     from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 
-    if device != "cpu":
-        return
     wanted, why_not = config.cpu.matrix_unit, matrix_unit.why_not()
     if why_not:
         yield Check(DEVICE, "matrix unit", "info", f"not used: {why_not}")
@@ -89,11 +89,11 @@ def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]
 
 def kernel_checks(device: str | None) -> Iterator[Check]:
     """A row for a server on the CPU: which kernels it has, or why none, and whether they are kept. May build them."""
+    if device != "cpu" or not has_folders("cpu"):
+        return
     from vllm_gaudi_ucm.ops.cpu.native.build import INSTALL, KEEP
     from vllm_gaudi_ucm.ops.cpu.native.library import origin, why_not_kept, why_not_native
 
-    if device != "cpu":
-        return
     name, expected = "native kernels", "from a wheel, or built once and kept in the user's cache"
     if found := why_not_native():
         advice = f"{INSTALL}; until then steps take torch's operations, which are slower"
@@ -107,11 +107,11 @@ def kernel_checks(device: str | None) -> Iterator[Check]:
 
 def product_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
     """Rows for a server on the CPU: which way its linear layers are multiplied, as measured on this machine."""
+    if device != "cpu" or not has_folders("cpu"):
+        return
     from vllm_gaudi_ucm.ops.cpu.packed_linear.measured_ways import known_ways
     from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Way
 
-    if device != "cpu":
-        return
     known = known_ways()
     if not known:
         yield Check(DEVICE, "linear layers", "info", "not measured yet; the first engine on this machine does that")
@@ -140,7 +140,7 @@ def implementation_checks(config: UcmConfig, device: str) -> Iterator[Check]:
 
 def operator_checks(device: str | None) -> Iterator[Check]:
     """A row for each operator on a Gaudi; none on another device."""
-    if device != "hpu":
+    if device != "hpu" or not has_folders("hpu"):
         return
     # torch takes seconds, which the help of the command need not
     from vllm_gaudi_ucm.ops.hpu.operators import GAUDI_OPERATORS

@@ -28,7 +28,6 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import kernels as hpu_kernels
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
@@ -41,7 +40,9 @@ _library.define("fused_sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_
 @contextmanager
 def fused_kernel() -> Iterator[None]:
     """While it is entered, the hpu implementation finds the fused kernel of a card."""
-    with patch.object(hpu_kernels, "FUSED_SDPA", _sdpa):
+    from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import kernels
+
+    with patch.object(kernels, "FUSED_SDPA", _sdpa):
         yield
 
 

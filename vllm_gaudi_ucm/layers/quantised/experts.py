@@ -25,8 +25,8 @@ from vllm_gaudi_ucm.layers.quantised.formats import Mxfp4Format, WeightFormat
 from vllm_gaudi_ucm.layers.quantised.method import largest_e4m3
 from vllm_gaudi_ucm.ops.moe.api import are_codes_enough, prepare_coded_experts
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
-from vllm_gaudi_ucm.ops.moe.impl.hpu.experts import why_not_codes, within_range
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
+from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts, set_weight_attrs
 
@@ -104,7 +104,7 @@ class QuantisedExpertsMethod(ExpertsMethod):
         of_w13, of_w2 = (None if bias is None else bias.data for bias in found)
         weights = CodedExperts(self._codes.pop("w13"), self._codes.pop("w2"), self._dtype, of_w13, of_w2)
         spec = moe_spec(layer)
-        if keep == "codes" and self._device.type == "hpu":
+        if keep == "codes" and self._device.type == "hpu" and has_folders("hpu"):
             weights = _for_gaudi(weights, spec)
         stay = keep == "codes" or (keep == "auto" and are_codes_enough(weights, spec, captured=captured))
         if stay:
@@ -134,6 +134,8 @@ def _for_gaudi(weights: CodedExperts, spec: MoeSpec) -> CodedExperts:
 
     Raises UnsupportedFeatureError where it has no product with them.
     """
+    from vllm_gaudi_ucm.ops.moe.impl.hpu.experts import why_not_codes, within_range
+
     reason = why_not_codes(weights, spec)
     if reason is not None:
         raise UnsupportedFeatureError(

@@ -10,7 +10,6 @@ import torch
 from vllm_gaudi_ucm.observability.room_metrics import DeviceCounts
 from vllm_gaudi_ucm.ops.block_selection.api import chosen_implementation, new_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import covers as native_covers
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import (
@@ -144,7 +143,9 @@ class BlockSelector:
             return False
         if self.implementation != "native":
             return False
-        return all(native_covers(summaries, self._kind) for summaries in self._summaries)
+        from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import covers
+
+        return all(covers(summaries, self._kind) for summaries in self._summaries)
 
     def counts(self) -> DeviceCounts:
         """Reads the device: not to be called while graphs are captured, nor in every step."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -25,12 +25,14 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import NativeSelection, StepCandidates
 from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.sparse.selection.block_scorer import keep_queries
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import NativeSelection
 
 
 class CandidateBlocks(NamedTuple):
@@ -111,6 +113,8 @@ class LayerSelection:
             if passes_over(t.modes.device.type, implementation=self.implementation):
                 self.spans = RankedSpans.of(t, t.ranked_rows, self.implementation)
         if self.at_once:
+            from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import NativeSelection, StepCandidates
+
             spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
             candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
             choices = t.choice_places, t.choice_spans, t.choice_hi

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from vllm_gaudi_ucm.ops.cpu.native.half_rows import narrow_rows, widen_rows
 from vllm_gaudi_ucm.ops.cpu.native.library import HALF_TYPES, is_rows, native
 from vllm_gaudi_ucm.ops.quantised_linear.rounding import MOST_INPUTS, RowRounding, multiply_rounded
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target
 
 # Outputs of a panel, and of a vector, in which the last panel may end; inputs that are multiplied at a time.
 PANEL, VECTOR, AT_ONCE = 64, 16, 4
@@ -100,3 +103,11 @@ class CpuInt8:
             self._outputs,
         )
         return out
+
+
+def choose(weight: QuantisedWeight, target: Target) -> Product | None:
+    """See `choose_product`.
+
+    A CPU has plain weights but for rounded rows: they are packed like any others, in fewer bits where that is exact.
+    """
+    return CpuInt8(weight) if CpuInt8.covers(weight) else None

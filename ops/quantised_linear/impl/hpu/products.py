@@ -7,12 +7,16 @@ static shapes, and tensors are the layer's parameters: one recipe serves all lay
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from vllm_gaudi_ucm.ops.hpu.operators import CAST_TO_FP8, CONVERT_FROM_UINT4, FP8_GEMM
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target
 
 # Rows of zeros have no scale; this one keeps them zeros, and its inverse is finite in bfloat16.
 SMALLEST_SCALE = 1e-12
@@ -105,3 +109,13 @@ def _words(codes: Tensor) -> Tensor:
     words = (eights << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
     # as two's complement: a conversion of what is beyond int32 is not defined
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def choose(weight: QuantisedWeight, target: Target) -> Product | None:
+    """See `choose_product`.
+
+    Codes of 8 bits with scales by block become plain weights: to give each output one scale would change them.
+    """
+    if GaudiFp8.covers(weight):
+        return GaudiFp8(target.largest)
+    return GaudiUint4(target.dtype) if GaudiUint4.covers(weight) else None

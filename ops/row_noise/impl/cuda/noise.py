@@ -8,14 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.registry import why_not_triton
-
 BLOCK, WARPS = 2048, 8  # elements of a program, and its warps
-
-
-def can_draw(keys: Tensor) -> bool:
-    """Whether `cuda_noise` covers the device of these keys."""
-    return why_not_triton(keys.device.type) is None
 
 
 def cuda_noise(keys: Tensor, mixes: Tensor) -> Tensor:

@@ -1,0 +1,20 @@
+"""Which product with a quantised weight a GPU has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaCodes, CudaFp8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.ops.quantised_linear.api import Product, QuantisedWeight, Target
+
+
+def choose(weight: QuantisedWeight, target: Target) -> Product | None:
+    """See `choose_product`."""
+    if CudaInt8.covers(weight):
+        return CudaInt8(weight)
+    if CudaFp8.covers(weight, target.dtype):
+        return CudaFp8(weight)
+    return CudaCodes(weight) if CudaCodes.covers(weight) else None

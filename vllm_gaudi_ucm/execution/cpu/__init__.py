@@ -1,0 +1,1 @@
+"""Fast ways of a step on a CPU."""
