@@ -21,6 +21,8 @@ WINDOW_TORCH_ARGS ?= $(TORCH_ARGS)
 ROOM ?=
 # Not empty: `make test-room` runs the slow tests of the room, too. `make test` always runs all tests.
 SLOW ?=
+# Of `make test-changed`: the revision that the change is compared with; empty: where this branch left its upstream.
+BASE ?=
 PORT ?= 8000
 DEMO_MODEL := .cache/models/smollm2-135m-instruct
 MODEL ?= $(DEMO_MODEL)
@@ -82,7 +84,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room fuzz conformance setup-conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +109,9 @@ test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) $(RAY_STAMP) ## Run the test
 test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the quick tests of one room, in under a minute: make test-room ROOM=batch (SLOW=1: all of its tests)
 	@test -d 'tests/$(ROOM)' && test -n '$(ROOM)' || { echo "ROOM='$(ROOM)' is no folder of tests/; choose one of: $$(cd tests && ls -d */ | grep -v __ | tr -d / | xargs)"; exit 2; }
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(if $(SLOW),,-m 'not slow') tests/$(ROOM) $(ARGS)
+
+test-changed: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run what a change touches, in minutes: make test-changed BASE=main (SLOW=1: slow tests, too)
+	$(run_env) OMP_NUM_THREADS=1 $(PY) -m scripts.changed_tests $(if $(BASE),--base '$(BASE)') $(if $(SLOW),--slow) -- --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 fuzz: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Random engines under random requests, checked against Hugging Face: make fuzz SEEDS="3 7 10..100"
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(SEEDS) $(ARGS)
