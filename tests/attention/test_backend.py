@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention.chunked_local_attention import create_
 from tests.ops.batch import Batch, Shape, build
 from tests.ops.local import Features, with_features
 from tests.ops.oracle import assert_matches, attend
-from tests.ops.test_unified_attention import MIXED
+from tests.ops.unified_attention import MIXED
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend, UnifiedAttentionImpl
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.decoder import step_metadata

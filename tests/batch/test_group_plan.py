@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.batch.batches import POISON_BLOCK, Step, steps
 from tests.batch.scheduling import Known, new_request, step_output
-from tests.batch.test_steady_plan import assert_same
+from tests.batch.steady_plan import assert_same
 from tests.batch.traffic import Traffic
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, plan_batch
 from vllm_gaudi_ucm.batch.group_planner import GroupPlanner, make_planner

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.batch.steady_plan import assert_same
 from tests.batch.traffic import Live, Traffic
 from vllm_gaudi_ucm.batch import batch_plan as steady_plan
 from vllm_gaudi_ucm.batch.batch_plan import MAX_APPENDED, BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
@@ -18,21 +18,6 @@ from vllm_gaudi_ucm.batch.window import Window
 
 # seeds, because a history draws more than an example may; a failing one is replayed, not shrunk
 RANDOMS = st.integers(0, 1 << 32).map(random.Random)
-
-
-def assert_same(found: Any, expected: Any, name: str = "plan") -> None:
-    """Equal in every field, shape and type."""
-    assert type(found) is type(expected), name
-    if isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype, name
-        np.testing.assert_array_equal(found, expected, err_msg=name, strict=True)
-    elif isinstance(expected, tuple | list):
-        assert len(found) == len(expected), name
-        names = getattr(expected, "_fields", range(len(expected)))
-        for part, one, other in zip(names, found, expected, strict=True):
-            assert_same(one, other, f"{name}.{part}")
-    else:
-        assert found == expected, name
 
 
 @settings(max_examples=80)

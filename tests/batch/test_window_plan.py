@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.batch.batches import Request, Step, lay_out, steps
 from tests.batch.expand import expand, expected, shared_pairs, unique_pairs
-from tests.batch.test_steady_plan import assert_same
+from tests.batch.steady_plan import assert_same
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.window import Window
 

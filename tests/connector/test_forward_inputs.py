@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from vllm.config import CacheConfig, KVTransferConfig, LoadConfig, ModelConfig, SpeculativeConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from tests.connector.test_setup import make_setup
-from tests.platform.test_features import save_config, start
+from tests.connector.setup import make_setup
+from tests.platform.features import save_config, start
 from vllm_gaudi_ucm.connector.forward_inputs import LOAD_FIELDS, MODEL_FIELDS
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup
 from vllm_gaudi_ucm.options.errors import UcmConfigError

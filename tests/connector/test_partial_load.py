@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.connector.test_scheduler_side import BLOCK, make_request
+from tests.connector.scheduler_side import BLOCK, make_request
 from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
 from vllm_gaudi_ucm.prefetch.plan import AccessHistory
 

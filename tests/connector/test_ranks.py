@@ -10,8 +10,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from tests.connector.test_scheduler_side import Side, make_request, matched, scheduled
-from tests.connector.test_setup import make_setup
+from tests.connector.scheduler_side import Side, make_request, matched, scheduled
+from tests.connector.setup import make_setup
 from vllm_gaudi_ucm.connector.connector import UcmConnector
 from vllm_gaudi_ucm.connector.metadata import UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,10 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from tests.engine import pair_connector
+from tests.engine.any_connector import OPTIONS, PROMPTS, SHAPES, offloading
 from tests.engine.serving import Engine, assert_same
-from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.slow  # starts engines
-
-RNG = random.Random(11)
-PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (5, 34, 70, 165, 48)]
-STATIC = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full"}}
-OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-SHAPES = pytest.mark.parametrize("ucm", [{}, STATIC], ids=["true shapes", "static"])
 
 
 def example(folder: Path) -> KVTransferConfig:
@@ -45,14 +38,6 @@ def test_a_connector_that_works_layer_by_layer(tiny_llama: Path, tmp_path: Path,
             engine.check_idle()
     # whole blocks, and never the last token
     assert hits == [[0] * len(PROMPTS), [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]]
-
-
-def offloading(**options: Any) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"cpu_bytes_to_use": 64 << 20, "offload_prompt_only": False, **options},
-    )
 
 
 @SHAPES

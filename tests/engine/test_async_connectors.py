@@ -12,6 +12,9 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from tests.connector.fault_store import FaultStore
+from tests.engine.any_connector import offloading
+from tests.engine.async_drafts import ASKED, DRAFTED, drafted_by
+from tests.engine.async_ranks import CHECKED, ApartEngine, check, watch
 from tests.engine.async_traffic import (
     GROWING,
     MIX,
@@ -27,12 +30,9 @@ from tests.engine.async_traffic import (
     start,
 )
 from tests.engine.broken_connector import BrokenConnector
+from tests.engine.connector_faults import transfer
+from tests.engine.multi_connector import multi, ours, shared
 from tests.engine.pair_connector import PairConnector
-from tests.engine.test_any_connector import offloading
-from tests.engine.test_async_drafts import ASKED, DRAFTED, drafted_by
-from tests.engine.test_async_ranks import CHECKED, ApartEngine, check, watch
-from tests.engine.test_connector_faults import transfer
-from tests.engine.test_multi_connector import multi, ours, shared
 
 pytestmark = pytest.mark.slow  # starts engines
 

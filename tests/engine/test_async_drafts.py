@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
+from tests.engine.async_drafts import ASKED, DRAFTED, NUM_DRAFTS, drafted_by
 from tests.engine.async_traffic import (
     GROWING,
     MIX,
@@ -28,15 +28,6 @@ from tests.speculation.oracle_proposer import OracleProposer
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts engines
-
-NUM_DRAFTS = 3
-# vLLM takes no other beside drafts
-DRAFTED = [index for index, (_, _, asked, _) in enumerate(MIX) if not asked.min_p and not asked.logit_bias]
-ASKED = [MIX[index] for index in DRAFTED]
-
-
-def drafted_by(model: Path) -> dict[str, Any]:
-    return {"method": "draft_model", "model": str(model), "num_speculative_tokens": NUM_DRAFTS}
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine import test_admission as admitted
-from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_compaction import MANY, OPTIONS, SMALL, Watched, assert_served
-from tests.engine.test_partial_hits import gsa
-from tests.engine.test_swap import ARRIVALS, LENGTH, PROMPTS, Poisoned, assert_swapped, preemption
-from tests.engine.test_swap import SMALL as SMALL_FOR_SWAPS
+from tests.engine import admission as admitted
+from tests.engine.compaction import MANY, OPTIONS, SMALL, Watched, assert_served
+from tests.engine.partial_hits import gsa
+from tests.engine.serving import Answer, Engine, assert_same, greedy_params
+from tests.engine.swap import ARRIVALS, LENGTH, PROMPTS, Poisoned, assert_swapped, preemption
+from tests.engine.swap import SMALL as SMALL_FOR_SWAPS
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts engines
@@ -103,7 +103,7 @@ def test_exact_admission_never_preempts(tiny_llama: Path, roomy: Engine, with_dr
     ucm = {"scheduler": {"admission": "exact", "async_scheduling": True}}
     with Engine(tiny_llama, ucm, **options) as engine:
         assert engine.core.batch_queue_size == 2
-        params = [admitted.greedy_params(length) for length in admitted.LENGTHS]
+        params = [greedy_params(length) for length in admitted.LENGTHS]
         found = admitted.serve(engine, params)
         assert found == {f"r{index}": answer.tokens for index, answer in enumerate(answers)}
         assert engine.core.scheduler.block_rules.totals.admission_waits

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import RequestOutput
 
+from tests.engine.async_ranks import CHECKED, ApartEngine, check, watch
 from tests.engine.async_traffic import (
     GROWING,
     IDLE,
@@ -23,11 +23,8 @@ from tests.engine.async_traffic import (
     serve,
     start,
 )
-from tests.engine.serving import Engine
 
 pytestmark = pytest.mark.slow  # starts engines with several processes
-
-CHECKED: dict[str, Any] = {"distributed": {"check_ranks": True}}
 
 
 SPARSE: dict[str, Any] = {
@@ -45,46 +42,9 @@ SPARSE: dict[str, Any] = {
 }
 
 
-def watch(worker: Any) -> None:
-    """In a worker: counts steps, and those that are planned with tokens that the host does not have."""
-    table = worker.model_runner.parts.requests
-    tokens_at, table.seen = table.tokens_at, [0, 0]
-
-    def counted(*args: Any) -> Any:
-        found = tokens_at(*args)
-        table.seen[0] += 1
-        table.seen[1] += bool((found < 0).any())
-        return found
-
-    table.tokens_at = counted
-
-
 def cold_graphs(worker: Any) -> int:
     """In a worker."""
     return len(worker.model_runner.static.execution.ready.cold)
-
-
-def check(worker: Any) -> tuple[list[int], int, int]:
-    """In a worker: what `watch` has counted, live requests, and steps that were not let go of."""
-    parts = worker.model_runner.parts
-    parts.requests.check_integrity()
-    return parts.requests.seen, len(parts.requests.requests), len(parts.steps.ahead or ())
-
-
-class ApartEngine(Engine):
-    """Its workers are processes."""
-
-    def step(self) -> list[RequestOutput]:
-        return [output for output in self.llm.llm_engine.step() if isinstance(output, RequestOutput)]
-
-    def check_idle(self) -> None:
-        pool = self.core.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert not self.core.scheduler.has_unfinished_requests()
-        # the workers learn that the last request has ended
-        self.step()
-        for _, live, unread in self.llm.collective_rpc(check):
-            assert (live, unread) == (0, 0)
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine.chunked_attention import TUNED
+from tests.engine.kv_groups import engine
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine, greedy_params
-from tests.engine.test_kv_groups import engine
 from tests.engine.tiny_models import VOCAB, make_model
 from tests.engine.window_models import LLAMA4, window_config
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -22,8 +23,6 @@ pytestmark = pytest.mark.slow  # starts engines
 
 CHUNK = LLAMA4["attention_chunk_size"]
 TOKENS = 48
-# vLLM switches it on for long contexts alone, Transformers always
-TUNED = {"override_generation_config": {"attn_temperature_tuning": True}}
 RNG = random.Random(5)
 # shorter than a chunk, its last and its first token, several chunks
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(length)] for length in (1, 150, CHUNK - 1, CHUNK, 130)]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
 
+from tests.engine.connector import file_store, gsa, transfer
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.texts import SHORT, story
@@ -32,20 +32,6 @@ OUTPUTS = 24
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64}
 STATIC = {"mode": "eager", "max_graphs": 8, "warm_up": "full"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-GSA = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
-
-
-def transfer(store: dict[str, Any], **options: Any) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector="UcmConnector",
-        kv_connector_module_path="vllm_gaudi_ucm.connector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"store": store, **options},
-    )
-
-
-def file_store(folder: Path) -> dict[str, Any]:
-    return {"kind": "file", "path": str(folder / "blocks"), "fsync": False, "deadline": 10.0}
 
 
 def twice(model: Path, ucm: dict[str, Any], folder: Path, prompts: list[Any], **options: Any) -> list[list[Answer]]:
@@ -58,10 +44,6 @@ def twice(model: Path, ucm: dict[str, Any], folder: Path, prompts: list[Any], **
                 engine.step()
             engine.check_idle()
     return found
-
-
-def gsa(ratio: float) -> dict[str, Any]:
-    return {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**GSA, "sparse_ratio": ratio}}}
 
 
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
 
 from tests.connector.fault_store import FaultStore
+from tests.engine.connector_faults import LOAD_DEADLINE, LOOKUP_DEADLINE, transfer
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.connector.scheduler_side import LookupCounts
@@ -35,23 +35,6 @@ STATIC = {"graphs": {"mode": "eager", "max_graphs": 8, "warm_up": "full"}}
 AHEAD: dict[str, Any] = {"scheduler": {"async_scheduling": True}}
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 96}
 OUTPUTS = 20
-LOAD_DEADLINE, LOOKUP_DEADLINE = 0.4, 0.3
-
-
-def transfer(**options: Any) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector="UcmConnector",
-        kv_connector_module_path="vllm_gaudi_ucm.connector",
-        kv_role="kv_both",
-        kv_connector_extra_config={
-            "store": {"kind": "memory"},
-            # a block that is kept in host memory would be loaded whatever the store does
-            "prefetch": {"prefetch_cache_size": 1},
-            "load_deadline": LOAD_DEADLINE,
-            "lookup_deadline": LOOKUP_DEADLINE,
-            **options,
-        },
-    )
 
 
 class Served:

@@ -15,9 +15,10 @@ from vllm import RequestOutput
 from vllm.config import KVTransferConfig
 
 from tests.engine.broken_connector import BrokenOnOneRank
+from tests.engine.connector_ranks import failed_blocks, ours, spoil, transfer
+from tests.engine.multi_connector import multi, offloading, shared
 from tests.engine.rank_faults import heal_loads, hold_loads, loading, lose_blocks, lost_loads
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
-from tests.engine.test_multi_connector import multi, offloading, shared
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.engine.worker_processes import EngineOfWorkers
 from tests.store.redis_server import RedisServer, needs_redis
@@ -114,34 +115,10 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
-def transfer(folder: Path, **store: Any) -> KVTransferConfig:
-    in_files = {"kind": "file", "path": str(folder / "blocks"), "fsync": False}
-    return KVTransferConfig(
-        kv_connector="UcmConnector",
-        kv_connector_module_path="vllm_gaudi_ucm.connector",
-        kv_role="kv_both",
-        kv_connector_extra_config={
-            "store": {**(store or in_files), "deadline": 20.0},
-            # a block that is kept in host memory would be loaded whatever the store has
-            "prefetch": {"prefetch_cache_size": 1},
-            "lookup_deadline": 20.0,
-            "load_deadline": 60.0,
-            "save_patience": 0,
-        },
-    )
-
-
 def records(folder: Path, shard: Shard, keys: list[bytes]) -> list[Path]:
     """The files of one rank's parts of blocks."""
     blocks = [StoredBlock(shard.key(key), shard.block_bytes) for key in keys]
     return [folder / "blocks" / "blocks" / record_name(block) for block in blocks]
-
-
-def spoil(path: Path) -> None:
-    """Changes a byte of the block, which its checksum tells."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def test_two_ranks_share_a_folder(tiny_llama: Path, expected: list[Answer], tmp_path: Path) -> None:
@@ -305,14 +282,6 @@ def test_two_stages_share_a_folder(tmp_path: Path, in_process: None) -> None:
         engine.settle()
 
 
-def failed_blocks(worker: Any) -> int:
-    """Of a worker: those that it could not load."""
-    ours = our_connector(worker.model_runner.transfer.connector)
-    assert ours is not None
-    assert ours.worker_side is not None
-    return ours.worker_side.load_counts.failed_blocks
-
-
 def test_orders_reach_both_ranks(tiny_llama: Path) -> None:
     """Blocks that are swapped, copied in part and moved, in a cache that is too small for all of it."""
     asked = [COMMON[: 2 * BLOCK + 5] + tokens(1 + index % 7) for index in range(12)]
@@ -345,16 +314,6 @@ def test_offloaded_blocks_come_back_to_both_ranks(tiny_llama: Path, expected: li
         again = engine.alone(PROMPTS, OUTPUTS)
         assert_same(again, expected)
         assert again[5].cached_tokens >= 128
-
-
-def ours(folder: Path) -> dict[str, Any]:
-    """As the child of another connector."""
-    return {
-        "kv_connector": "UcmConnector",
-        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": transfer(folder).kv_connector_extra_config,
-    }
 
 
 def test_a_load_of_another_child_that_fails_on_one_rank(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.connector import file_store, gsa, transfer
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
-from tests.engine.test_connector import file_store, gsa, transfer
 from tests.engine.tiny_models import VOCAB
 
 BLOCK = 16

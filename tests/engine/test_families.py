@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.engine.connector import file_store, transfer
+from tests.engine.families import prompts
 from tests.engine.hpu_counts import broken_duties
 from tests.engine.hpu_process import run_on_card
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.tiny_models import FAMILIES, MIXTURES, VOCAB, make_config, make_model
+from tests.engine.tiny_models import FAMILIES, MIXTURES, make_config, make_model
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -56,12 +56,6 @@ LENGTH = 48
 LONGER, FEW = 20, 8
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-
-
-def prompts(count: int = 6, longest: int = 200) -> list[list[int]]:
-    rng = random.Random(5)
-    lengths = [1, longest, *(rng.randrange(2, longest) for _ in range(count - 2))]
-    return [[rng.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
 # on the simulated card

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine.connector import file_store, transfer
+from tests.engine.families import prompts
+from tests.engine.hpu_engine import run_on_hpu
+from tests.engine.latent_attention import CHOICE, STATIC
 from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.quantised_models import compressed_tensors, write_quantised
 from tests.engine.rounded_cache import STEPS, rounding_engine
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.test_families import prompts
-from tests.engine.test_hpu_engine import run_on_hpu
-from tests.engine.test_latent_attention import CHOICE, STATIC
 from tests.engine.tiny_models import make_config, make_model
 from vllm_gaudi_ucm.attention import latent
 from vllm_gaudi_ucm.kv_cache.pair import LatentRows

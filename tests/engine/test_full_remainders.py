@@ -8,11 +8,11 @@ import pytest
 from vllm import SamplingParams
 
 from tests.connector.fault_store import FaultStore
+from tests.engine.connector import transfer
+from tests.engine.memory_mode import ucm
+from tests.engine.memory_mode_transfer import Served
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
-from tests.engine.test_connector import transfer
-from tests.engine.test_memory_mode import ucm
-from tests.engine.test_memory_mode_transfer import Served
-from tests.engine.test_sparse import OPTIONS, tokens
+from tests.engine.sparse import OPTIONS, tokens
 
 BLOCK = 16
 PROMPT = tokens(20 * BLOCK + 1)

@@ -5,36 +5,26 @@ What no request has any more is NaN after each step, in host memory nothing is l
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.group_memory import LENGTHS, OPTIONS, SWAP, TOKENS, prompts
+from tests.engine.kv_groups import held_at_the_end
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
-from tests.engine.test_kv_groups import held_at_the_end
-from tests.engine.test_swap import Poisoned
-from tests.engine.tiny_models import VOCAB, make_config, make_model
-from tests.engine.window_models import WINDOW, window_config
+from tests.engine.swap import Poisoned
+from tests.engine.tiny_models import make_config, make_model
+from tests.engine.window_models import window_config
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 
 pytestmark = pytest.mark.slow  # starts engines
 
-TOKENS = 24
-LENGTHS = (1, 110, WINDOW + 3, 90, 16, 64)
 # blocks that hold one request of the longest length, and not all of the prompts
 TIGHT = {"gemma3_text": 22, "gpt_oss": 18}
-OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "max_model_len": 144}
-SWAP = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
-
-
-def prompts() -> list[list[int]]:
-    """Shorter and longer than the window, and than the tokens of a step."""
-    rng = random.Random(5)
-    return [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
 
 
 @pytest.fixture(scope="module", params=list(TIGHT))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.engine.chunked_attention import TUNED
+from tests.engine.connector import file_store, transfer
+from tests.engine.group_memory import SWAP
+from tests.engine.partial_hits import WINDOWS, count_scheduled
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
-from tests.engine.test_chunked_attention import TUNED
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.test_group_memory import SWAP
-from tests.engine.test_partial_hits import WINDOWS, count_scheduled
-from tests.engine.test_swap import Poisoned
+from tests.engine.swap import Poisoned
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.engine.window_models import WINDOW, window_config
 

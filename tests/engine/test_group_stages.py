@@ -12,12 +12,12 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
+from tests.engine.connector_ranks import failed_blocks, ours, spoil, transfer
+from tests.engine.group_memory import LENGTHS, OPTIONS, SWAP, TOKENS, prompts
+from tests.engine.multi_connector import multi, offloading
 from tests.engine.rank_faults import settle_saves
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_connector_ranks import failed_blocks, ours, spoil, transfer
-from tests.engine.test_group_memory import LENGTHS, OPTIONS, SWAP, TOKENS, prompts
-from tests.engine.test_multi_connector import multi, offloading
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
 from tests.engine.worker_processes import EngineOfWorkers

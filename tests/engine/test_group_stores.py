@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine.connector import file_store, transfer
+from tests.engine.multi_connector import multi, offloading, ours
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.test_multi_connector import multi, offloading, ours
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.engine.window_models import WINDOW, window_config
 from vllm_gaudi_ucm.connector.offloading_spec import SwappingWorker

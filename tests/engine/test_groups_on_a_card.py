@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine.connector import file_store, transfer
 from tests.engine.hpu_process import run_on_card
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.test_swap import Poisoned
+from tests.engine.swap import Poisoned
 from tests.engine.tiny_models import VOCAB, make_model
 from tests.engine.window_models import window_config
 

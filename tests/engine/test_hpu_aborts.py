@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.connector import file_store, transfer
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
-from tests.engine.test_connector import file_store, transfer
 from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.slow  # starts engines on the simulated card

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.connector import transfer
 from tests.engine.hpu_process import Finished, run_on_card
 from tests.engine.serving import Engine
-from tests.engine.test_connector import transfer
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton

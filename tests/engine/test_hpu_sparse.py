@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.engine.connector import transfer
 from tests.engine.hpu_counts import BEFORE_BUCKETS, broken_duties, count_layer_graphs, layer_graphs, remains
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_connector import transfer
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.protocol.attachments import buckets_of
 

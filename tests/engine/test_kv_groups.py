@@ -5,32 +5,22 @@ Every block holds NaN until a request writes it, the null block included, which 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.engine.hpu_engine import run_on_hpu
+from tests.engine.kv_groups import TOKENS, engine, held_at_the_end, prompts
 from tests.engine.reference_model import ReferenceModel
-from tests.engine.serving import Answer, Engine, greedy_params
-from tests.engine.test_hpu_engine import run_on_hpu
-from tests.engine.tiny_models import VOCAB, make_model
-from tests.engine.window_models import MODELS, WINDOW, window_config
+from tests.engine.serving import Answer, Engine
+from tests.engine.tiny_models import make_model
+from tests.engine.window_models import MODELS, window_config
 
 pytestmark = pytest.mark.slow  # starts engines
 
-TOKENS = 64
-CHUNK = 64
-OPTIONS = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 4, "max_model_len": 256}
 # Blocks that hold one request of the longest length, and not two of the long prompts.
 TIGHT = {"gemma2": 25, "gemma3_text": 54}
-
-
-def prompts() -> list[list[int]]:
-    """Shorter and longer than the window, and than the tokens of a step."""
-    rng = random.Random(5)
-    return [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 150, WINDOW + 3, 130, 16)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -44,12 +34,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def reference(model: Path) -> ReferenceModel:
     # the one that computes soft caps
     return ReferenceModel(model, "eager")
-
-
-def engine(model: Path, mode: str, **options: Any) -> Engine:
-    found = Engine(model, {"graphs": {"mode": mode, "max_graphs": 8}}, **{**OPTIONS, **options})
-    found.poison()
-    return found
 
 
 @pytest.fixture(scope="module", params=["off", "eager"])
@@ -83,25 +67,6 @@ def test_windows_free_what_is_behind_them(serving: Engine) -> None:
     *windows, whole = held_at_the_end(serving, prompts()[1])
     assert whole == 14
     assert windows == [3] * len(windows)
-
-
-def held_at_the_end(serving: Engine, prompt: list[int]) -> list[int]:
-    """Blocks that a request has in each group in its last step, the fewest first."""
-    manager = serving.core.scheduler.kv_cache_manager
-    request_id = serving.new_id()
-    held = []
-    serving.add(request_id, prompt, greedy_params(TOKENS))
-    while serving.core.scheduler.has_unfinished_requests():
-        serving.step()
-        tables = manager.coordinator.single_type_managers
-        found = [
-            sum(not block.is_null for block in table.req_to_blocks[key])
-            for table in tables
-            for key in table.req_to_blocks
-            if key.startswith(request_id)
-        ]
-        held = found or held
-    return sorted(held)
 
 
 def test_preempted_requests(model: Path, reference: ReferenceModel) -> None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engine.connector import file_store, transfer
+from tests.engine.families import prompts
+from tests.engine.hpu_engine import run_on_hpu
+from tests.engine.latent_attention import CHOICE, STATIC
 from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.test_families import prompts
-from tests.engine.test_hpu_engine import run_on_hpu
 from tests.engine.tiny_models import LATENT_EXPERTS, make_config, make_model
 from vllm_gaudi_ucm.attention.groups import GroupStep
 from vllm_gaudi_ucm.attention.latent import LatentAttentionImpl, LatentSizes
@@ -74,8 +75,6 @@ def test_prompts_alone(model: Path, answers: list[Answer]) -> None:
         engine.check_idle()
 
 
-STATIC = {"graphs": {"mode": "eager", "max_graphs": 6, "recipe_check": "fail"}}
-CHOICE = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 NARROW = {**CHOICE, "summary_dtype": "fp8"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

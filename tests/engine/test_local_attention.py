@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine, assert_same
-from tests.engine.test_static_shapes import static
+from tests.engine.static_shapes import static
 from tests.engine.tiny_models import FAMILIES, MAX_POSITIONS, VOCAB, make_config, make_model
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import RequestOutput
 
 from tests.engine import pair_connector
+from tests.engine.memory_mode import check_finite, copies_of, generated, ucm
 from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.serving import Engine, greedy_params
-from tests.engine.test_sparse import COMMON, OPTIONS, STATIC, tokens
-from vllm_gaudi_ucm.kv_offload.copies import CopyStore
+from tests.engine.sparse import COMMON, OPTIONS, tokens
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 pytestmark = pytest.mark.slow  # starts engines
 
-WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 PROMPTS = [tokens(count) for count in (20, 130, 200, 260)] + [COMMON + tokens(60), COMMON + tokens(61)]
-
-
-def ucm(method: str = "GSA", static: bool = False, ratio: float = 0.2, **mode: Any) -> dict[str, Any]:
-    options = {
-        "enabled": True,
-        "resident_ratio": 0.4,
-        "refresh_steps": 3,
-        "history_decay": 0.0,
-        "max_missed": 1.0,
-        **mode,
-    }
-    config: dict[str, Any] = {
-        "ucm_sparse_method": method,
-        "ucm_sparse_config": {method: {**WINDOWS, "sparse_ratio": ratio}},
-        "memory_mode": options,
-    }
-    return {**config, "graphs": STATIC} if static else config
-
-
-def generated(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def check_finite(outputs: list[RequestOutput]) -> None:
-    for output in outputs:
-        (completion,) = output.outputs
-        assert completion.logprobs is not None
-        for entry in completion.logprobs:
-            assert all(math.isfinite(value.logprob) for value in entry.values())
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
@@ -252,10 +220,3 @@ def test_copies_in_the_folder_of_a_connector_are_refused(tiny_llama: Path, tmp_p
     }
     with pytest.raises(Exception, match=r"memory_mode\.store\.path.*another folder than that of"):
         Engine(tiny_llama, ucm(store=store), **OPTIONS, kv_transfer_config=connector)
-
-
-def copies_of(engine: Engine) -> CopyStore:
-    sparse = engine.runner.parts.sparse
-    assert sparse is not None
-    assert sparse.offload is not None
-    return sparse.offload._copies

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.engine.connector import file_store, transfer
+from tests.engine.memory_mode import ucm
 from tests.engine.rank_faults import heal_loads, lose_blocks, settle_moves, settle_saves, spoil_copies
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.test_memory_mode import ucm
-from tests.engine.test_sparse import OPTIONS, tokens
+from tests.engine.sparse import OPTIONS, tokens
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.protocol.offload import OffloadTotals

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.connector import file_store, transfer
 from tests.engine.hpu_process import run_on_card
+from tests.engine.memory_mode import check_finite, copies_of, generated
 from tests.engine.offloaded_blocks import WatchedEngine, check_same, contents_of
 from tests.engine.rank_faults import settle_moves
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.test_memory_mode import check_finite, copies_of, generated
 from tests.engine.tiny_models import VOCAB, make_model
 from tests.engine.window_models import WINDOW, window_config
 from tests.engine.worker_processes import EngineOfWorkers

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.engine.hpu_counts import BEFORE_BUCKETS
+from tests.engine.hpu_engine import serve
 from tests.engine.hpu_process import run_on_card
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_hpu_engine import serve
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
 
+from tests.engine.any_connector import OPTIONS, PROMPTS, SHAPES
 from tests.engine.broken_connector import BrokenConnector
-from tests.engine.pair_connector import PairConnector
+from tests.engine.connector import gsa
+from tests.engine.multi_connector import multi, offloading, ours, shared
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_any_connector import OPTIONS, PROMPTS, SHAPES
-from tests.engine.test_connector import file_store, gsa
 from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
@@ -22,36 +21,6 @@ pytestmark = pytest.mark.slow  # starts engines
 
 OUTPUTS = 12
 WHOLE = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
-
-
-def ours(folder: Path, **options: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": "UcmConnector",
-        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"store": file_store(folder), **options},
-    }
-
-
-def offloading() -> dict[str, Any]:
-    extra = {"cpu_bytes_to_use": 64 << 20, "offload_prompt_only": False, "block_size": 16}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
-def shared(folder: Path, connector: type[PairConnector] = PairConnector) -> dict[str, Any]:
-    """Children that load within the step that needs the blocks."""
-    return {
-        "kv_connector": connector.__name__,
-        "kv_connector_module_path": connector.__module__,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder / "shared")},
-    }
-
-
-def multi(*children: dict[str, Any]) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": list(children)}
-    )
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
+from tests.engine.connector import file_store, transfer
 from tests.engine.hpu_process import run_on_card
+from tests.engine.partial_hits import count_scheduled, gsa
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
-from tests.engine.test_connector import file_store, transfer
-from tests.engine.test_swap import Poisoned
+from tests.engine.swap import Poisoned
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
@@ -35,11 +36,6 @@ LENGTH = 40
 # chunks of prompts end inside of blocks, and requests are preempted
 SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 24}
 STATIC: dict[str, Any] = {"mode": "eager", "max_graphs": 12}
-WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
-
-
-def gsa(ratio: float) -> dict[str, Any]:
-    return {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**WINDOWS, "sparse_ratio": ratio}}}
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -243,18 +239,3 @@ def test_refused_by_name(tiny_llama: Path) -> None:
         Engine(tiny_llama, ON, enable_prefix_caching=False)
     with pytest.raises(UcmConfigError, match=r"ucm\.kv_cache\.partial_hits: found true, expected false with"):
         resolve_config({"ucm": {"kv_cache": {"partial_hits": True, "granularity": "token"}}})
-
-
-def count_scheduled(engine: Engine) -> list[int]:
-    """Tokens that steps have computed, in a list of one."""
-    count = [0]
-    scheduler = engine.core.scheduler
-    schedule = scheduler.schedule
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        count[0] += output.total_num_scheduled_tokens
-        return output
-
-    scheduler.schedule = counting
-    return count

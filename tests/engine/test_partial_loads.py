@@ -12,11 +12,11 @@ import pytest
 from vllm import SamplingParams
 
 from tests.connector.fault_store import FaultStore
+from tests.engine.connector import transfer
+from tests.engine.memory_mode import check_finite, generated, ucm
+from tests.engine.memory_mode_transfer import Served, store_options
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
-from tests.engine.test_connector import transfer
-from tests.engine.test_memory_mode import check_finite, generated, ucm
-from tests.engine.test_memory_mode_transfer import Served, store_options
-from tests.engine.test_sparse import OPTIONS, tokens
+from tests.engine.sparse import OPTIONS, tokens
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.families import prompts
 from tests.engine.rounded_cache import RoundedRows, assert_follows
-from tests.engine.test_families import prompts
 from tests.engine.tiny_models import make_config, make_model
 from vllm_gaudi_ucm.ops.narrow_floats import narrow
 

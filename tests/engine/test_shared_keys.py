@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.engine.kv_groups import prompts
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
-from tests.engine.test_kv_groups import prompts
 from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB
 from tests.engine.window_models import WINDOW
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,14 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
-from tests.engine.tiny_models import VOCAB
+from tests.engine.sparse import COMMON, OPTIONS, STATIC, tokens
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts engines
 
-RNG = random.Random(4)
 
-
-def tokens(count: int) -> list[int]:
-    return [RNG.randrange(3, VOCAB) for _ in range(count)]
-
-
-COMMON = tokens(96)
 PROMPTS = [tokens(count) for count in (1, 17, 40, 130, 200, 260)]
 PROMPTS += [COMMON + tokens(3), COMMON + tokens(60), COMMON]
-OPTIONS: dict[str, Any] = {"max_model_len": 384, "max_num_seqs": 6, "max_num_batched_tokens": 48}
-STATIC = {"mode": "eager", "max_graphs": 15, "warm_up": "full"}
 WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 # base options of each method; the ratio comes from the test
 METHODS: dict[str, dict[str, Any]] = {

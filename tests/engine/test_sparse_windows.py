@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.kv_groups import OPTIONS, held_at_the_end, prompts
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_kv_groups import OPTIONS, held_at_the_end, prompts
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
 from vllm_gaudi_ucm.config.ucm_config import resolve_config

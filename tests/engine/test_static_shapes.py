@@ -14,11 +14,11 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
+from tests.engine.static_shapes import shapes, static
 from tests.engine.texts import SHORT
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
-from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -53,16 +53,6 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0, "allowed_token_ids": [4, 5, 6, 90]},
     {"temperature": 1.5, "top_k": 1},
 ]
-
-
-def static(warm_up: str = "full", **graphs: Any) -> dict[str, Any]:
-    return {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 10, "warm_up": warm_up, **graphs}}
-
-
-def shapes(engine: Engine) -> StaticShapes:
-    found = engine.runner.static
-    assert found is not None
-    return found
 
 
 def steps(path: Path) -> list[StepRecord]:

@@ -12,72 +12,22 @@ from vllm import SamplingParams
 
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
-from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.memory.swaps import Swaps
+from tests.engine.swap import (
+    ARRIVALS,
+    BLOCK,
+    COMMON,
+    LENGTH,
+    PROMPTS,
+    SMALL,
+    Poisoned,
+    assert_swapped,
+    preemption,
+    tokens,
+)
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
-from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed, MemoryTotals
+from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed
 
 pytestmark = pytest.mark.slow  # starts engines
-
-RNG = random.Random(11)
-BLOCK = 16
-COMMON = [RNG.randrange(3, VOCAB) for _ in range(2 * BLOCK + 5)]
-
-
-def tokens(count: int) -> list[int]:
-    return [RNG.randrange(3, VOCAB) for _ in range(count)]
-
-
-PROMPTS = [tokens(RNG.randint(5, 90)) for _ in range(8)] + [COMMON + tokens(RNG.randint(1, 30)) for _ in range(4)]
-ARRIVALS = [3 * index for index in range(len(PROMPTS))]
-LENGTH = 50
-# a cache of 22 blocks, where a request has up to 9 and prompts come in chunks
-SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 23}
-# of all requests: each look at all slots costs time, and the default has half a million of them
-ROOMY = 4 << 20
-
-
-def preemption(mode: str, **more: Any) -> dict[str, Any]:
-    return {"preemption": {"mode": mode, "host_memory": ROOMY, **more}}
-
-
-class Poisoned(Engine):
-    """An engine in whose free blocks nothing is left after each step: what is not swapped in is seen at once."""
-
-    def step(self) -> list[Any]:
-        outputs = super().step()
-        self.check()
-        pool = self.core.scheduler.kv_cache_manager.block_pool
-        free = [block.block_id for block in pool.blocks if not block.ref_cnt and not block.is_null]
-        useless = [number for number in free if pool.blocks[number].block_hash is None and not self.is_held(number)]
-        self.poison(useless)
-        return outputs
-
-    def is_held(self, number: int) -> bool:
-        """Whether its tokens are known, so that it may be copied."""
-        partial = self.core.scheduler.block_rules.partial
-        return partial is not None and partial.holds(self.core.scheduler.kv_cache_manager.block_pool.blocks[number])
-
-    def check(self) -> None:
-        if self.swaps is not None:
-            self.swaps.check_integrity()
-
-    @property
-    def swaps(self) -> Swaps | None:
-        return self.core.scheduler.block_rules.swaps
-
-    @property
-    def totals(self) -> MemoryTotals:
-        return self.core.scheduler.block_rules.totals
-
-    def check_all_free(self) -> None:
-        """Nothing is left of any request, in host memory either."""
-        for _ in range(2):
-            self.step()
-        self.check_idle()
-        assert self.swaps is not None
-        slots = self.swaps._slots
-        assert slots.num_free == slots.count
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +56,6 @@ def test_nothing_is_computed_again(tiny_llama: Path, wanted: list[Answer], mode:
         rates = engine.swaps.cost.rates
         assert rates.are_known
         engine.check_all_free()
-
-
-def assert_swapped(engine: Poisoned, answers: list[Answer], wanted: list[Answer]) -> None:
-    assert_same(answers, wanted)
-    assert engine.preemptions > 2
-    assert engine.totals.swapped_in > 2
-    assert engine.totals.recomputed_tokens == 0
-    engine.check_all_free()
 
 
 def test_parts_of_blocks_that_have_just_come_back_are_copied(tiny_llama: Path) -> None:

@@ -15,10 +15,10 @@ from vllm import SamplingParams
 
 from tests.engine.contracts import CONTRACTS, runner_contract
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
+from tests.engine.tensor_parallel import CHECKED
 
 pytestmark = pytest.mark.slow  # starts engines with several processes
 
-CHECKED: dict[str, Any] = {"distributed": {"check_ranks": True}}
 SHARED = [(7 * i) % 250 + 3 for i in range(48)]
 PROMPTS = [
     [*SHARED, 5, 6, 7],

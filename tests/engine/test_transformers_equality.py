@@ -13,8 +13,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import NEAR_TIE, Answer, Engine, assert_same
-from tests.engine.test_static_shapes import shapes, static
-from tests.engine.test_tensor_parallel import CHECKED
+from tests.engine.static_shapes import shapes, static
+from tests.engine.tensor_parallel import CHECKED
 from tests.engine.texts import SHORT, story
 
 pytestmark = pytest.mark.slow  # starts engines

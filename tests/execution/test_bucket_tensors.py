@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,65 +11,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.batch.batches import Request, Step, lay_out, steps
+from tests.batch.batches import Request, lay_out, steps
 from tests.batch.expand import owners
 from tests.batch.token_steps import TokenStep, token_steps
-from tests.execution.test_true_shape_tensors import WINDOWS, run_step
-from tests.ops.batch import Batch
+from tests.execution.bucket_tensors import CPU, Static, in_bucket, server_limits, step_shape
+from tests.execution.true_shape_tensors import WINDOWS
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.batch.window import Window
+from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
-from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape
+from vllm_gaudi_ucm.execution.step_tensors import StepInputs
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
-from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
-from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-CPU = torch.device("cpu")
 # As an index it is far outside of everything.
 POISON = 1 << 40
-
-
-class Static(NamedTuple):
-    """A step, its plan, and a bucket that dominates it within the limits of a server."""
-
-    step: Step
-    plan: UnifiedPlan
-    bucket: Bucket
-    limits: Limits
-    causal_slice: int
-    window: Window | None = None
-
-    def inputs(self) -> BucketTensors:
-        return BucketTensors(self.limits, self.causal_slice, CPU)
-
-    def fill(self, inputs: BucketTensors) -> torch.Tensor:
-        return inputs.fill(self.bucket.forward, self.plan, np.arange(1000, 1000 + self.plan.num_rows))
-
-
-def server_limits(
-    step: Step, contiguous: bool, rows: int, requests: int, blocks: int, window: Window | None = None
-) -> Limits:
-    """The tightest limits that allow the step, and so many more rows, requests and blocks."""
-    longest = max((request.computed + request.new for request in step.requests), default=1)
-    return Limits(
-        max_num_batched_tokens=max(1, sum(request.new for request in step.requests)) + rows,
-        max_num_seqs=max(1, len(step.requests)) + requests,
-        max_model_len=longest + blocks * step.block_size,
-        block_size=step.block_size,
-        num_blocks=step.num_blocks + blocks,
-        contiguous=contiguous,
-        strip=1 if isinstance(step, TokenStep) else 0,
-        window=0 if window is None else window.tokens,
-    )
-
-
-def step_shape(plan: UnifiedPlan, contiguous: bool) -> Bucket:
-    blocks = [] if plan.unique is None else plan.unique.blocks.tolist()
-    return true_shape(plan, max(blocks) + 1 if contiguous and blocks else len(blocks))
 
 
 SOME_STEPS = st.one_of(steps(), token_steps()).filter(lambda step: len(step.requests) > 0)
@@ -95,21 +51,6 @@ def static_steps(draw: st.DrawFn) -> Static:
     reach = draw(st.one_of(st.just(least), st.integers(least, least + 3), st.just(ALL_TILES)))
     shape = ForwardShape.of(causal, q, s, u, 0, reach)
     return Static(step, plan, shape.step(logits), limits, draw(st.sampled_from([1, 5, 512])), window)
-
-
-def in_bucket(static: Static, split: StepInputs) -> Batch:
-    """The step over caches that hold NaN wherever no request has a token, its padded rows full of NaN, too."""
-    plain = run_step(static.step, static.limits.contiguous, static.causal_slice, window=static.window)
-    pads = static.bucket.query_len - static.plan.num_rows
-    tensors = (plain.query, plain.key, plain.value)
-    query, key, value = (torch.cat([tensor, tensor.new_full((pads, *tensor.shape[1:]), np.nan)]) for tensor in tensors)
-    more = static.limits.num_blocks - static.step.num_blocks
-    caches = (plain.key_cache, plain.value_cache)
-    key_cache, value_cache = (torch.cat([cache, cache.new_full((more, *cache.shape[1:]), np.nan)]) for cache in caches)
-    write_kv(key, value, key_cache.flatten(0, 1), value_cache.flatten(0, 1), split.slots)
-    seen = plain.seen + [None] * pads
-    tensors = (query, key, value, key_cache, value_cache, split.slots, split.parts)
-    return Batch(*tensors, plain.spec, seen, per_head=plain.per_head)
 
 
 def attends(static: Static, split: StepInputs, implementation: str) -> None:

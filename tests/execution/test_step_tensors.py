@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tests.batch.batches import Request, lay_out
-from tests.execution.test_bucket_tensors import server_limits, step_shape
+from tests.execution.bucket_tensors import server_limits, step_shape
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import STEP_TENSORS, StepTensor

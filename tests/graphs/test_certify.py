@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
-from tests.graphs.test_tuning import MAXIMUM, random_steps, seconds_of, sparse_steps
+from tests.graphs.tuning import MAXIMUM, random_steps, seconds_of, sparse_steps
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding

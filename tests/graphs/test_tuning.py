@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, random_log
-from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
+from tests.graphs.tuning import MAXIMUM, random_steps, seconds_of, sparse_steps
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.certificate import certify
 from vllm_gaudi_ucm.graphs.tuning.logits_rows import best_rows, quantise
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
@@ -24,26 +24,6 @@ from vllm_gaudi_ucm.graphs.tuning.search import Search, cost_table, exchange
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
 pytestmark = pytest.mark.slow  # tunes many sets of buckets
-
-MAXIMUM = shape_array([LIMITS.maximum.forward])
-
-
-def random_steps(seed: int, count: int) -> list[Bucket]:
-    rng = np.random.default_rng(seed)
-    steps = []
-    for _ in range(count):
-        rows, shared, unique = int(rng.integers(1, 17)), int(rng.integers(0, 40)), int(rng.integers(1, 80))
-        if rng.random() < 0.4:
-            steps.append(Bucket("csu" if shared else "c-u", rows * 15, shared, unique, min(rows, 16)))
-        else:
-            steps.append(Bucket("-su" if shared else "--u", rows, shared, unique, rows))
-    return steps
-
-
-def seconds_of(shapes: Shapes, points: Shapes, counts: np.ndarray) -> float:
-    everything = np.concatenate([shapes, MAXIMUM])
-    ordered = everything[np.argsort(shape_seconds(COST, everything), kind="stable")]
-    return float(shape_seconds(COST, ordered)[cheapest_fit(ordered, points)] @ counts)
 
 
 def every_choice(points: Shapes, counts: np.ndarray, k: int) -> float:
@@ -183,15 +163,6 @@ def test_the_same_steps_give_the_same_buckets_and_the_log_is_not_all_there_is() 
     assert with_margin.forward == again.forward
     assert measure_padding(with_margin, later).seconds < measure_padding(without, later).seconds
     assert measure_padding(without, steps).seconds <= measure_padding(with_margin, steps).seconds
-
-
-def sparse_steps(seed: int, count: int) -> list[Bucket]:
-    """Most decodes select blocks, more of them the more rows they have."""
-    rng = np.random.default_rng(seed)
-    return [
-        step._replace(selected_blocks=int(rng.integers(0, 3 * step.logits)) if rng.random() < 0.8 else 0)
-        for step in random_steps(seed, count)
-    ]
 
 
 @pytest.mark.parametrize("max_graphs", [2, 3, 8, 24])

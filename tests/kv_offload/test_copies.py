@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.kv_offload.copies import BLOCK_BYTES, block, wait_for
 from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.kv_offload.copies import CopyStore
@@ -22,17 +22,6 @@ from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.runner.sparse_setup import open_copies
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
-
-BLOCK_BYTES = 64
-
-
-def wait_for(finished: Callable[[], Sequence[tuple[object, object]]]) -> list[tuple[object, object]]:
-    end = time.monotonic() + 60
-    found: list[tuple[object, object]] = []
-    while not found and time.monotonic() < end:
-        found = list(finished())
-        time.sleep(0.001)
-    return found
 
 
 def copies_of(store: dict[str, Any]) -> CopyStore:
@@ -50,10 +39,6 @@ def copies_in_memory(metrics: StepMetrics | None = None) -> CopyStore:
 @pytest.fixture
 def copies() -> CopyStore:
     return copies_in_memory()
-
-
-def block(value: int) -> memoryview:
-    return memoryview(bytes([value]) * BLOCK_BYTES)
 
 
 def test_saved_and_loaded(copies: CopyStore) -> None:

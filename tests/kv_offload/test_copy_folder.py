@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.kv_offload.test_copies import block, wait_for
-from tests.kv_offload.test_prefetch import config_of
+from tests.kv_offload.copies import block, wait_for
+from tests.kv_offload.prefetch import config_of
 from tests.open_files import open_files
 from tests.warm_process import WarmProcess
 from vllm_gaudi_ucm.kv_offload import copies as copy_folder

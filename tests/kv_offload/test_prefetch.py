@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.kv_offload.fake_worker import FakeWorker
-from tests.kv_offload.test_scheduler_side import run_step, scheduler_of
+from tests.kv_offload.prefetch import config_of
+from tests.kv_offload.scheduler_side import run_step, scheduler_of
 from tests.scheduler.schedulers import request
 from vllm_gaudi_ucm.config.ucm_config import blocks_ahead, idle_options, memory_mode_prefetch, resolve_config
 from vllm_gaudi_ucm.kv_offload.copies import CopyStore
@@ -24,13 +25,6 @@ from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 BLOCK_BYTES = 64
 COPIES = [(1, number) for number in range(4)]
-
-
-def config_of(method: str = "GSA", store: Any = None, moves: int = 8, **options: Any) -> Any:
-    mode = {"enabled": True, "moves_per_step": moves, "store": store}
-    return resolve_config(
-        {"ucm": {"ucm_sparse_method": method, "ucm_sparse_config": {"GSA": options}, "memory_mode": mode}}
-    )
 
 
 def test_options_of_gsa_reach_the_engine(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kv_offload.fake_worker import FakeWorker
-from tests.kv_offload.test_scheduler_side import run_step, scheduler_of
+from tests.kv_offload.scheduler_side import run_step, scheduler_of
 from tests.scheduler.schedulers import request
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kv_offload.test_block_scorer import DIM, KV_HEADS, ROWS, SIZE, Scored
+from tests.kv_offload.block_scorer import DIM, KV_HEADS, ROWS, SIZE, Scored
 from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords, summary_bytes

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
+from tests.layers.experts import layer
 from vllm_gaudi_ucm.layers.experts import moe_spec
 from vllm_gaudi_ucm.ops.moe.choice import SCORES, choose_experts
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
@@ -18,7 +19,6 @@ from vllm_gaudi_ucm.vllm_api.moe import (
     FusedTopKBiasRouter,
     FusedTopKRouter,
     GroupedTopKRouter,
-    MoEActivation,
     router_without_kernels,
 )
 
@@ -83,14 +83,6 @@ def test_routers_that_are_unknown() -> None:
     router = FusedTopKBiasRouter(2, 8, scoring_func="sqrtsoftplus", e_score_correction_bias=BIAS)
     with pytest.raises(LookupError, match="routing by sqrtsoftplus"):
         router_without_kernels(router, choose_experts, SCORES)
-
-
-def layer(activation: str, **config: Any) -> Any:
-    numbers = {"has_bias": False, "swiglu_limit": None, "swiglu_alpha": None, "swiglu_beta": None}
-    config = {**numbers, **config}
-    return SimpleNamespace(
-        activation=MoEActivation.from_str(activation), moe_config=SimpleNamespace(**config), layer_name="model.layers.1"
-    )
 
 
 def test_gates() -> None:

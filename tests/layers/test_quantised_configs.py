@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.layers.test_experts import layer
+from tests.layers.experts import layer
+from tests.layers.quantised_configs import arguments
 from vllm_gaudi_ucm.layers.quantised import configs
 from vllm_gaudi_ucm.layers.quantised.configs import (
     METHODS,
@@ -30,11 +31,6 @@ from vllm_gaudi_ucm.vllm_api.model import LinearBase, ParallelLMHead
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "quantisation.md"
-
-
-def arguments(kind: str, bits: int, strategy: str, **more: Any) -> SimpleNamespace:
-    plain = {"symmetric": True, "dynamic": False, "group_size": None, "block_structure": None}
-    return SimpleNamespace(**{**plain, "type": kind, "num_bits": bits, "strategy": strategy, **more})
 
 
 class Experts(RoutedExperts):

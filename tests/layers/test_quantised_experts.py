@@ -20,7 +20,7 @@ from tests.engine.quantised_models import (
     gptq,
     mxfp4,
 )
-from tests.layers.test_quantised_configs import arguments
+from tests.layers.quantised_configs import arguments
 from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 from vllm_gaudi_ucm.layers.quantised.configs import format_of_scheme
 from vllm_gaudi_ucm.layers.quantised.expert_formats import ExpertSizes

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.observability.exposition import scrape
+from tests.observability.step_metrics import total
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.observability.metric import METRICS
@@ -19,11 +20,6 @@ from vllm_gaudi_ucm.observability.step_metrics import DIMENSIONS, StepMetrics, f
 
 SIZES = st.integers(0, 10_000)
 SHAPES = st.builds(Bucket, st.sampled_from(["c--", "--u", "-su", "csu"]), SIZES, SIZES, SIZES, SIZES, SIZES)
-
-
-def total(name: str, **labels: str) -> str:
-    text = ",".join(f'{label}="{value}"' for label, value in sorted({"engine": "0", **labels}.items()))
-    return f"gaudi_ucm_{name}{{{text}}}"
 
 
 def test_a_graph_with_selected_blocks_has_a_label_of_its_own() -> None:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from tests.observability.exposition import scrape
-from tests.observability.test_step_metrics import total
+from tests.observability.step_metrics import total
 from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, eventually, keys
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics

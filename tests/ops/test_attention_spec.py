@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.ops.batch import Batch, Request, Shape, build, requests_strategy
 from tests.ops.local import LONG, Features, features, with_features
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, examples
-from tests.ops.test_unified_attention import COMMON, MIXED, shapes
+from tests.ops.unified_attention import COMMON, MIXED, shapes
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec, PerHead

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.half_linear import check, problem
 from tests.ops.native_variant import EMULATED_TILES
-from tests.ops.test_half_linear import check, problem
 from vllm_gaudi_ucm.ops.cpu.native import build
 from vllm_gaudi_ucm.ops.cpu.native.library import argument_types
 from vllm_gaudi_ucm.ops.cpu.packed_linear.packing import pairs_of

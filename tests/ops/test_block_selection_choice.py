@@ -7,12 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.ops.block_selection_choice import SCORES
 from vllm_gaudi_ucm.ops.block_selection.api import choose_blocks, keep_or_replace, prepare_spans
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SELECT, REUSE, CHECK = 0, 1, 2
-# few distinct values, so that there are ties, and what other scores than a share of attention may be
-SCORES = st.sampled_from([0.0, 0.125, 0.5, 1.0, -2.0, float("-inf"), float("inf"), -3.4e38])
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])

@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ops.cold_import import PROBE
 from vllm_gaudi_ucm import graphs
 
-PROBE = """
-import sys
-for name in sys.argv[2].split(","):
-    __import__(name)
-banned = [name for name in sys.argv[1].split(",") if name in sys.modules]
-assert not banned, f"imported {banned}"
-"""
 GRAPHS = Path(graphs.__path__[0])
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.compact_weights import MAKERS, four_bits
 from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.cpu.packed_linear import packing
@@ -17,30 +18,8 @@ pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels on t
 EPSILON = torch.finfo(torch.float32).eps
 
 
-def four_bits(outputs: int, inputs: int) -> Tensor:
-    codes = torch.randint(0, 16, (outputs, inputs // GROUP, GROUP)).double()
-    codes[..., 3], codes[..., 7] = 0, 15
-    step, low = (torch.rand(2, outputs, inputs // GROUP, 1) + 0.1).half().double()
-    return (codes * step - 8 * low).float().reshape(outputs, inputs)
-
-
-def eight_bits(outputs: int, inputs: int) -> Tensor:
-    codes = torch.randint(-127, 128, (outputs, inputs // GROUP, GROUP)).float()
-    codes[..., 5] = -127
-    return (codes * (torch.rand(outputs, inputs // GROUP, 1) + 0.1).half().float()).reshape(outputs, inputs)
-
-
-def bfloat16(outputs: int, inputs: int) -> Tensor:
-    return torch.randn(outputs, inputs).bfloat16().float()
-
-
-def float16(outputs: int, inputs: int) -> Tensor:
-    return torch.randn(outputs, inputs).half().float()
-
-
 # the matrix unit multiplies bfloat16, so weights of float16 stay as they are beside it
 FORMS = [form for form in Form if form is not Form.FLOAT16 or not matrix_unit.in_use()]
-MAKERS = {Form.AFFINE4: four_bits, Form.SYMMETRIC8: eight_bits, Form.BFLOAT16: bfloat16, Form.FLOAT16: float16}
 BYTES = {Form.AFFINE4: 0.5 + 8 / GROUP, Form.SYMMETRIC8: 1 + 4 / GROUP, Form.BFLOAT16: 2, Form.FLOAT16: 2}
 
 

@@ -13,24 +13,15 @@ from hypothesis import given, settings
 
 from tests.batch.batches import Request as Scheduled
 from tests.batch.token_steps import TokenStep, token_steps
-from tests.execution.test_true_shape_tensors import run_step
-from tests.ops import test_garbage
+from tests.execution.true_shape_tensors import run_step
 from tests.ops.batch import Memory, Request, Shape, build, requests_strategy, sparse_requests_strategy
+from tests.ops.cuda_attention import MIXED
+from tests.ops.garbage import check_key_element, check_value_element
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
-from tests.ops.test_padding import Pads, pad
-from tests.ops.test_unified_attention import COMMON, shapes
+from tests.ops.padding import Pads, pad
+from tests.ops.unified_attention import COMMON, shapes
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
-
-# Decodes with and without a shared prefix, a prompt with a context, one without, a verification with a choice.
-MIXED = [
-    Request(9, 1, prefix=2),
-    Request(12, 1, prefix=3, chosen=frozenset({0, 1})),
-    Request(0, 1),
-    Request(8, 7, prefix=2),
-    Request(19, 4, chosen=frozenset({1, 2}), dropped=frozenset({0, 3})),
-    Request(0, 11),
-]
 
 
 def _scaled(block_size: int) -> list[Request]:
@@ -247,8 +238,8 @@ def test_spans_of_many_rows(caplog: pytest.LogCaptureFixture, drafts: int) -> No
 
 def test_a_broken_element_is_nan_in_all_of_a_row() -> None:
     """covers: A9, D8. The properties of all implementations, where the interpreter runs them, too."""
-    test_garbage.test_one_bad_element_of_a_value_is_nan_in_the_heads_that_read_it(implementation="cuda")
-    test_garbage.test_one_bad_element_of_a_key_is_nan_or_has_no_weight(implementation="cuda")
+    check_value_element("cuda")
+    check_key_element("cuda")
 
 
 def test_garbage_beside_many_heads_is_left_out_each_time() -> None:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ops.block_selection import COMMON, assert_scores, cases
+from tests.ops.block_selection_choice import SCORES
 from tests.ops.launches import Launches
 from tests.ops.oracle import CUDA_RUNS, examples
 from tests.ops.selection import Candidates, Case, build, expected_scores
-from tests.ops.test_block_selection import COMMON, assert_scores, cases
-from tests.ops.test_block_selection_choice import SCORES
 from vllm_gaudi_ucm.ops.block_selection.api import (
     block_scores,
     choose_blocks,

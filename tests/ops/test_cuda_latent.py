@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.batch.token_steps import TokenStep, token_steps
-from tests.execution.test_true_shape_tensors import run_step
+from tests.execution.true_shape_tensors import run_step
 from tests.ops.batch import Request, Shape, build, sparse_requests_strategy
+from tests.ops.cuda_attention import MIXED
+from tests.ops.log_sums import check_log_sums
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
-from tests.ops.test_cuda_attention import MIXED
-from tests.ops.test_log_sums import check_log_sums
-from tests.ops.test_padding import Pads, pad
-from tests.ops.test_unified_attention import COMMON
+from tests.ops.padding import Pads, pad
+from tests.ops.unified_attention import COMMON
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.ops.batch import Memory, Request, Shape, build
 from tests.ops.launches import launched
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples, on_gpu
-from tests.ops.test_padding import Pads, pad
-from tests.ops.test_unified_attention import COMMON
+from tests.ops.padding import Pads, pad
+from tests.ops.unified_attention import COMMON
 from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
 

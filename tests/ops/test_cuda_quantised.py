@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.cuda_quantised import DEVICE, E4M3, GPU, on_device
 from tests.ops.oracle import CUDA_RUNS
 from tests.ops.quantised import exact, packed_layer, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import codes as cuda
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaCodes, CudaFp8, narrow_rows
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.tiles import Tiles, tiles_of
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
+from vllm_gaudi_ucm.ops.quantised_linear.weight import dequantise
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-E4M3 = torch.float8_e4m3fn
 WEIGHTS = {
     "fp8 per channel": random_weight(40, 96, (1, 96), E4M3),
     "fp8 per block": random_weight(40, 128, (32, 64), E4M3),
@@ -30,14 +28,6 @@ WEIGHTS = {
     "8 bits in groups": random_weight(24, 64, (1, 32), torch.uint8, bits=8),
     "mxfp4": random_weight(24, 64, (1, 32), E4M3),
 }
-
-
-def on_device(weight: QuantisedWeight) -> QuantisedWeight:
-    moved = (None if part is None else part.to(DEVICE) for part in (weight.codes, weight.scales, weight.zeros))
-    codes, scales, zeros = moved
-    assert codes is not None
-    assert scales is not None
-    return QuantisedWeight(codes, scales, weight.block, zeros)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.ops.batch import Request, Shape, build, requests_strategy
 from tests.ops.local import LONG, Features, with_features
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
-from tests.ops.test_unified_attention import COMMON, shapes
+from tests.ops.unified_attention import COMMON, shapes
 from vllm_gaudi_ucm.ops.unified_attention.impl.reference import ReferenceAttention
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 
 from tests.batch.batches import Request as Scheduled
 from tests.batch.batches import lay_out
-from tests.execution.test_bucket_tensors import Static, in_bucket, server_limits
+from tests.execution.bucket_tensors import Static, in_bucket, server_limits
 from tests.ops.batch import Batch, Request, Shape, build, requests_strategy
 from tests.ops.launches import launched
 from tests.ops.local import Features, features, says_how_long, with_features
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples, on_gpu
-from tests.ops.test_unified_attention import COMMON, shapes
+from tests.ops.unified_attention import COMMON, shapes
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ops.moe import GPT_OSS, GPU, Case, assert_near, make_case
 from tests.ops.oracle import CUDA_RUNS, examples
 from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import capture
 from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
@@ -19,9 +20,6 @@ from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-GPT_OSS = MoeSpec(interleaved=True, alpha=1.702, beta=1.0, limit=7.0, bias=True)
 SPECS = (
     MoeSpec(),
     MoeSpec("gelu"),
@@ -32,67 +30,6 @@ SPECS = (
 OTHERS = ("reference", "cpu", "packed", "grouped")
 # under Triton's interpreter its kernels alone
 IMPLEMENTATIONS = (*(() if CUDA_RUNS and not GPU else OTHERS), *(("cuda",) if CUDA_RUNS else ()))
-
-
-class Case(NamedTuple):
-    """Rows that took experts, and their weights; all on the CPU."""
-
-    x: Tensor
-    ids: Tensor
-    shares: Tensor
-    weights: ExpertWeights
-    spec: MoeSpec
-
-
-def make_case(
-    spec: MoeSpec,
-    rows: int = 5,
-    experts: int = 4,
-    chosen: int = 2,
-    hidden: int = 16,
-    inner: int = 24,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    absent: float = 0.0,
-) -> Case:
-    """absent: of the pairs, how many have an expert that is not here."""
-    random = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(dtype)
-
-    ids = torch.rand(rows, experts, generator=random).topk(chosen).indices
-    gone = torch.rand(rows, chosen, generator=random) < absent
-    ids = torch.where(gone, torch.where(ids % 2 == 0, -1, experts + ids), ids)
-    weights = ExpertWeights(draw(experts, 2 * inner, hidden), draw(experts, hidden, inner) / 4)
-    if spec.bias:
-        weights = weights._replace(w13_bias=draw(experts, 2 * inner), w2_bias=draw(experts, hidden))
-    return Case(draw(rows, hidden), ids, torch.rand(rows, chosen, generator=random), weights, spec)
-
-
-def oracle(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Row by row, in float64; in another dtype for the error that honest arithmetic has there."""
-    spec = case.spec
-    w13, w2, b13, b2 = (None if each is None else each.to(dtype) for each in case.weights)
-    assert w13 is not None
-    assert w2 is not None
-    out = torch.zeros(case.x.shape, dtype=dtype)
-    for row, (x, ids) in enumerate(zip(case.x.to(dtype), case.ids.tolist(), strict=True)):
-        for number, share in zip(ids, case.shares[row].to(dtype), strict=True):
-            if not 0 <= number < len(w13):
-                continue
-            both = (w13[number] @ x) if b13 is None else w13[number] @ x + b13[number]
-            gates, up = (both[::2], both[1::2]) if spec.interleaved else both.chunk(2)
-            if spec.limit is not None:
-                gates, up = gates.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-            if spec.form == "silu":
-                passed = gates / (1 + torch.exp(-spec.alpha * gates))
-            else:
-                name = "tanh" if spec.form == "gelu_tanh" else "none"
-                passed = torch.nn.functional.gelu(gates, approximate=name)
-            found = w2[number] @ (passed * (up + spec.beta))
-            out[row] += share * (found if b2 is None else found + b2[number])
-    return out
 
 
 def prepared(case: Case, implementation: str) -> Experts:
@@ -111,19 +48,6 @@ def run(case: Case, implementation: str, experts: Experts | None = None) -> Tens
     found = mixture_of_experts(*given, experts)
     assert (found.dtype, found.shape) == (case.x.dtype, case.x.shape)
     return found.cpu()
-
-
-def assert_near(case: Case, found: Tensor) -> None:
-    """Error <= 2 x (error of row-by-row arithmetic in the same dtype + an epsilon band).
-
-    Triton's interpreter (3.9) cuts bf16 off where a GPU rounds, which is twice the error.
-    """
-    assert found.isfinite().all()
-    exact = oracle(case)
-    plain = (oracle(case, case.x.dtype).double() - exact).abs().max()
-    band = 4 * torch.finfo(case.x.dtype).eps * exact.abs().max().clamp(min=1)
-    cut = case.x.dtype == torch.bfloat16 and CUDA_RUNS and not GPU
-    assert (found.double() - exact).abs().max() <= (4 if cut else 2) * (plain + band)
 
 
 def supported(spec: MoeSpec, implementation: str) -> bool:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.moe import DEVICE, GPT_OSS, GPU, Case, assert_near, make_case, oracle
 from tests.ops.oracle import CUDA_RUNS
 from tests.ops.quantised import exact, random_weight
-from tests.ops.test_moe import DEVICE, GPT_OSS, GPU, Case, assert_near, make_case, oracle
 from vllm_gaudi_ucm.ops.moe.api import are_codes_enough, mixture_of_experts, prepare_coded_experts
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights

@@ -8,33 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.batch import Batch, Memory, Request, Shape, build
+from tests.ops.batch import Memory, Request, Shape, build
+from tests.ops.cuda_narrow_caches import over_narrow_cache
+from tests.ops.native_attention import MIXED, attend_natively
 from tests.ops.oracle import assert_matches
-from tests.ops.test_cuda_narrow_caches import over_narrow_cache
 from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.impl import reference
 from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import native_jobs
-from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())
-
-MIXED = [
-    Request(9, 1, prefix=2),
-    Request(12, 1, prefix=3),
-    Request(0, 1),
-    Request(8, 7, prefix=2),
-    Request(5, 3, family=1, prefix=1),
-    Request(0, 90),
-    Request(14, 70),
-]
-
-
-def attend_natively(batch: Batch) -> tuple[bool, torch.Tensor]:
-    plan = ATTENTION.make("native").plan(batch.parts, batch.key_cache.shape[1])
-    out = torch.full((*batch.query.shape[:2], batch.value.shape[-1]), math.nan, dtype=batch.query.dtype)
-    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-    return ATTENTION.make("native").attend(*tensors, plan, batch.spec, out), out
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0])

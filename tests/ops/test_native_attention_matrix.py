@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.local import Features, with_features
+from tests.ops.native_attention import attend_natively
+from tests.ops.native_attention_pairs import BRAIN, check
 from tests.ops.oracle import assert_matches, examples, oracle
-from tests.ops.test_native_attention import attend_natively
-from tests.ops.test_native_attention_pairs import BRAIN, check
 from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 from vllm_gaudi_ucm.ops.unified_attention.impl import reference
 from vllm_gaudi_ucm.ops.unified_attention.impl.cpu import native_jobs

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from tests.ops.batch import Batch, Memory, Request, Shape, build, sparse_requests_strategy
 from tests.ops.oracle import assert_matches, attend
-from tests.ops.test_selected_part import MIXED
-from tests.ops.test_unified_attention import COMMON, shapes
+from tests.ops.selected_part import MIXED
+from tests.ops.unified_attention import COMMON, shapes
 from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.impl import reference

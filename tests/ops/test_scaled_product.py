@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.cuda_quantised import DEVICE, E4M3, GPU, on_device
 from tests.ops.quantised import exact, packed_layer, random_weight
-from tests.ops.test_cuda_quantised import DEVICE, E4M3, GPU, on_device
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import codes as cuda
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaFp8
 

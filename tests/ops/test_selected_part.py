@@ -15,27 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ops.batch import Batch, Memory, Request, Shape, build, sparse_requests_strategy
 from tests.ops.oracle import assert_matches, attend, budget, oracle
-from tests.ops.test_unified_attention import COMMON, shapes
+from tests.ops.selected_part import MIXED, _set
+from tests.ops.unified_attention import COMMON, shapes
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.impl import reference
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
-
-
-def _set(*indices: int) -> frozenset[int]:
-    return frozenset(indices)
-
-
-# Decodes and verifications with and without a choice, a prompt, a shared prefix of which each chose other blocks.
-MIXED = [
-    Request(21, 1, prefix=3, chosen=_set(1, 3), dropped=_set(2)),
-    Request(17, 1, prefix=3, chosen=_set(0, 2)),
-    Request(9, 1),
-    Request(19, 4, chosen=_set(1, 2), dropped=_set(0, 3)),
-    Request(18, 2, prefix=2, chosen=_set(0, 1)),
-    Request(0, 9),
-    Request(8, 5, prefix=1),
-]
 
 
 def _every_block(batch: Batch, block_size: int) -> list[Request]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.test_compact_weights import MAKERS
+from tests.ops.compact_weights import MAKERS
 from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
 from vllm_gaudi_ucm.ops.cpu.packed_linear import api
 from vllm_gaudi_ucm.ops.cpu.packed_linear.api import PackedWeight, pack, packed_linear

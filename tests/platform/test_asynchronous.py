@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from tests.platform.test_features import NGRAM, save_config, start
+from tests.platform.features import NGRAM, save_config, start
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.platform.asynchronous import SYNCHRONOUS, reasons
 from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory

@@ -19,10 +19,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine.contracts import CONTRACTS, runner_contract
-from tests.engine.model_classes import import_class
 from tests.engine.pair_connector import PairConnector
 from tests.engine.tiny_models import FAMILIES, make_config
 from tests.engine.window_models import window_config
+from tests.platform.features import NGRAM, save_config, start
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import FORCED, ForcedTokens
 from vllm_gaudi_ucm.envs import LOCAL_ENGINES, local_engines
@@ -38,19 +38,6 @@ from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration without weights is all that these tests load."""
     return save_config(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM", "llama")
-
-
-def save_config(folder: Path, architecture: str, model_type: str, **changes: Any) -> Path:
-    config = make_config(model_type, **changes)
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
-    return folder
-
-
-def start(model: Path, **options: Any) -> Any:
-    """Everything up to the point where a worker would be started."""
-    import_class(model)
-    return EngineArgs(model=str(model), skip_tokenizer_init=True, **options).create_engine_config()
 
 
 FLAGS: list[tuple[str, str, dict[str, Any]]] = [
@@ -398,7 +385,6 @@ MODULES = {
     "OffloadingConnector": "vllm_gaudi_ucm.connector.offloading_connector",
     "PairConnector": "tests.engine.pair_connector",
 }
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 NEW_FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     ("a kernel for whole layers", "--monokernel", {"monokernel": True}),
     ("sleep mode by criu", "--sleep-mode-backend criu", {"sleep_mode_backend": "criu"}),

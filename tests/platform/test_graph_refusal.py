@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.platform.test_features import save_config, start
+from tests.platform.features import save_config, start
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.envs import disable_envs_cache
 
 from tests.engine.contracts import SWITCH
-from tests.platform.test_features import save_config, start
+from tests.platform.features import save_config, start
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from vllm.config import KVTransferConfig
 
-from tests.platform.test_features import save_config, start
+from tests.platform.features import save_config, start
 from vllm_gaudi_ucm.device.host_limits import find_cores
 
 FAR = "100TiB"

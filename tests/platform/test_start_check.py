@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.platform.test_features import save_config, start
+from tests.platform.features import save_config, start
 
 OURS = {"kv_connector": "UcmConnector", "kv_role": "kv_both", "kv_connector_module_path": "vllm_gaudi_ucm.connector"}
 

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from tests.prefetch.lent_blocks import LendingStore
 from tests.prefetch.stores import BLOCK_BYTES, content, key
-from tests.prefetch.test_lent_blocks import LendingStore
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine, PrefetchHandle
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority

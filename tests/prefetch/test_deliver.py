@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 from tests.prefetch.conftest import MakeEngine
+from tests.prefetch.deliver import Receiver
 from tests.prefetch.stores import ScriptedStore, content, eventually, key, keys
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
-
-
-class Receiver:
-    """What `deliver` was called with; it waits for `gate`, and raises for the indices in `broken`."""
-
-    def __init__(self, is_open: bool = True, broken: tuple[int, ...] = ()) -> None:
-        self.blocks: dict[int, bytes] = {}
-        self.threads: set[str] = set()
-        self.gate = threading.Event()
-        self.entered = threading.Event()
-        self.broken = broken
-        if is_open:
-            self.gate.set()
-
-    def __call__(self, index: int, block: memoryview) -> None:
-        self.entered.set()
-        assert self.gate.wait(60)
-        if index in self.broken:
-            raise RuntimeError("device")
-        assert index not in self.blocks
-        self.blocks[index] = bytes(block)
-        self.threads.add(threading.current_thread().name)
 
 
 def test_every_block_is_delivered_once_by_the_engines_threads(make_engine: MakeEngine) -> None:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.prefetch.conftest import MakeEngine
+from tests.prefetch.lent_blocks import LendingStore
 from tests.prefetch.stores import ScriptedStore, eventually, keys
-from tests.prefetch.test_lent_blocks import LendingStore
 from vllm_gaudi_ucm.prefetch.dispatcher import IdleThreads
 from vllm_gaudi_ucm.prefetch.tasks import Deliver, PrefetchOutcome, PrefetchPriority
 

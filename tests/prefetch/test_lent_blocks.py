@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import pytest
 
 from tests.prefetch.conftest import MakeEngine
-from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, content, eventually, key, keys
-from tests.prefetch.test_deliver import Receiver
+from tests.prefetch.deliver import Receiver
+from tests.prefetch.lent_blocks import LendingStore
+from tests.prefetch.stores import BLOCK_BYTES, content, eventually, key, keys
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.store.base import Loan
-
-
-class LendingStore(ScriptedStore):
-    """`lent`: loans that are open now. `asked`: keys of each call. `batch`: blocks that it is asked for at once."""
-
-    lent = 0
-
-    def __init__(self, numbers: Iterable[int] = (), batch: int = 1) -> None:
-        super().__init__(numbers)
-        self.batch_bytes = batch * BLOCK_BYTES
-        self.asked: list[list[bytes]] = []
-
-    def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
-        self.asked.append(list(keys))
-        return [self._loan(key) if key in self.blocks else None for key in keys]
-
-    def _loan(self, of: bytes) -> Loan:
-        self.lent += 1
-        return Loan(memoryview(content(of)), self._take_back)
-
-    def _take_back(self) -> None:
-        self.lent -= 1
 
 
 def test_a_lent_block_is_delivered_without_a_copy(make_engine: MakeEngine) -> None:

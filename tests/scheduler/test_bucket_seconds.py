@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.scheduler.scheduler import scheduler_of
 from tests.scheduler.schedulers import request
-from tests.scheduler.test_scheduler import scheduler_of
 from tests.sparse.steps import Live, step_of
 from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEVICES, LLAMA_8B
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel

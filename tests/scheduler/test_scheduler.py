@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from tests.scheduler.scheduler import scheduler_of
 from tests.scheduler.schedulers import (
     BLOCK_SIZE,
     finish_step,
@@ -31,11 +32,6 @@ from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
 SELECT, REUSE, CHECK = SelectionMode
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"sparse_steps": "always", "min_tokens": 20}}}
 KVSTAR = {"ucm_sparse_method": "KVStar", "ucm_sparse_config": {"KVStar": {"sparse_steps": "always", "min_tokens": 20}}}
-
-
-def scheduler_of(folder: Path, ucm: dict[str, Any], **sizes: Any) -> Any:
-    is_async = sizes.get("async_scheduling", False)
-    return make_scheduler(vllm_config(folder, ucm, **sizes), UcmAsyncScheduler if is_async else UcmScheduler)
 
 
 def selections(output: SchedulerOutput) -> dict[str, RequestSelection]:

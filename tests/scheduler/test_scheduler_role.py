@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.test_scheduler import scheduler_of
+from tests.scheduler.scheduler import scheduler_of
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.scheduler.setup import logger, scheduler_role
 from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, SparseMethodError, UcmSparseFactory

@@ -13,8 +13,8 @@ from openai import OpenAI
 
 from tests.prefetch.stores import eventually
 from tests.server.conftest import CLIENT_OPTIONS
+from tests.server.metrics import read_metrics
 from tests.server.server import MODEL_NAME, Server, start_server
-from tests.server.test_metrics import read_metrics
 from tests.store.redis_server import RedisServer, needs_redis
 
 pytestmark = pytest.mark.slow  # starts servers of its own

@@ -6,25 +6,15 @@ from importlib.metadata import entry_points
 
 import pytest
 from openai import OpenAI
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.server import HTTP, MODEL_NAME, Server
+from tests.server.metrics import read_metrics
+from tests.server.server import MODEL_NAME, Server
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
 
 pytestmark = pytest.mark.skipif(
     not entry_points(group="vllm.stat_logger_plugins", name="gaudi_ucm"),
     reason="installed before the entry point was declared: `make setup` installs again",
 )
-
-
-def read_metrics(server: Server) -> dict[tuple[str, str], float]:
-    """The plugin's samples by name and value of the last label (none: empty)."""
-    text = HTTP.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    assert any(sample.name.startswith("vllm:") for sample in samples), "vLLM's own metrics are gone"
-    ours = [sample for sample in samples if sample.name.startswith("gaudi_ucm_")]
-    assert {sample.labels["engine"] for sample in ours} == {"0"}
-    return {(s.name, "".join(v for k, v in s.labels.items() if k != "engine")): s.value for s in ours}
 
 
 def test_metrics_agree_with_the_phase_log(server: Server, client: OpenAI) -> None:

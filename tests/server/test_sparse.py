@@ -9,8 +9,8 @@ import pytest
 from openai import OpenAI
 
 from tests.server.conftest import CLIENT_OPTIONS
+from tests.server.metrics import read_metrics
 from tests.server.server import MODEL_NAME, start_server
-from tests.server.test_metrics import read_metrics
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts servers of its own

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.test_scheduler import request, run_step, scheduler_of
+from tests.scheduler.scheduler import scheduler_of
+from tests.scheduler.schedulers import request, run_step
 from tests.sparse.steps import BLOCK_SIZE, Live, decode
 from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, device_spec
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of

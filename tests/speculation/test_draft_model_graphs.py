@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tests.batch.batches import Request, lay_out
-from tests.execution.test_bucketed_execution import VOCABULARY, Model, expected
+from tests.execution.bucketed_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution

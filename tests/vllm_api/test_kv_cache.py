@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from tests.platform.test_features import save_config, start
+from tests.platform.features import save_config, start
 from tests.scheduler.schedulers import vllm_config
 from tests.vllm_versions import kv_cache_configs
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from tests.graphs.warm_up.sets import server_buckets
-from tests.graphs.warm_up.test_warm_up import GIB, Machine
+from tests.graphs.warm_up.warm_up import GIB, Machine
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphState

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
 from tests.graphs.warm_up.look_up import look_up
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets, usages
+from tests.graphs.warm_up.warm_up import GIB, Machine
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
@@ -23,27 +24,9 @@ from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey, GraphState, WarmUpProgress
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 
-GIB = 2**30
 DECODE = ForwardShape("--u", 16, 0, 100)
 PROMPT = ForwardShape("c--", 200, 0, 0)
 TAILS = [RemainderShape(ForwardShape("cs-", 16, 4, 0, selected)) for selected in (5, 20)]
-
-
-class Machine:
-    """A device whose clock and memory move only when a graph runs."""
-
-    def __init__(self, seconds: float = 2.0, size: int = GIB, free: int = 100 * GIB) -> None:
-        self.seconds, self.size, self.free = seconds, size, free
-        self.now = 0.0
-        self.ran: list[GraphKey] = []
-        self.broken: dict[GraphKey, Exception] = {}
-
-    def run(self, key: GraphKey) -> None:
-        self.now += self.seconds
-        if key in self.broken:
-            raise self.broken[key]
-        self.ran.append(key)
-        self.free -= self.size
 
 
 def warm_up_on(
