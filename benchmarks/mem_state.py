@@ -1,4 +1,4 @@
-"""Slots taken and given back: the host's runs of ids beside the state on the device (`ops/mem_state`).
+"""Slots taken and given back: the host's runs of ids compared with a state on the device.
 
 `python -m benchmarks.mem_state [--slots N] [--device cpu]`. Both allot the same prompts and the same single tokens, in
 turn, to requests that come and go. On a device the host waits for the slots, which its scheduler has to send.
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from benchmarks.device_slots import give_slots, new_state, take_slots
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.memory.free_runs import NO_BLOCK
 from vllm_gaudi_ucm.memory.id_runs import IdRuns
-from vllm_gaudi_ucm.ops.mem_state.api import give_slots, new_state, take_slots
 
 MOST = 2048
 """Slots taken at once, at most: the static shape of a result."""

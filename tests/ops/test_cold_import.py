@@ -32,7 +32,6 @@ ROOMS = (
     "vllm_gaudi_ucm.ops.block_selection.impl.reference",
     "vllm_gaudi_ucm.ops.unified_attention.api",
     "vllm_gaudi_ucm.ops.cpu.host_memory",
-    "vllm_gaudi_ucm.ops.mem_state.api",
     "vllm_gaudi_ucm.ops.cpu.native.library",
     "vllm_gaudi_ucm.ops.cpu.packed_linear.api",
     "vllm_gaudi_ucm.ops.rms_norm.impl.cpu.norm",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.ops.mem_state.api import give_slots, new_state, take_slots
+from benchmarks.device_slots import give_slots, new_state, take_slots
 
 CPU = torch.device("cpu")
 

@@ -1,9 +1,6 @@
-"""The state of a pool of slots on the device: `take_slots` and `give_slots`, at static shapes, without a host read.
+"""A pool of slots on a device, at static shapes and without a host read: what `benchmarks.mem_state` compares.
 
-Nothing of the plugin uses it: its scheduler is on the host, where an allocator of runs is faster
-(docs/guides/token-granularity.md). It is for a program that allots slots inside of a captured graph.
-
-Source: TokenAttention of LightLLM, whose `mem_state` is this one; there the results have the length of the request.
+Source: TokenAttention of LightLLM, whose `mem_state` this is; there the results have the length of the request.
 """
 
 from __future__ import annotations
@@ -11,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.mem_state.impl import reference
-from vllm_gaudi_ucm.ops.mem_state.slots import DUMMY_SLOT
+DUMMY_SLOT = 0
+"""The slot that is never free; pads point at it."""
 
 
 def new_state(num_slots: int, device: torch.device) -> Tensor:
@@ -37,7 +34,7 @@ def take_slots(state: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]
             raise ValueError(f"take_slots: count is {_kind(count)}, expected torch.int64 () on {state.device}")
         if not 0 < most <= len(state):
             raise ValueError(f"take_slots: most is {most}, expected 1 to the number of slots, {len(state)}")
-    return reference.take(state, count, most)
+    return _taken(state, count, most)
 
 
 def give_slots(state: Tensor, slots: Tensor) -> Tensor:
@@ -49,7 +46,7 @@ def give_slots(state: Tensor, slots: Tensor) -> Tensor:
         _check_state("give_slots", state)
         if slots.dtype != torch.int64 or slots.dim() != 1 or slots.device != state.device:
             raise ValueError(f"give_slots: slots are {_kind(slots)}, expected torch.int64 [n] on {state.device}")
-    return reference.give(state, slots)
+    return state.index_fill(0, slots, True) & (torch.arange(len(state), device=state.device) != DUMMY_SLOT)
 
 
 def _check_state(operation: str, state: Tensor) -> None:
@@ -59,3 +56,21 @@ def _check_state(operation: str, state: Tensor) -> None:
 
 def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _taken(state: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Finds slots by a cumulative sum; reads nothing on the host."""
+    places = torch.arange(len(state), device=state.device)
+    before = torch.cumsum(state, 0) - state.long()
+    # free slots from here to `count` places on
+    ends = torch.minimum(places + count, torch.full_like(places, len(state)))
+    until = torch.cat([before, before[-1:] + state[-1:].long()]).index_select(0, ends)
+    begins_run = (until - before == count) & (places + count <= len(state))
+    first = torch.where(begins_run, places, len(state)).amin()
+    in_run = (places >= first) & (places < first + count)
+    scattered = state & (before < count)
+    enough = before[-1] + state[-1].long() >= count
+    taken = torch.where(first < len(state), in_run, scattered) & enough & (count > 0)
+    # the lowest places of those taken, then pads
+    found = torch.topk(torch.where(taken, places, len(state)), most, largest=False, sorted=True).values
+    return torch.where(found < len(state), found, DUMMY_SLOT), state & ~taken

@@ -1,1 +1,0 @@
-"""Implementations of `ops/mem_state`; none imports another."""

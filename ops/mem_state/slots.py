@@ -1,3 +1,0 @@
-"""The slot that is never free."""
-
-DUMMY_SLOT = 0
