@@ -1,10 +1,11 @@
-"""Pages of the site that are made from elsewhere: configuration and command line from the code, contributing and the
-changelog from the files at the top of the repository. Run by mkdocs-gen-files.
+"""Pages of the site that are made from elsewhere: configuration and command line from the code, tests of failure modes
+from their tags, contributing and the changelog from the files at the top of the repository. Run by mkdocs-gen-files.
 """
 
 from __future__ import annotations
 
 import argparse
+import runpy
 from pathlib import Path
 
 import mkdocs_gen_files
@@ -69,6 +70,11 @@ with mkdocs_gen_files.open("reference/cli.md", "w") as page:
     page.write(COMMAND_LINE)
     for name in COMMANDS:
         page.write(f"\n## gaudi-ucm {name}\n\n```text\n{usage(name)}```\n")
+
+with mkdocs_gen_files.open("failure-modes.md", "w") as page:
+    # by its path: mkdocs has no folder of the repository on its own
+    modes = runpy.run_path(str(ROOT / "scripts" / "failure_modes.py"))
+    page.write(modes["with_tests"](modes["PAGE"].read_text(encoding="utf-8"), modes["tags"](ROOT / "tests")))
 
 for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
     with mkdocs_gen_files.open(name.lower(), "w") as page:

@@ -59,7 +59,7 @@ def test_nothing_is_computed_again(tiny_llama: Path, wanted: list[Answer], mode:
 
 
 def test_parts_of_blocks_that_have_just_come_back_are_copied(tiny_llama: Path) -> None:
-    """covers: partial hits of blocks that are copied in the step in which they come back."""
+    """Partial hits of blocks that are copied in the step in which they come back."""
     asked = [COMMON[: 2 * BLOCK + 5] + tokens(1 + index % 7) for index in range(14)]
     with Engine(tiny_llama, max_model_len=256) as engine:
         wanted = engine.alone(asked, LENGTH)

@@ -79,7 +79,7 @@ def test_a_kernel_that_provides_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_is_dropped_at_once_is_given_back() -> None:
-    """covers: a worker that ends while pages are still being provided"""
+    """A worker may end while pages are still being provided."""
     before, start = resident(), time.monotonic()
     zeroed_pages(4 << 30)
     gc.collect()
