@@ -102,8 +102,8 @@ def make_model(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
     LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)).save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[int, Callable[[Any], None]]] = {"device": (2, lose_devic
 
 def serve_offline(case: str, folder: Path) -> dict[str, Any]:
     """In a process of its own: the error that the caller gets, and the seconds until then."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     workers, fault = FAULTS[case]
     llm = LLM(
@@ -143,7 +143,7 @@ def serve_offline(case: str, folder: Path) -> dict[str, Any]:
     error = "none"
     try:
         while time.monotonic() - begin < SECONDS:
-            llm.generate([{"prompt_token_ids": [5, 9, 31]}] * 4, params, use_tqdm=False)
+            llm.generate([TokensPrompt(prompt_token_ids=[5, 9, 31])] * 4, params, use_tqdm=False)
     except Exception as found:
         error = f"{type(found).__name__}: {found}"
     return {"error": error, "seconds": time.monotonic() - begin}

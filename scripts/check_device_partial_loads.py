@@ -60,7 +60,10 @@ class StoredEngine(Engine):
     def __init__(self, folder: str, ucm: dict[str, Any], kind: str) -> None:
         self._files = tempfile.TemporaryDirectory()
         self._log = Path(self._files.name) / "phases.jsonl"
-        places = {"memory": {"capacity": 1 << 30}, "file": {"path": f"{self._files.name}/blocks", "deadline": 10.0}}
+        places: dict[str, dict[str, Any]] = {
+            "memory": {"capacity": 1 << 30},
+            "file": {"path": f"{self._files.name}/blocks", "deadline": 10.0},
+        }
         store = transfer({"kind": kind, **places[kind]}, save_queue=4096)
         super().__init__(folder, {**ucm, "phase_log": str(self._log)}, kv_transfer_config=store)
         core: Any = self.llm.llm_engine.engine_core

@@ -57,7 +57,7 @@ class OneGpuWorker(UcmWorker):
 
 def serve(folder: Path, case: str, tensor: int, pipeline: int, one_gpu: bool) -> dict[str, Any]:
     """In a process of its own: tokens of all prompts, seconds of the start and of the requests."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
@@ -65,6 +65,7 @@ def serve(folder: Path, case: str, tensor: int, pipeline: int, one_gpu: bool) ->
     log = folder / f"{case}-{tensor}-{pipeline}.jsonl"
     workers = tensor * pipeline
     checked = {"distributed": {"check_ranks": True}} if workers > 1 else {}
+    own_worker: dict[str, Any] = {"worker_cls": "check_device_ranks.OneGpuWorker"} if one_gpu and workers > 1 else {}
     started = time.perf_counter()
     llm = LLM(
         str(folder),
@@ -79,12 +80,12 @@ def serve(folder: Path, case: str, tensor: int, pipeline: int, one_gpu: bool) ->
         additional_config={
             "ucm": {"phase_log": str(log), "graphs": {"max_graphs": 12, "warm_up": "full"}, **checked, **ours}
         },
-        **({"worker_cls": "check_device_ranks.OneGpuWorker"} if one_gpu and workers > 1 else {}),
+        **own_worker,
         **theirs,
     )
     started, begin = time.perf_counter() - started, time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in make_prompts()], params, use_tqdm=False)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in make_prompts()], params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     llm.llm_engine.engine_core.shutdown()
     _, steps = read_phase_log(log)

@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from check_device import NEW_TOKENS, make_model, make_prompts
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 
@@ -54,7 +54,9 @@ class Engine:
 
     def answers(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> tuple[list[list[int]], int]:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False
+        )
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
         return [list(output.outputs[0].token_ids) for output in outputs], cached
 

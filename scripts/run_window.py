@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -92,7 +93,9 @@ def _versions(pair: str, python: Path) -> list[str]:
 
 def keep(path: Path, pair: str, result: PairResult) -> None:
     """Writes a pair's result; parts that this run left out stay as an earlier run of the pair found them."""
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"schema": SCHEMA, "pairs": {}}
+    kept: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"schema": SCHEMA, "pairs": {}}
+    )
     earlier = kept["pairs"].get(pair, {})
     found = result.to_dict()
     others = {part: counts for part, counts in earlier.get("parts", {}).items() if part not in result.parts}

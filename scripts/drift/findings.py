@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import Signature
 
-from scripts.drift.classes import Class
+from scripts.drift.classes import Class, Member
 from scripts.drift.signatures import refused_calls, signature_of, signature_of_fields
 from scripts.drift.table import Described, Version
 from scripts.drift.uses import OURS, VLLM, Use, Uses, shown
@@ -176,7 +176,7 @@ def _overriding(ours: Class) -> dict[str, tuple[Signature, str]]:
 
 def _missing_of(theirs: Iterable[Class]) -> set[str]:
     """Abstract members of the bases, as they are looked up."""
-    first = {}
+    first: dict[str, Member] = {}
     for one in theirs:
         for name, member in one.own_members.items():
             first.setdefault(name, member)

@@ -120,9 +120,9 @@ class Reading(ast.NodeVisitor):
         with self._inside(self._quiet.function_scope(node, self._scope, own)):
             returned = self._quiet.annotations.types(node.returns, self._module, self._own_type())
             for statement in node.body:
-                for one in _of_scope(statement):
-                    if isinstance(one, ast.Return) and one.value is not None:
-                        self._expect(one.value, returned)
+                for inner in _of_scope(statement):
+                    if isinstance(inner, ast.Return) and inner.value is not None:
+                        self._expect(inner.value, returned)
             self._block(node.body)
 
     visit_AsyncFunctionDef = visit_FunctionDef

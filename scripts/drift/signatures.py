@@ -29,7 +29,7 @@ class Call:
 
     def problem(self, signature: Signature) -> str | None:
         """Why a function with this signature cannot be called so; None if it can."""
-        parameters = signature.parameters.values()
+        parameters = list(signature.parameters.values())
         if self.has_star or self.has_stars:
             # what the stars bring may be what is missing
             parameters = [one.replace(default=_DEFAULT) if one.kind not in ANY_NUMBER else one for one in parameters]
@@ -86,9 +86,10 @@ def text_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _header(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.FunctionDef:
-    return ast.copy_location(
-        ast.FunctionDef("_", node.args, [ast.Pass()], [], node.returns, None, type_params=[]), node
-    )
+    (header,) = ast.parse("def _(): pass").body
+    assert isinstance(header, ast.FunctionDef)
+    header.args, header.returns = node.args, node.returns
+    return header
 
 
 class _WithoutQuotes(ast.NodeTransformer):
