@@ -51,7 +51,7 @@ def cases(model: Model) -> list[Case]:
         for count in COUNTS
         if _bytes(model, count, tokens) <= MOST_BYTES
     ]
-    # new tokens of latents are expanded by the model, see docs/guides/latent-attention.md
+    # new tokens of latents are expanded by the model, see docs/inside/kv-caches.md
     return [*decodes, *(SEVERAL[:-1] if model.latent else SEVERAL)]
 
 

@@ -49,8 +49,8 @@ def test_what_python_imports_exists(language: str, text: str) -> None:
             assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
-def test_the_method_of_the_sparse_guide_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "guides" / "sparse.md").read_text(encoding="utf-8")
+def test_the_method_of_the_sparse_page_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "inside" / "sparse.md").read_text(encoding="utf-8")
     (code,) = (match[2] for match in BLOCK.finditer(page) if match[1] == "python")
     (section,) = (match[2] for match in BLOCK.finditer(page) if match[1] == "json")
     (tmp_path / "best_heads.py").write_text(code)

@@ -24,11 +24,11 @@ GUIDES = {
 }
 
 
-class _Loader(yaml.SafeLoader):
+class SiteLoader(yaml.SafeLoader):
     """mkdocs' own tags name Python objects, which do not matter here."""
 
 
-_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
 
 
 def listed(nav: Any) -> Iterator[str]:
@@ -41,7 +41,7 @@ def listed(nav: Any) -> Iterator[str]:
 
 
 def test_navigation_and_pages_are_the_same() -> None:
-    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), SiteLoader)
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     nav = list(listed(site["nav"]))
     assert sorted(nav) == sorted(pages | MADE)
@@ -61,7 +61,7 @@ def test_readme_is_short() -> None:
 
 
 def test_a_group_of_the_navigation_can_be_read_at_a_glance() -> None:
-    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), SiteLoader)
     groups = {name: pages for entry in site["nav"] for name, pages in entry.items() if isinstance(pages, list)}
     assert list(groups) == ["Serve", "Long contexts", "KV reuse", "Tune", "Operate", "Inside"]
     assert {name: len(pages) for name, pages in groups.items() if len(pages) > 9} == {}
@@ -69,7 +69,7 @@ def test_a_group_of_the_navigation_can_be_read_at_a_glance() -> None:
 
 
 def test_the_site_has_its_own_style() -> None:
-    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), SiteLoader)
     style = (ROOT / "docs" / site["extra_css"][0]).read_text(encoding="utf-8")
     # the theme alone makes each column of a table 100 pixels wide or more, and cuts long lines of code
     assert "min-width: 0" in style
