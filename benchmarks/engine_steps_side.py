@@ -155,7 +155,7 @@ class Side:
 
     def _recorded(self) -> int:
         """Steps that the phase log has. One that is queued has no record until its tokens are read."""
-        steps: int = self._runner.parts.steps.phase_log.summary.steps
+        steps: int = self._runner.parts.records.phase_log.summary.steps
         return steps
 
     def _prompt(self, tokens: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from vllm_gaudi_ucm.runner.drafts import ProposedDrafts
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 
 if TYPE_CHECKING:
@@ -191,22 +192,23 @@ def propose_known_drafts(parts: Any, vocabulary: int, acceptance: float, source:
             kept on the device (DeviceDrafts). "model": the passes of the engine's own draft model, whose weights say
             the next number, too; what they give is spoiled on the device. These cost what such a draft model costs.
     """
-    steps = parts.steps
+    drafts = parts.drafts
     if source == "model":
-        proposer = _draft_model(steps)
+        proposer = _draft_model(drafts)
         likeliest = proposer.likeliest
         if isinstance(likeliest, Spoiled):
             likeliest = likeliest.likeliest
         proposer.likeliest = Spoiled(likeliest, vocabulary, acceptance)
     elif source == "device":
-        ahead = None if steps.ahead is None else steps.ahead.drafts
+        ahead = None if parts.ahead is None else parts.ahead.drafts
         (device,) = {tensor.device for pair in parts.kv_caches.values() for tensor in pair}
-        steps.proposer = DeviceDrafts(steps.requests, device, vocabulary, acceptance, ahead)
+        drafts.proposer = DeviceDrafts(parts.requests, device, vocabulary, acceptance, ahead)
     else:
-        steps.proposer = KnownDrafts(steps.requests, vocabulary, acceptance)
+        drafts.proposer = KnownDrafts(parts.requests, vocabulary, acceptance)
 
 
-def _draft_model(steps: Any) -> DraftModelProposer:
-    if not isinstance(steps.proposer, DraftModelProposer):
-        raise TypeError(f"found {type(steps.proposer).__name__} as proposer, expected an engine with a draft model")
-    return steps.proposer
+def _draft_model(drafts: Any) -> DraftModelProposer:
+    proposer = drafts.proposer if isinstance(drafts, ProposedDrafts) else None
+    if not isinstance(proposer, DraftModelProposer):
+        raise TypeError(f"found {type(proposer).__name__} as proposer, expected an engine with a draft model")
+    return proposer

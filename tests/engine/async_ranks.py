@@ -29,7 +29,7 @@ def check(worker: Any) -> tuple[list[int], int, int]:
     """In a worker: what `watch` has counted, live requests, and steps that were not let go of."""
     parts = worker.model_runner.parts
     parts.requests.check_integrity()
-    return parts.requests.seen, len(parts.requests.requests), len(parts.steps.ahead or ())
+    return parts.requests.seen, len(parts.requests.requests), len(parts.ahead or ())
 
 
 class ApartEngine(Engine):

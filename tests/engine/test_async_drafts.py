@@ -54,7 +54,7 @@ def test_every_kind_of_request_gets_its_tokens(tiny_text_model: Path, expected: 
         assert watched.queued > 0.8 * watched.schedules
         texts = {tuple(MIX[index].prompt): expected[index][0].tokens for index in DRAFTED}
         texts |= {tuple(prompt): [] for prompt in ([1, 2, 3],)}
-        engine.runner.parts.steps.proposer = OracleProposer(texts, random.Random(4), wrong=0.5)
+        engine.runner.parts.drafts.proposer = OracleProposer(texts, random.Random(4), wrong=0.5)
         assert_equal(watched.serve(ASKED), wanted)
 
 

@@ -62,7 +62,7 @@ def test_blocks_move_and_are_copied(tiny_llama: Path, wanted: list[Answer], kind
         assert engine.preemptions
         totals = engine.core.scheduler.block_rules.totals
         assert totals.copies
-        memory = engine.runner.parts.steps.memory
+        memory = engine.runner.parts.memory
         assert memory is not None
         unsaid = memory.take_work().get("moved_blocks", 0)
     records = read_phase_log(log)[1]

@@ -88,7 +88,7 @@ def test_tokens_are_those_of_synchronous_steps(tiny_text_model: Path, drafted: d
             watched = Watched(engine)
             found.append(watched.serve(ASKED))
             texts = zip(ASKED, found[0][: len(ASKED)], strict=True)
-            engine.runner.parts.steps.proposer = Fixed({tuple(one.prompt): own[0].tokens for one, own in texts})
+            engine.runner.parts.drafts.proposer = Fixed({tuple(one.prompt): own[0].tokens for one, own in texts})
             found[-1] += watched.serve(ASKED)
             sparse = engine.runner.parts.sparse
             assert sparse is not None
@@ -116,7 +116,7 @@ def test_preempted_requests(tiny_text_model: Path, drafted: dict[str, Any]) -> N
     with start(tiny_text_model, options, is_async=True, speculative_config=drafted, **small) as engine:
         watched = Watched(engine)
         texts = zip(traffic, wanted, strict=True)
-        engine.runner.parts.steps.proposer = Fixed({tuple(one.prompt): own[0].tokens for one, own in texts})
+        engine.runner.parts.drafts.proposer = Fixed({tuple(one.prompt): own[0].tokens for one, own in texts})
         assert_equal(watched.serve(traffic), wanted)
         assert engine.preemptions > 2
         assert engine.runner.parts.sparse is not None

@@ -55,7 +55,7 @@ def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode
     """A window group gives and gets the blocks of its window alone."""
     with tight(model, SWAP, mode) as engine:
         manager = engine.core.scheduler.kv_cache_manager
-        space = engine.runner.parts.steps.memory._swaps
+        space = engine.runner.parts.memory._swaps
         assert (
             space.block_bytes
             == kv_block_bytes(manager)

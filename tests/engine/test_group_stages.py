@@ -74,7 +74,7 @@ def poison(worker: Any) -> None:
 
 def host_slots(worker: Any) -> tuple[int, int]:
     """Of a worker: how many, and bytes of one."""
-    space = worker.model_runner.parts.steps.memory._swaps
+    space = worker.model_runner.parts.memory._swaps
     return space._count, space.block_bytes
 
 

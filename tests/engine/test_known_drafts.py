@@ -47,11 +47,12 @@ class Verified:
         verification.sample = counted
 
 
-def records_in_the_gap(steps: Any) -> list[bool]:
+def records_in_the_gap(parts: Any) -> list[bool]:
     """Of each step from now on, whether the one before was recorded when its forward was queued."""
     found: list[bool] = []
     made = [0, 0]
-    record, forward = steps._record, steps.execution.forward
+    records, execution = parts.records, parts.steps.execution
+    record, forward = records.report, execution.forward
 
     def recorded(step: Any) -> None:
         made[0] += 1
@@ -62,7 +63,7 @@ def records_in_the_gap(steps: Any) -> list[bool]:
         made[1] += 1
         forward()
 
-    steps._record, steps.execution.forward = recorded, forwarded
+    records.report, execution.forward = recorded, forwarded
     return found
 
 
@@ -88,7 +89,7 @@ def test_tokens_are_right_and_the_rate_is_as_asked(
     with start(target, ucm, is_async=is_async, **options) as engine:
         parts, watched = engine.runner.parts, Watched(engine)
         propose_known_drafts(parts, VOCAB, ACCEPTANCE, source)
-        verified, early = Verified(parts.steps.verification), records_in_the_gap(parts.steps)
+        verified, early = Verified(parts.verification), records_in_the_gap(parts)
         outputs = engine.generate(prompts, params(max_tokens=TOKENS))
         for prompt, output in zip(prompts, outputs, strict=True):
             tokens = list(output.outputs[0].token_ids)
@@ -109,7 +110,7 @@ def test_another_rate_takes_the_place_of_the_first(models: tuple[Path, Path]) ->
     drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
     with start(target, {}, is_async=True, **OPTIONS, speculative_config=drafts) as engine:
         parts = engine.runner.parts
-        verified = Verified(parts.steps.verification)
+        verified = Verified(parts.verification)
         for rate, steps in ((0.0, 19), (1.0, 4)):
             propose_known_drafts(parts, VOCAB, rate, "model")
             before = verified.steps

@@ -130,7 +130,7 @@ def on_the_card(model: str) -> dict[str, Any]:
         engine.greedy([[5, 6, 7]], 4)
         warm = card.compilations
         orders: list[int] = []
-        memory = engine.runner.parts.steps.memory
+        memory = engine.runner.parts.memory
         assert memory is not None
         begin_step = memory.begin_step
 

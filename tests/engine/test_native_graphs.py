@@ -136,7 +136,7 @@ def test_a_draft_model_has_graphs_of_its_own(tiny_llama: Path) -> None:
         with Engine(tiny_llama, ucm, max_num_seqs=6, speculative_config=draft) as engine:
             found[name] = engine.staggered(PROMPTS, ARRIVALS, 30)
             if name == "on":
-                proposer: Any = engine.runner.parts.steps.proposer
+                proposer: Any = engine.runner.parts.drafts.proposer
                 assert any(graph.checked for graph in proposer._execution._graphs._graphs.values())
                 assert counts(engine)["replayed"] > 0
     assert found["on"] == found["off"]

@@ -40,7 +40,7 @@ def ucm(method: str, ratio: float, static: bool, **more: Any) -> dict[str, Any]:
 def speculate(engine: Engine, texts: list[Answer], seed: int, wrong: float) -> list[Answer]:
     """Answers with drafts that follow `texts` for a random while."""
     follow = {tuple(prompt): [*text.tokens, 3, 3, 3] for prompt, text in zip(PROMPTS, texts, strict=True)}
-    engine.runner.parts.steps.proposer = OracleProposer(follow, random.Random(seed), wrong)
+    engine.runner.parts.drafts.proposer = OracleProposer(follow, random.Random(seed), wrong)
     answers = engine.staggered(PROMPTS, [0, 1, 3, 5], MAX_TOKENS)
     engine.check_idle()
     return answers

@@ -126,7 +126,7 @@ def test_any_drafts_change_no_token(
     rng = random.Random(seed)
     taken = _spy_on_divided_logits(engine, monkeypatch)
     texts = {tuple(prompt): answer.tokens for prompt, answer in zip(PROMPTS, expected, strict=True)}
-    monkeypatch.setattr(engine.runner.parts.steps, "proposer", OracleProposer(texts, rng))
+    monkeypatch.setattr(engine.runner.parts.drafts, "proposer", OracleProposer(texts, rng))
     count = Steps(engine)
     arrivals = [rng.randrange(12) for _ in PROMPTS]
     assert_same(engine.staggered(PROMPTS, arrivals, MAX_TOKENS), expected)
@@ -172,7 +172,7 @@ def test_every_way_to_sample(engine: Engine, plain_engine: Engine, monkeypatch: 
         tuple(prompt): [*output.outputs[0].token_ids, 3, 3, 3, 3]
         for prompt, output in zip(prompts, wanted, strict=True)
     }
-    monkeypatch.setattr(engine.runner.parts.steps, "proposer", OracleProposer(texts, random.Random(1), wrong=0.3))
+    monkeypatch.setattr(engine.runner.parts.drafts, "proposer", OracleProposer(texts, random.Random(1), wrong=0.3))
     for asked, one, other in zip(ASKED, engine.generate(prompts, params), wanted, strict=True):
         assert results(one) == results(other), asked
         assert scores(one) == pytest.approx(scores(other), abs=1e-3), asked
@@ -193,7 +193,7 @@ def test_preemption(tiny_llama: Path, expected: list[Answer], caching: bool, mon
     options = {**OPTIONS, "num_gpu_blocks_override": 19, "enable_prefix_caching": caching}
     texts = {tuple(prompt): answer.tokens for prompt, answer in zip(PROMPTS, expected, strict=True)}
     with Engine(tiny_llama, **options, speculative_config=NGRAM) as engine:
-        monkeypatch.setattr(engine.runner.parts.steps, "proposer", OracleProposer(texts, random.Random(2), wrong=0.3))
+        monkeypatch.setattr(engine.runner.parts.drafts, "proposer", OracleProposer(texts, random.Random(2), wrong=0.3))
         assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
         engine.check_idle()
         assert engine.preemptions > 0
@@ -268,7 +268,7 @@ def answers_on_card(model: str, speculation: dict[str, Any], known: dict[tuple[i
         sizes = [record.size for record in engine.runner.static.summary().records if record.size]
         warm = [card.compilations, card.captures, card.bypasses]
         if speculation is NGRAM:
-            engine.runner.parts.steps.proposer = OracleProposer(known, random.Random(5))
+            engine.runner.parts.drafts.proposer = OracleProposer(known, random.Random(5))
         count = Steps(engine)
         answers = [answer.tokens for answer in engine.greedy(list(known), MAX_TOKENS)]
         served = [card.compilations, card.captures, card.bypasses]

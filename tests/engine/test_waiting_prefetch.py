@@ -37,7 +37,7 @@ class Served:
     def __init__(self, engine: Engine, store: FaultStore) -> None:
         self.engine = engine
         self.store = store
-        self.phase_log = engine.runner.parts.steps.phase_log.path
+        self.phase_log = engine.runner.parts.records.phase_log.path
         connector: Any = engine.runner.transfer and engine.runner.transfer.connector
         self.worker = connector.worker_side
         self.scheduler = engine.core.scheduler.connector.scheduler_side

@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.observability.step_clock import StepClock
-from vllm_gaudi_ucm.runner.step_runner import step_record
+from vllm_gaudi_ucm.runner.parts import step_record
 
 
 @given(steps())

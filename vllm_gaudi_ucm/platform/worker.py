@@ -205,8 +205,9 @@ class UcmWorker(RefusedCalls, WorkerBase):
         with self.model_runner.start_stages.measured("KV cache"):
             self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
         self._steps = self.model_runner.parts.steps
-        if self._steps.ahead is not None:
-            self._turn = self._steps.ahead.lock
+        ahead = self.model_runner.parts.ahead
+        if ahead is not None:
+            self._turn = ahead.lock
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
         """What a connector of another engine needs to know of this worker, by (pipeline, tensor-parallel) rank."""
@@ -229,7 +230,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         with self._turn:
             STEPS.begin()
             output = self._steps.execute_model(scheduler_output)
-            if output is not None and not self._steps.ahead:
+            if output is not None and not self._steps.steps_in_flight:
                 STEPS.end()
         return output
 
@@ -238,7 +239,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         with self._turn:
             output = self._steps.sample_tokens(grammar_output)
             # steps ahead end when the last of them is read
-            if not self._steps.ahead:
+            if not self._steps.steps_in_flight:
                 STEPS.end()
         return output
 
@@ -251,7 +252,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         with self._turn:
             STEPS.begin()
             self._steps.execute_dummy()
-            if not self._steps.ahead:
+            if not self._steps.steps_in_flight:
                 STEPS.end()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.observability.host_work import NO_HOST_WORK, HostCounts
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, UnifiedPlan
+from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, StepSelection
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.execution import StepShape
     from vllm_gaudi_ucm.observability.step_clock import StepClock
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-    from vllm_gaudi_ucm.runner.kv_transfer import TransferWork
     from vllm_gaudi_ucm.speculation.verification import StepLogits
     from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput, LogprobsTensors, SchedulerOutput
 
 
 @dataclass
-class Computed:
-    """A step, or one division of it, that has run."""
+class Division:
+    """A step, or the part of it that runs together.
 
-    plan: UnifiedPlan
-    shape: StepShape
+    is_part: the step has other divisions. selection: the blocks that its requests choose among. plan, shape: once it is
+    staged.
+    """
+
+    members: list[LiveRequest]
+    batch: BatchInput
     clock: StepClock
+    is_part: bool
+    selection: StepSelection = DENSE_STEP
+    plan: UnifiedPlan = field(init=False)
+    shape: StepShape = field(init=False)
+
+    def choose(self, selection: StepSelection) -> None:
+        """Before the division is planned."""
+        self.selection = selection
+
+    def staged(self, plan: UnifiedPlan, shape: StepShape) -> None:
+        """Records the plan that was copied to the device, and the shape that it runs in."""
+        self.plan, self.shape = plan, shape
 
 
 @dataclass
 class ComputedStep:
     """Between forward and sampling: vLLM computes the grammar's bitmask in between.
 
-    host, nans, moved: what was waited for, NaNs in logits by request, and blocks that moved, up to the end of its
-    sampling. transferred: what a KV connector tells the scheduler. transfer: blocks that it has moved.
+    yields: bool [requests], which of them get tokens. remainders: int64 [n], requests whose rows choose together and
+    are too many for an ordinary graph. verified: the logits of a step with drafts; any other has `logits`. figures:
+    fields of the step's record that parts add. nans: NaNs in logits by request. transferred: the KV connector's report
+    for the scheduler.
     """
 
     scheduler_output: SchedulerOutput
@@ -45,13 +62,33 @@ class ComputedStep:
     batch: BatchInput
     yields: NDArray[np.bool_]
     drafts: StepDrafts
-    verified: StepLogits | None
-    """Of a step with drafts; any other has `logits`."""
+    remainders: NDArray[np.int64] = field(default_factory=lambda: NO_REMAINDERS)
+    verified: StepLogits | None = None
     logits: torch.Tensor | None = None
-    divisions: list[Computed] = field(default_factory=list)
-    host: HostCounts = NO_HOST_WORK
+    divisions: list[Division] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
     nans: dict[str, int] | None = None
-    moved: Mapping[str, int] = field(default_factory=dict)
     transferred: KVConnectorOutput | None = None
-    transfer: TransferWork | None = None
     prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
+
+    def set_apart(self, remainders: NDArray[np.int64]) -> None:
+        """Has prompt remainders run by themselves; int64 [n], their requests."""
+        self.remainders = remainders
+
+    def verify(self, logits: StepLogits) -> None:
+        """Gives a step with drafts the object that computes its logits."""
+        self.verified = logits
+
+    def computed(self, logits: torch.Tensor) -> None:
+        """Takes the logits of a step without drafts."""
+        self.logits = logits
+
+    def sampled(self, nans: dict[str, int] | None) -> None:
+        """Ends the clocks of the divisions, and takes the NaNs in the step's logits by request."""
+        for division in self.divisions:
+            division.clock.sampled(took_part=division is self.divisions[-1])
+        self.nans = nans
+
+    def moved_blocks(self, transferred: KVConnectorOutput) -> None:
+        """Takes the report of the KV connector."""
+        self.transferred = transferred

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
 from vllm_gaudi_ucm.kv_cache.pair import LayerCache, in_blocks
-from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.vllm_api.attention import AttentionMetadata
@@ -70,8 +69,9 @@ class TransferWork:
         self._totals, self.ms = totals, 0.0
         return taken
 
-    def noted_in(self, record: StepRecord) -> StepRecord:
-        return replace(record, loaded_blocks=self.moved.loaded, saved_blocks=self.moved.saved, transfer_ms=self.ms)
+    def figures(self) -> dict[str, float]:
+        """Returns the fields that a step's record has for it."""
+        return {"loaded_blocks": self.moved.loaded, "saved_blocks": self.moved.saved, "transfer_ms": self.ms}
 
 
 REST_SECONDS = 0.002

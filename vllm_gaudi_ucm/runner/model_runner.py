@@ -20,7 +20,8 @@ from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows, refuse_windows_in_one_table
-from vllm_gaudi_ucm.runner.setup import LoadedModel, WorkerParts, make_parts
+from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
+from vllm_gaudi_ucm.runner.setup import WorkerParts, make_parts
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.vllm_api.kv_cache import in_blocks_of, in_tiles

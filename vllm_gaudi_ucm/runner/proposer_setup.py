@@ -10,8 +10,8 @@ from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.execution.decoder import Decoder
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.runner.parts import TOO_MANY_BLOCKS
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-from vllm_gaudi_ucm.runner.step_runner import TOO_MANY_BLOCKS
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import NgramProposer
 

@@ -1,0 +1,99 @@
+"""The drafts of an engine's steps: those that a step verifies, and those that it proposes for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+from vllm_gaudi_ucm.runner.parts import WorkerPart
+from vllm_gaudi_ucm.speculation.proposer import DraftProposer, SampledStep, wanted_drafts
+from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, drafts_to_propose
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.runner.computed_step import ComputedStep
+    from vllm_gaudi_ucm.sampling.sampling import Grammar
+    from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
+    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
+
+
+class Drafts(WorkerPart):
+    """The scheduler's drafts. An engine without speculative decoding has no others, and proposes none."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+
+    def of_step(self, scheduler_output: SchedulerOutput) -> StepDrafts:
+        """Returns the drafts that a step verifies; the request table has them now."""
+        if not scheduler_output.scheduled_spec_decode_tokens:
+            return StepDrafts({}, scheduler_output.num_scheduled_tokens)
+        drafts = self._scheduled(scheduler_output)
+        self._table.write_drafts(drafts.tokens)
+        return drafts
+
+    def to_verify(self, drafts: StepDrafts, grammar: Grammar | None) -> StepDrafts:
+        """Returns the drafts that a step's tokens are compared with."""
+        return drafts
+
+    def take_proposed(self, step: ComputedStep | None) -> DraftTokenIds | None:
+        """Returns what the last step has proposed, once. step: the one that is computed and not sampled yet."""
+        return None
+
+    def _scheduled(self, scheduler_output: SchedulerOutput) -> StepDrafts:
+        return StepDrafts.of(scheduler_output)
+
+
+class ProposedDrafts(Drafts):
+    """Drafts of a proposer, which the scheduler sends back with the next step."""
+
+    def __init__(self, table: RequestTable, proposer: DraftProposer) -> None:
+        super().__init__(table)
+        self.proposer = proposer
+        self._proposed: DraftTokenIds | None = None
+
+    def take_proposed(self, step: ComputedStep | None) -> DraftTokenIds | None:
+        drafts, self._proposed = self._proposed, None
+        return drafts
+
+    def after_sampling(self, step: ComputedStep, tokens: Callable[[], list[list[int]]]) -> None:
+        num_drafts = drafts_to_propose(step.scheduler_output)
+        wanted = wanted_drafts(step.requests, step.yields, self._table, num_drafts)
+        drafts = self.proposer.propose(SampledStep(step.requests, step.batch, step.yields, wanted))
+        self._keep(DraftTokenIds([request.request_id for request in step.requests], drafts))
+
+    def _keep(self, drafts: DraftTokenIds) -> None:
+        self._proposed = drafts
+
+
+class KeptDrafts(ProposedDrafts):
+    """Drafts of a proposer with asynchronous scheduling: the scheduler has placeholders for those that stay here."""
+
+    def __init__(self, table: RequestTable, proposer: DraftProposer, ahead: DraftsAhead) -> None:
+        super().__init__(table, proposer)
+        self.ahead = ahead
+
+    def to_verify(self, drafts: StepDrafts, grammar: Grammar | None) -> StepDrafts:
+        return self.ahead.verified(drafts, grammar)
+
+    def take_proposed(self, step: ComputedStep | None) -> DraftTokenIds | None:
+        # the scheduler asks for those of the step that is computed, to make a grammar's bitmask of them
+        assert step is not None, "drafts are asked for without a step that verifies them"
+        found = self.ahead.read(step.drafts.tokens, early=True)
+        return DraftTokenIds(list(found), list(found.values()))
+
+    def _scheduled(self, scheduler_output: SchedulerOutput) -> StepDrafts:
+        return self.ahead.of(scheduler_output)
+
+    def _keep(self, drafts: DraftTokenIds) -> None:
+        self.ahead.proposed(drafts)
+
+
+def make_drafts(table: RequestTable, proposer: DraftProposer | None, ahead: DraftsAhead | None) -> Drafts:
+    """Makes the drafts of an engine.
+
+    proposer: None without speculative decoding. ahead: with asynchronous scheduling.
+    """
+    if proposer is None:
+        return Drafts(table)
+    return ProposedDrafts(table, proposer) if ahead is None else KeptDrafts(table, proposer, ahead)

@@ -1,0 +1,103 @@
+"""A model on its device, before and after its KV cache is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.attention.groups import LayerGroups
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.config.sections import AttentionConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.distributed.ranks import Ranks
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+    from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
+    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
+    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
+    from vllm_gaudi_ucm.observability.host_work import HostWork
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, and what the engine wants of it.
+
+    vllm_config, config: the engine's, and the plugin's own.
+    device, tensors_on: where model and KV cache live.
+    kind: of the graphs; `off` runs steps at their true shapes.
+    decoder, draft_decoder: the model, and the draft model where drafts come from one.
+    memory_budget: bytes that graphs may take; None: no bound.
+    compiler: of the decoders' regions; None: they are not compiled.
+    ranks: all workers of the engine, of which this is one.
+    """
+
+    vllm_config: VllmConfig
+    config: UcmConfig
+    device: Device
+    tensors_on: torch.device
+    kind: GraphKind
+    decoder: Decoder
+    draft_decoder: Decoder | None
+    memory_budget: int | None
+    compiler: StaticCompiler | None
+    ranks: Ranks
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token has a slot of its own."""
+        return self.config.kv_cache.granularity == "token"
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """With a slot for each token several rows may use one block, so none is read by its place in the cache."""
+        given = self.config.attention
+        return given.model_copy(update={"contiguous_pa": False}) if self.by_token else given
+
+
+@dataclass(frozen=True)
+class AllocatedModel:
+    """A loaded model with its KV cache, and the objects that everything around steps reads. None: it is switched off.
+
+    model: that was loaded.
+    kv_cache_config: vLLM's, in blocks as attention reads them.
+    kv_caches: by layer name.
+    groups, draft_groups: of the KV cache, with the layers of either model.
+    requests: the live ones.
+    transfer: a KV connector. sparse: a sparse method.
+    metrics: where figures go. host: counts what steps wait for, and what they do on the host.
+    carried, drafts_ahead: with asynchronous scheduling, tokens and drafts that the host may not know yet.
+    """
+
+    model: LoadedModel
+    kv_cache_config: KVCacheConfig
+    kv_caches: dict[str, LayerCache]
+    groups: LayerGroups
+    draft_groups: LayerGroups
+    requests: RequestTable
+    transfer: KvTransfer | None
+    sparse: SparseWorker | None
+    metrics: StepMetrics
+    host: HostWork
+    carried: CarriedTokens | None
+    drafts_ahead: DraftsAhead | None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.groups.groups[0].block_size
+
+    @property
+    def calls_layers(self) -> bool:
+        """Whether the layers call a KV connector."""
+        return self.transfer is not None and self.transfer.in_layers

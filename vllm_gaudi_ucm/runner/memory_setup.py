@@ -1,0 +1,47 @@
+"""Where the worker of block orders is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
+from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
+from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel
+
+
+def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
+    """None where the scheduler has no orders."""
+    model, sparse = allocated.model, allocated.sparse
+    admits, swaps = model.config.scheduler.admission != "greedy", model.config.preemption.swaps
+    if not admits and not swaps and not any(model.config.kv_cache.switches.values()):
+        return None
+    summaries: list[torch.Tensor] = []
+    followers = [allocated.requests.moved]
+    if sparse is not None and sparse.selector is not None and sparse.state is not None:
+        summaries = sparse.selector.summaries
+        followers.append(sparse.state.summaries.moved)
+    memory = MemoryWorker(
+        allocated.kv_caches,
+        allocated.block_size,
+        model.device,
+        metrics=allocated.metrics.memory(),
+        least=model.ranks.least,
+        host_slots=_host_slots(allocated) if swaps else None,
+        summaries=summaries,
+        followers=followers,
+    )
+    memory.warm_up()
+    return memory
+
+
+def _host_slots(allocated: AllocatedModel) -> int:
+    """As many as the scheduler counts."""
+    caches, vllm_config = distinct(allocated.kv_caches.values()), allocated.model.vllm_config
+    block_bytes = sum(blocks[0].nbytes for pair in caches for blocks in in_blocks(pair, allocated.block_size))
+    engine_bytes = engine_block_bytes(block_bytes, allocated.kv_cache_config.kv_cache_groups, vllm_config)
+    return allocated.model.config.preemption.host_memory // engine_bytes
