@@ -103,7 +103,7 @@ serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 1
 
 ## Work on it
 test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) $(RAY_STAMP) ## Run the tests
-	@$(PY) -m compileall -q vllm_gaudi_ucm ops graphs tests # once for the processes that they start
+	@$(PY) -m compileall -q vllm_gaudi_ucm ops graphs tools tests # once for the processes that they start
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the quick tests of one room, in under a minute: make test-room ROOM=batch (SLOW=1: all of its tests)
@@ -205,8 +205,8 @@ release: $(PLUGIN_STAMP) $(MODEL_STAMP) $(RELEASE_STAMP) ## Build wheel and sour
 
 ## Tidy up
 clean: ## Remove what builds, tests and interrupted runs left behind
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache/typecheck .cache/models/.partial-*
-	find ops graphs vllm_gaudi_ucm tests benchmarks examples scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf build dist *.egg-info tools/build tools/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache/typecheck .cache/models/.partial-*
+	find ops graphs vllm_gaudi_ucm tools tests benchmarks examples scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 clean-all: clean ## Also remove the environments and the converted model
 	rm -rf $(VENV) $(PEERS_VENV) $(WINDOW_VENVS) .cache
@@ -232,9 +232,9 @@ $(VLLM_STAMP): $(BUILD_STAMP)
 	    $(PY) $(PIP_INSTALL) --no-build-isolation --no-binary vllm vllm==$(VLLM_VERSION); fi
 	@$(done_stamp)
 
-$(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml requirements/constraints.txt
-	@$(call step,setup-5-plugin) '[5/6] this plugin (editable), demo and test extras' \
-	    $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test,speculation,redis]'
+$(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml tools/pyproject.toml requirements/constraints.txt
+	@$(call step,setup-5-plugin) '[5/6] this plugin and its tools (editable), and what tests need' \
+	    $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[test,speculation,redis]' --editable ./tools
 	@$(done_stamp)
 
 $(DOCS_STAMP): $(PLUGIN_STAMP)
@@ -246,7 +246,7 @@ $(RELEASE_STAMP): $(PLUGIN_STAMP)
 	@$(done_stamp)
 
 $(MODEL_STAMP): | $(PLUGIN_STAMP)
-	@$(call step,setup-6-model) '[6/6] demo model' $(PY) -m vllm_gaudi_ucm.cli.model --output $(DEMO_MODEL)
+	@$(call step,setup-6-model) '[6/6] demo model' $(PY) -m vllm_gaudi_ucm_tools.demo.model --output $(DEMO_MODEL)
 
 # For the test of a cluster alone: 75 MB that nobody else needs.
 $(RAY_STAMP): $(PLUGIN_STAMP)

@@ -20,13 +20,13 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Prefix, Request, Simulation
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.scheduler.admission_rules import make_rule
 from vllm_gaudi_ucm.scheduler.future_blocks import Footprint
+from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Prefix, Request, Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from benchmarks.admission import RULES
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader
+from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Mix
 
 if TYPE_CHECKING:
     from vllm import LLM

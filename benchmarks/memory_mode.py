@@ -27,7 +27,7 @@ from benchmarks.memory_mode_quality import equal_share, follow, look_ups
 from benchmarks.positive import positive
 from benchmarks.retrieval.model import MODEL as RETRIEVAL_MODEL
 from benchmarks.sparse_text import find_text, read_text
-from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import ForcedTokens
+from vllm_gaudi_ucm_tools.sparse_report.forced_tokens import ForcedTokens
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
 DENSE = "dense"

@@ -10,7 +10,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 
 from benchmarks.retrieval.data import Task, make_sequence
-from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import FORCED
+from vllm_gaudi_ucm_tools.sparse_report.forced_tokens import FORCED
 
 
 def follow(engine: LLM, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import Lengths, Mix
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm_tools.traffic.simulation import Lengths, Mix
 
 # A step then takes a millisecond or two, and has as many blocks per request as before.
 TOKENS_SCALE = 16

@@ -16,8 +16,8 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.mix_scale import scaled
 from benchmarks.mix_sparse import METHODS, sparse_config
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix
 from vllm_gaudi_ucm.observability.room_metrics import SelectionTotals
+from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Mix
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import Request, Simulation
-from vllm_gaudi_ucm.cli.buckets.trace_step import Scheduled
+from vllm_gaudi_ucm_tools.traffic.simulation import Request, Simulation
+from vllm_gaudi_ucm_tools.traffic.step import Scheduled
 
 
 class MixSimulation(Simulation):

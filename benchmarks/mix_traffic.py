@@ -11,15 +11,15 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from benchmarks.mix_simulation import MixSimulation
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import Prefix, Request
-from vllm_gaudi_ucm.cli.buckets.trace_step import Scheduled
+from vllm_gaudi_ucm_tools.traffic.simulation import Prefix, Request
+from vllm_gaudi_ucm_tools.traffic.step import Scheduled
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from benchmarks.mix_sparse import MixSparse
-    from vllm_gaudi_ucm.cli.buckets.trace_simulation import Mix
     from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+    from vllm_gaudi_ucm_tools.traffic.simulation import Mix
 
 
 @dataclass

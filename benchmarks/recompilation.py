@@ -18,10 +18,10 @@ from typing import NamedTuple
 from benchmarks.mix_server import VOCABULARY, Serving, sampling, serving
 from benchmarks.mix_sparse import METHODS, MixSparse, sparse_config
 from benchmarks.mix_traffic import MixTraffic
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES
 from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm_tools.traffic.simulation import MIXES
 
 
 class Counts(NamedTuple):

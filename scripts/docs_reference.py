@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mkdocs_gen_files
 
-from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
+from vllm_gaudi_ucm.cli.main import build_parser, commands
 from vllm_gaudi_ucm.config.ucm_config import describe, describe_section, markdown_table, section_description, sections
 from vllm_gaudi_ucm.store.factory import STORES, store_class
 
@@ -51,8 +51,8 @@ Exit codes: 0 done; 1 a problem was found; 2 wrong usage, or an error that a per
 def usage(name: str) -> str:
     """The help of a command, without the width of the terminal that builds the page."""
     parser = build_parser([name])
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    chosen = commands.choices[name]
+    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    chosen = subparsers.choices[name]
     chosen.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=110)
     return str(chosen.format_help())
 
@@ -68,7 +68,7 @@ with mkdocs_gen_files.open("reference/configuration.md", "w") as page:
 
 with mkdocs_gen_files.open("reference/cli.md", "w") as page:
     page.write(COMMAND_LINE)
-    for name in COMMANDS:
+    for name in commands():
         page.write(f"\n## gaudi-ucm {name}\n\n```text\n{usage(name)}```\n")
 
 with mkdocs_gen_files.open("failure-modes.md", "w") as page:

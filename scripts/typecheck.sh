@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs mypy over the package as it is installed, scripts and tests/conformance; mypy follows folders, so it is shown a
+# Runs mypy over the packages as they are installed, scripts and tests/conformance; mypy follows folders, so it is shown a
 # tree of links ($1) of the installed shape. $2: interpreter.
 set -euo pipefail
 
@@ -11,4 +11,4 @@ bash "$root/scripts/link_tree.sh" "$tree"
 ln -s "$root/scripts" "$root/tests" "$root/benchmarks" "$tree"
 cd "$tree"
 exec "$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" \
-    -p vllm_gaudi_ucm -p scripts -p tests.conformance
+    -p vllm_gaudi_ucm -p vllm_gaudi_ucm_tools -p scripts -p tests.conformance

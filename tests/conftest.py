@@ -16,9 +16,9 @@ from hypothesis import settings
 from tests.import_heap import freeze_imports, freeze_rest
 from tests.log_capture import find_loggers_once
 from tests.work_order import RoomScheduling, rank
-from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
 from vllm_gaudi_ucm.device.detect import has_cuda
 from vllm_gaudi_ucm.envs import DEVICE
+from vllm_gaudi_ucm_tools.demo.model import DEFAULT_OUTPUT, fetch_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILDREN = str(ROOT / "tests/children")

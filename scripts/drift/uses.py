@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from scripts.drift.classes import CONSTRUCTOR, Class, Member, class_at, last_name
@@ -15,6 +16,7 @@ from scripts.drift.source_tree import Module, Place, SourceTree, imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = "vllm_gaudi_ucm"
+TOOLS = "vllm_gaudi_ucm_tools"
 VLLM = "vllm"
 _ASKS = ("hasattr", "getattr", "find_spec", "signature")
 _NOT_THERE = ("ImportError", "ModuleNotFoundError", "AttributeError")
@@ -64,9 +66,9 @@ class Uses:
 
 
 def our_sources(root: Path = ROOT) -> SourceTree:
-    """This package as it is in the repository."""
+    """This package and its tools as they are in the repository."""
     rooms = {f"{OURS}.{room}": root / room for room in ("ops", "graphs")}
-    return SourceTree({OURS: root / OURS, **rooms})
+    return SourceTree({OURS: root / OURS, TOOLS: root / "tools" / TOOLS, **rooms})
 
 
 def find_uses(ours: SourceTree, vllm: SourceTree) -> Uses:
@@ -74,7 +76,7 @@ def find_uses(ours: SourceTree, vllm: SourceTree) -> Uses:
     tree = ours.joined(vllm)
     quiet = Inference(tree)
     uses = Uses()
-    for name, file in tree.files(OURS):
+    for name, file in chain(tree.files(OURS), tree.files(TOOLS)):
         module = tree.module(name)
         if module is not None and _concerns(file):
             _read(module, quiet, shown(file), uses)
@@ -133,7 +135,7 @@ def _through_ours(tree: SourceTree, name: str) -> str:
     """What a name of this package is imported from."""
     for _ in range(9):
         owner, _, last = name.rpartition(".")
-        module = tree.module(owner) if owner.partition(".")[0] == OURS else None
+        module = tree.module(owner) if owner.partition(".")[0] in (OURS, TOOLS) else None
         if module is None or last not in module.imports or last in module.definitions:
             break
         name = tree.chosen(module.imports[last]) or name

@@ -10,11 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = "vllm_gaudi_ucm"
 FOLDERS = {PACKAGE: PACKAGE, "ops": f"{PACKAGE}.ops", "graphs": f"{PACKAGE}.graphs"}
+TOOLS = "vllm_gaudi_ucm_tools"
+"""The second package, one room. It may import every other one."""
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Every module of the package, as (room, file)."""
-    for folder in FOLDERS:
+    """Every module of both packages, as (room, file)."""
+    for folder in (*FOLDERS, f"tools/{TOOLS}"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             yield room_of(module_of(file).removesuffix(".__init__")), file
 
@@ -22,11 +24,15 @@ def sources() -> Iterator[tuple[str, Path]]:
 def module_of(file: Path) -> str:
     """Full name of the module in this file."""
     folder, *parts = file.relative_to(ROOT).with_suffix("").parts
+    if folder == "tools":
+        return ".".join(parts)
     return ".".join((FOLDERS[folder], *parts))
 
 
 def room_of(module: str) -> str:
     parts = module.split(".")
+    if parts[0] == TOOLS:
+        return "tools"
     return parts[1] if len(parts) > 1 else "root"
 
 

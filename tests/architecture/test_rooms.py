@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import PACKAGE, ROOT, imported, module_of, room_of, sources
+from tests.architecture.sources import PACKAGE, ROOT, TOOLS, imported, module_of, room_of, sources
 
 ROW = re.compile(r"^\| `(\w+)` \|[^|]+\|([^|]*)\|$", re.MULTILINE)
 NEITHER = {"batch": ("torch", "vllm"), "options": ("torch", "vllm"), "ops": ("vllm",), "graphs": ("vllm",)}
@@ -27,7 +27,7 @@ def arrows() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for room, file in sources():
         for name in imported(file):
-            if name.partition(".")[0] != PACKAGE:
+            if name.partition(".")[0] not in (PACKAGE, TOOLS):
                 continue
             other = room_of(name)
             found.setdefault(room, set()).add(other if other in rooms else "root")

@@ -15,11 +15,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.observability.records import HEADER, mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main
-from vllm_gaudi_ucm.cli.demo import demo
-from vllm_gaudi_ucm.cli.demo import engine as demo_engine
-from vllm_gaudi_ucm.cli.demo.engine import Answer, DemoError, check_model, check_workers, serve
-from vllm_gaudi_ucm.cli.demo.load import build_load
-from vllm_gaudi_ucm.cli.demo.report import LINE, DemoResult, answer_text, throughput_text
+from vllm_gaudi_ucm_tools.demo import demo
+from vllm_gaudi_ucm_tools.demo import engine as demo_engine
+from vllm_gaudi_ucm_tools.demo.engine import Answer, DemoError, check_model, check_workers, serve
+from vllm_gaudi_ucm_tools.demo.load import build_load
+from vllm_gaudi_ucm_tools.demo.report import LINE, DemoResult, answer_text, throughput_text
 
 
 class FakeEngine:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from vllm_gaudi_ucm.cli.demo.load import GUIDE, LONG, MIN_REQUESTS, MUSEUM, SAMPLED, SHORT, build_load
+from vllm_gaudi_ucm_tools.demo.load import GUIDE, LONG, MIN_REQUESTS, MUSEUM, SAMPLED, SHORT, build_load
 
 
 def test_the_same_seed_gives_the_same_load() -> None:

@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.cli.op_cost.node_count import shape_parts
-from vllm_gaudi_ucm.cli.op_cost.op_cost import full_work
-from vllm_gaudi_ucm.cli.op_cost.row import META, LayerTensors, bucket_parts, layer_cost, layer_nodes, plan_nodes
 from vllm_gaudi_ucm.execution.step_memory import step_bytes
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
-from vllm_gaudi_ucm.graphs.node_count import NodeCount, count_graph, count_nodes
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
@@ -29,6 +25,10 @@ from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, LayerSelection
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
+from vllm_gaudi_ucm_tools.op_cost.attention_nodes import shape_parts
+from vllm_gaudi_ucm_tools.op_cost.node_count import NodeCount, count_graph, count_nodes
+from vllm_gaudi_ucm_tools.op_cost.op_cost import full_work
+from vllm_gaudi_ucm_tools.op_cost.row import META, LayerTensors, bucket_parts, layer_cost, layer_nodes, plan_nodes
 
 DECODE, ANY = 60, 150
 BLOCK, BLOCKS, MODEL = 128, 4097, LLAMA_8B

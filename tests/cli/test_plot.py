@@ -165,7 +165,7 @@ def test_unusable_input_is_one_line(
     for arguments, message in (
         ((files[0], "-o", tmp_path / "x.gif"), "expected a name that ends in .png"),
         ((empty, "-o", tmp_path / "x.html"), "holds no steps"),
-        ((files[0], "-o", tmp_path / "x.png"), "pip install 'vllm-gaudi-ucm[demo]'"),
+        ((files[0], "-o", tmp_path / "x.png"), "pip install 'vllm-gaudi-ucm[tools]'"),
         ((files[0], "--buckets", empty, "-o", tmp_path / "x.html"), "is this another file"),
     ):
         assert run(*arguments) == 2

@@ -10,9 +10,9 @@ import pytest
 
 from tests.cli.sparse_report_model import tiny_model
 from vllm_gaudi_ucm.cli import main
-from vllm_gaudi_ucm.cli.sparse_report import sparse_report
-from vllm_gaudi_ucm.cli.sparse_report.cases import Case, check_length, make_cases
-from vllm_gaudi_ucm.cli.sparse_report.measurement import Agreement, Measurement
+from vllm_gaudi_ucm_tools.sparse_report import sparse_report
+from vllm_gaudi_ucm_tools.sparse_report.cases import Case, check_length, make_cases
+from vllm_gaudi_ucm_tools.sparse_report.measurement import Agreement, Measurement
 
 
 @pytest.fixture(scope="module")

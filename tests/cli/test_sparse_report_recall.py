@@ -11,10 +11,10 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import FORCED, ForcedTokens
-from vllm_gaudi_ucm.cli.sparse_report.recall import RecallRecorder, block_mass
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
+from vllm_gaudi_ucm_tools.sparse_report.forced_tokens import FORCED, ForcedTokens
+from vllm_gaudi_ucm_tools.sparse_report.recall import RecallRecorder, block_mass
 
 BLOCK, HEADS, KV_HEADS, DIM, SCALE = 4, 6, 2, 8, 0.3
 # candidates, and live blocks with the tokens that are seen of each

@@ -12,12 +12,12 @@ import pytest
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Simulation
-from vllm_gaudi_ucm.cli.buckets.trace_step import Scheduled, measure_step
 from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, dominates, phase_string
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Simulation
+from vllm_gaudi_ucm_tools.traffic.step import Scheduled, measure_step
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Simulation
 from vllm_gaudi_ucm.cli.buckets.tune import TuneReport, read_steps
 from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
@@ -24,6 +23,7 @@ from vllm_gaudi_ucm.graphs.tuning.certificate import certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader
+from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Simulation
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
 STEPS, LATER = 3_000, 1_500

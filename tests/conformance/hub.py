@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from tests.engine.tiny_models import make_config, make_model
-from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
+from vllm_gaudi_ucm_tools.demo.model import DEFAULT_OUTPUT, fetch_demo_model
 
 COMMIT = "0" * 40
 # the demo model's tokenizer has so many tokens; tests ask for ids below 50,000 of the others

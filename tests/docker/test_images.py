@@ -76,7 +76,7 @@ def test_sources_exist_and_are_sent_to_the_build(name: str) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_what_setup_reads_is_in_the_image(name: str) -> None:
     copied = {word for text in texts(name, "COPY") for word in text.split()[:-1]}
-    assert {*BUILD_INPUTS, "ops", "graphs", "vllm_gaudi_ucm"} <= copied
+    assert {*BUILD_INPUTS, "ops", "graphs", "vllm_gaudi_ucm", "tools"} <= copied
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -85,11 +85,11 @@ def test_the_server_installs_the_wheel_of_the_first_stage(name: str) -> None:
     stages = "\n".join(" ".join(line) for line in instructions(name)).split("\nFROM ")
     builder, server = stages[-2], stages[-1]
     assert builder.startswith("base AS wheel\n")
-    assert "pip wheel --no-cache-dir --no-deps --wheel-dir /wheels ." in builder
+    assert "pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . ./tools" in builder
     assert "SETUPTOOLS_SCM_PRETEND_VERSION_FOR_VLLM_GAUDI_UCM=${VERSION-}" in builder
     assert "COPY --from=wheel /wheels /wheels" in server
-    assert '"$(ls /wheels/*.whl)[' in server
-    assert "vllm_gaudi_ucm" not in server
+    assert '/wheels/vllm_gaudi_ucm_tools-*.whl "$(ls /wheels/vllm_gaudi_ucm-*.whl)[' in server
+    assert "COPY vllm_gaudi_ucm" not in server
 
 
 @pytest.mark.parametrize("name", IMAGES)

@@ -20,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tests.docs.commands import ROOT, Block, blocks, make_targets, pages
 from tests.store.redis_server import RedisServer, needs_redis
 from tests.vllm_versions import make_arg_parser
-from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
+from vllm_gaudi_ucm.cli.main import build_parser, commands
 from vllm_gaudi_ucm.cli.main import main as gaudi_ucm
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import ConnectorOptions
@@ -153,7 +153,7 @@ def test_commands_named_in_sentences_exist(page: Path) -> None:
         elif program == "python":
             assert _module([name, rest[0]]), found
         elif name not in ("COMMAND", "...") and not name.startswith("-"):
-            assert name in COMMANDS, found
+            assert name in commands(), found
             known = option_names(name)
             assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, found
 

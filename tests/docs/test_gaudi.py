@@ -6,8 +6,8 @@ import re
 
 from tests.docs.commands import ROOT
 from vllm_gaudi_ucm.envs import REPORTED
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER, PROBES, QUESTIONS
-from vllm_gaudi_ucm.first_hour.result import Verdict
+from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER, PROBES, QUESTIONS
+from vllm_gaudi_ucm_tools.first_hour.result import Verdict
 
 TEXT = (ROOT / "docs" / "gaudi.md").read_text(encoding="utf-8")
 LABELS = ("modelled", "measured", "not known")

@@ -11,7 +11,7 @@ import types
 import pytest
 
 from tests.docs.commands import ROOT
-from vllm_gaudi_ucm.cli.main import COMMANDS
+from vllm_gaudi_ucm.cli.main import commands
 from vllm_gaudi_ucm.config.ucm_config import describe
 
 
@@ -50,4 +50,4 @@ def test_every_option_stands_in_the_table_of_its_section(pages: dict[str, Page])
 
 
 def test_every_command_has_its_help(pages: dict[str, Page]) -> None:
-    assert all(f"## gaudi-ucm {name}\n" in pages["reference/cli.md"].text for name in COMMANDS)
+    assert all(f"## gaudi-ucm {name}\n" in pages["reference/cli.md"].text for name in commands())

@@ -24,7 +24,7 @@ def quoted() -> list[str]:
 
 SOURCE = " ".join(
     re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
-    for room in ("vllm_gaudi_ucm", "graphs", "ops")
+    for room in ("vllm_gaudi_ucm", "graphs", "ops", "tools")
     for path in (ROOT / room).rglob("*.py")
 )
 

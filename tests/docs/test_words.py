@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.commands import ROOT, pages
-from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
+from vllm_gaudi_ucm.cli.main import build_parser, commands
 from vllm_gaudi_ucm.config.ucm_config import describe
 
 # a word that is not used -> the word of the glossary, or of plain English
@@ -62,7 +62,7 @@ def helps(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from helps(inner)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands())
 def test_help(command: str) -> None:
     text = "\n".join(helps(build_parser([command])))
     assert wrong_words(CODE.sub(" ", text), IN_HELP) == []

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.mix_server import Serving, serving
 from benchmarks.recompilation import Counts, run
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES
 from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm_tools.traffic.simulation import MIXES
 
 pytestmark = pytest.mark.slow  # starts engines
 

@@ -43,7 +43,7 @@ def wrong_where(patch: Patch) -> None:
     import torch
 
     right = torch.where
-    from vllm_gaudi_ucm.first_hour.probes import integers
+    from vllm_gaudi_ucm_tools.first_hour.probes import integers
 
     def where(mask: Any, a: Any, b: Any) -> Any:
         return right(mask, b, a) if mask.device.type == "hpu" else right(mask, a, b)
@@ -125,7 +125,7 @@ def wrong_attention(patch: Patch) -> None:
 
 def wrong_merge(patch: Patch) -> None:
     """The second of two partial results is forgotten."""
-    from vllm_gaudi_ucm.first_hour.probes import softmax
+    from vllm_gaudi_ucm_tools.first_hour.probes import softmax
 
     patch(softmax, "_merge", lambda a, b: a[0] / a[2])
 
@@ -148,7 +148,7 @@ def wrong_sums(patch: Patch) -> None:
 def few_graphs(patch: Patch) -> None:
     """No fault: what serves has as few graphs as there can be."""
     if "serving:" in " ".join(sys.orig_argv):
-        from vllm_gaudi_ucm.first_hour.probes import serving
+        from vllm_gaudi_ucm_tools.first_hour.probes import serving
 
         patch(serving, "FEW_GRAPHS", 2)
 

@@ -13,11 +13,11 @@ from unittest import mock
 
 from tests.first_hour.hours import ON_CARD, ROOT
 from tests.warm_process import WarmProcess
-from vllm_gaudi_ucm.first_hour.bench import Bench
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
-from vllm_gaudi_ucm.first_hour.hour import ALWAYS, LAZY_MODE
-from vllm_gaudi_ucm.first_hour.probe import Mode, Unit
-from vllm_gaudi_ucm.first_hour.result import Ending, Event, Result, judge
+from vllm_gaudi_ucm_tools.first_hour.bench import Bench
+from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER
+from vllm_gaudi_ucm_tools.first_hour.hour import ALWAYS, LAZY_MODE
+from vllm_gaudi_ucm_tools.first_hour.probe import Mode, Unit
+from vllm_gaudi_ucm_tools.first_hour.result import Ending, Event, Result, judge
 
 
 def forked_probe(number: int, mode: Mode, function: Callable[[Bench], None], folder: Path, fault: str = "") -> Result:
@@ -47,7 +47,7 @@ def _run_apart(fault: str, request: Mapping[str, Any], changes: Mapping[str, str
 
 def _child(request: Mapping[str, Any], said: str, fault: str) -> None:
     from tests.first_hour.faults import FAULTS
-    from vllm_gaudi_ucm.first_hour import child
+    from vllm_gaudi_ucm_tools.first_hour import child
 
     if fault:
         FAULTS[fault](setattr)

@@ -20,10 +20,10 @@ from unittest import mock
 
 from tests.first_hour.hours import ON_CARD, ROOT
 from tests.warm_process import WarmProcess
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
-from vllm_gaudi_ucm.first_hour.hour import ALWAYS, LAZY_MODE
-from vllm_gaudi_ucm.first_hour.probe import Mode, Unit
-from vllm_gaudi_ucm.first_hour.result import Ending, Result, judge
+from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER
+from vllm_gaudi_ucm_tools.first_hour.hour import ALWAYS, LAZY_MODE
+from vllm_gaudi_ucm_tools.first_hour.probe import Mode, Unit
+from vllm_gaudi_ucm_tools.first_hour.result import Ending, Result, judge
 
 LIMIT_S = 280
 SERVE = (24, 27, 28)
@@ -95,7 +95,7 @@ def _warm(mode: Mode, ones: Sequence[One], folder: Path, env: Mapping[str, str])
 def main(mode: str, folder: Path, ones: str) -> None:
     """In the new process. ones: as JSON."""
     from tests.first_hour.faults import FAULTS
-    from vllm_gaudi_ucm.first_hour import child
+    from vllm_gaudi_ucm_tools.first_hour import child
 
     all_ones = [One(*words) for words in json.loads(ones)]
     lent: _Lent | None = None
@@ -110,7 +110,7 @@ def main(mode: str, folder: Path, ones: str) -> None:
         bench = {"kind": "hpu", "mode": mode, "case": one.case, "sizes": "small", "model": "", "folder": str(own)}
         with ExitStack() as stack:
             if one.number in SERVE:
-                from vllm_gaudi_ucm.first_hour.probes import serving
+                from vllm_gaudi_ucm_tools.first_hour.probes import serving
 
                 stack.enter_context(mock.patch.object(serving, "FEW_GRAPHS", GRAPHS))
                 if not one.fault:

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from vllm_gaudi_ucm.cli.main import main
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER, PROBES, QUESTIONS
-from vllm_gaudi_ucm.first_hour.probe import MODES, Probe, units
+from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER, PROBES, QUESTIONS
+from vllm_gaudi_ucm_tools.first_hour.probe import MODES, Probe, units
 
 # What has a meaning without a Gaudi.
 ANYWHERE = {2, 3, 5, 9, 11, 12, 14, 16, 17, 18, 19, 23, 25, 26, 27, 28, 29}
@@ -26,7 +26,7 @@ def test_numbers_are_in_order() -> None:
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: str(probe.number))
 def test_every_probe_has_a_function(probe: Probe) -> None:
     module, _, name = probe.function.partition(":")
-    loaded = importlib.import_module(f"vllm_gaudi_ucm.first_hour.probes.{module}")
+    loaded = importlib.import_module(f"vllm_gaudi_ucm_tools.first_hour.probes.{module}")
     assert callable(vars(loaded)[name])
     assert f"Probe {probe.number}" in (vars(loaded)[name].__doc__ or loaded.__doc__), "its docstring names it"
 

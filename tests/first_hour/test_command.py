@@ -16,7 +16,7 @@ import pytest
 
 from tests.first_hour.hours import ON_CARD, ON_CPU, ROOT, first_hour
 from vllm_gaudi_ucm.device.gaudi_software import RELEASES, minor_version
-from vllm_gaudi_ucm.first_hour.outputs import ARCHIVE, JSON, PAGE
+from vllm_gaudi_ucm_tools.first_hour.outputs import ARCHIVE, JSON, PAGE
 
 PLANTED_USER = "xavier_doe"
 SECRET = "hunter2hunter2hunter2"

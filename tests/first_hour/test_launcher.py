@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tests.open_files import open_files
-from vllm_gaudi_ucm.first_hour import launcher
-from vllm_gaudi_ucm.first_hour.launcher import run_apart
-from vllm_gaudi_ucm.first_hour.result import Ending
+from vllm_gaudi_ucm_tools.first_hour import launcher
+from vllm_gaudi_ucm_tools.first_hour.launcher import run_apart
+from vllm_gaudi_ucm_tools.first_hour.result import Ending
 
 LIMIT_S = 60.0
 CHILD = """
@@ -116,7 +116,7 @@ def test_a_probe_does_not_outlive_the_command(tmp_path: Path) -> None:
     """Whatever ends the command, SIGKILL too: a probe that is left behind would hold the card."""
     code = """
 import subprocess, sys, time
-code = "import os, sys, time; from vllm_gaudi_ucm.first_hour.child import die_with; die_with(int(sys.argv[1])); "
+code = "import os, sys, time; from vllm_gaudi_ucm_tools.first_hour.child import die_with; die_with(int(sys.argv[1])); "
 code += "print('ready', flush=True); time.sleep(600)"
 import os
 child = subprocess.Popen([sys.executable, "-c", code, str(os.getpid())], stdout=subprocess.PIPE, start_new_session=True)

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.first_hour import outputs, plots
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER, QUESTIONS
-from vllm_gaudi_ucm.first_hour.hour import Findings, Options
-from vllm_gaudi_ucm.first_hour.outputs import ARCHIVE, JSON, PAGE
-from vllm_gaudi_ucm.first_hour.page import page
-from vllm_gaudi_ucm.first_hour.privacy import Scrubber
-from vllm_gaudi_ucm.first_hour.probe import Unit
-from vllm_gaudi_ucm.first_hour.result import Ending, judge
+from vllm_gaudi_ucm_tools.first_hour import outputs, plots
+from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER, QUESTIONS
+from vllm_gaudi_ucm_tools.first_hour.hour import Findings, Options
+from vllm_gaudi_ucm_tools.first_hour.outputs import ARCHIVE, JSON, PAGE
+from vllm_gaudi_ucm_tools.first_hour.page import page
+from vllm_gaudi_ucm_tools.first_hour.privacy import Scrubber
+from vllm_gaudi_ucm_tools.first_hour.probe import Unit
+from vllm_gaudi_ucm_tools.first_hour.result import Ending, judge
 
 HOSTILE = "<script>alert(1)</script>"
 

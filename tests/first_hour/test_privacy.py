@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from vllm_gaudi_ucm import envs
-from vllm_gaudi_ucm.first_hour import privacy
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
-from vllm_gaudi_ucm.first_hour.hour import Findings, Options
-from vllm_gaudi_ucm.first_hour.outputs import ARCHIVE, JSON, PAGE, report, scrubber, write
-from vllm_gaudi_ucm.first_hour.privacy import Scrubber
-from vllm_gaudi_ucm.first_hour.probe import Unit
-from vllm_gaudi_ucm.first_hour.result import Ending, judge
+from vllm_gaudi_ucm_tools.first_hour import privacy
+from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER
+from vllm_gaudi_ucm_tools.first_hour.hour import Findings, Options
+from vllm_gaudi_ucm_tools.first_hour.outputs import ARCHIVE, JSON, PAGE, report, scrubber, write
+from vllm_gaudi_ucm_tools.first_hour.privacy import Scrubber
+from vllm_gaudi_ucm_tools.first_hour.probe import Unit
+from vllm_gaudi_ucm_tools.first_hour.result import Ending, judge
 
 PLANTED = {
     "host": "node17.customer.example",

@@ -14,14 +14,14 @@ from tests.first_hour.hours import ON_CARD, ROOT
 from tests.first_hour.several import One, Together
 from tests.sim_path import software_path
 from vllm_gaudi_ucm.device.gaudi_software import RELEASES, minor_version
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
-from vllm_gaudi_ucm.first_hour.hour import ALWAYS, LAZY_MODE
-from vllm_gaudi_ucm.first_hour.launcher import run_apart
-from vllm_gaudi_ucm.first_hour.probe import Mode, Probe, Unit
-from vllm_gaudi_ucm.first_hour.probes.cache import disk_cache
-from vllm_gaudi_ucm.first_hour.probes.cards import between_two
-from vllm_gaudi_ucm.first_hour.probes.software import input_reuse
-from vllm_gaudi_ucm.first_hour.result import Result, Verdict, judge
+from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER
+from vllm_gaudi_ucm_tools.first_hour.hour import ALWAYS, LAZY_MODE
+from vllm_gaudi_ucm_tools.first_hour.launcher import run_apart
+from vllm_gaudi_ucm_tools.first_hour.probe import Mode, Probe, Unit
+from vllm_gaudi_ucm_tools.first_hour.probes.cache import disk_cache
+from vllm_gaudi_ucm_tools.first_hour.probes.cards import between_two
+from vllm_gaudi_ucm_tools.first_hour.probes.software import input_reuse
+from vllm_gaudi_ucm_tools.first_hour.result import Result, Verdict, judge
 
 LIMIT_S = 240.0
 ENDED = (Verdict.AS_EXPECTED, Verdict.ANSWERED, Verdict.DOES_NOT_APPLY)

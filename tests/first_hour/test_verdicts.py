@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
-from vllm_gaudi_ucm.first_hour.probe import Unit
-from vllm_gaudi_ucm.first_hour.result import Ending, Event, Verdict, how_it_died, judge
+from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER
+from vllm_gaudi_ucm_tools.first_hour.probe import Unit
+from vllm_gaudi_ucm_tools.first_hour.result import Ending, Event, Verdict, how_it_died, judge
 
 UNIT = Unit(BY_NUMBER[4], "compile")
 DONE: Event = {"kind": "end", "status": "done", "text": ""}

@@ -32,6 +32,15 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.fixture(scope="session")
+def tools_wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the developer tools."""
+    folder = tmp_path_factory.mktemp("tools-wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source / "tools"), cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
 def make_environment(folder: Path) -> Path:
     """A new virtual environment that sees this one's distributions (pip, torch, vLLM) but not its editable install.
 

@@ -18,8 +18,10 @@ def copy_source(target: Path) -> Path:
     for name in BUILD_INPUTS:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, target / name)
-    for folder in (PACKAGE, *ROOMS):
-        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (PACKAGE, *ROOMS, "tools"):
+        shutil.copytree(
+            ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+        )
     return target
 
 

@@ -24,8 +24,8 @@ import pytest
 from tests.packaging.conftest import make_environment
 from tests.packaging.source_tree import ROOT, pip
 from tests.text_model import make_text_model
-from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT
 from vllm_gaudi_ucm.ops.cpu.native import build, levels
+from vllm_gaudi_ucm_tools.demo.model import DEFAULT_OUTPUT
 
 NOBODY = 65534
 FOLDER = "vllm_gaudi_ucm/ops/cpu/native/portable"
@@ -94,7 +94,7 @@ def why_no_ordinary_user() -> str:
 
 
 @pytest.fixture(scope="module")
-def install(kernel_wheel: Path) -> Iterator[Install]:
+def install(kernel_wheel: Path, tools_wheel: Path) -> Iterator[Install]:
     if os.getuid() == 0 and (reason := why_no_ordinary_user()):
         pytest.skip(reason)
     # not pytest's folders, which are its user's alone
@@ -103,7 +103,7 @@ def install(kernel_wheel: Path) -> Iterator[Install]:
         folder.chmod(0o755)
         python = make_environment(folder / "environment")
         options = ("--no-deps", "--no-index", "--ignore-installed")
-        pip("install", *options, str(kernel_wheel), cwd=folder, python=python)
+        pip("install", *options, str(kernel_wheel), str(tools_wheel), cwd=folder, python=python)
         model = make_text_model(ROOT / DEFAULT_OUTPUT, folder / "model")
         subprocess.run(["chmod", "-R", "a-w,a+rX", str(folder / "environment"), str(model)], check=True)
         home = folder / "home"

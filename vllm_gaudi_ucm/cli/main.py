@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from vllm_gaudi_ucm import __version__
+from vllm_gaudi_ucm import __version__, developer_tools
 from vllm_gaudi_ucm.printable import print_look_alikes
 
 EXIT_OK, EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -29,27 +29,26 @@ COMMANDS = {
     "doctor": Command(
         "vllm_gaudi_ucm.cli.doctor.doctor", "say whether this machine can serve through the plugin, or why not"
     ),
-    "first-hour": Command(
-        "vllm_gaudi_ucm.cli.first_hour", "probe this machine's device, and write a report that can be sent"
-    ),
     "config": Command("vllm_gaudi_ucm.cli.config", "print the configuration table, or check a configuration file"),
-    "demo": Command("vllm_gaudi_ucm.cli.demo.demo", "run a mixed load through a small model and show what happened"),
-    "fetch-model": Command("vllm_gaudi_ucm.cli.model", "put the demo model in place"),
-    "phases": Command("vllm_gaudi_ucm.cli.buckets.phases", "summarise or draw a phase log"),
-    "trace": Command("vllm_gaudi_ucm.cli.buckets.trace", "write a phase log of synthetic traffic"),
-    "tune": Command("vllm_gaudi_ucm.cli.buckets.tune", "choose the best buckets for a phase log"),
     "plan": Command(
         "vllm_gaudi_ucm.cli.buckets.plan", "show buckets, padding, memory and warm-up before paying for them"
     ),
-    "op-cost": Command(
-        "vllm_gaudi_ucm.cli.op_cost.op_cost", "count what attention's operators cost on Gaudi, modelled"
-    ),
-    "sparse-report": Command(
-        "vllm_gaudi_ucm.cli.sparse_report.sparse_report", "compare the sparse methods with dense, on a text"
-    ),
+    "phases": Command("vllm_gaudi_ucm.cli.buckets.phases", "summarise or draw a phase log"),
+    "tune": Command("vllm_gaudi_ucm.cli.buckets.tune", "choose the best buckets for a phase log"),
     "store": Command("vllm_gaudi_ucm.cli.store.store", "count, verify or clear the KV blocks in a file or Redis store"),
-    "plot": Command("vllm_gaudi_ucm.cli.buckets.plot", "draw the steps of a phase log and the buckets over them"),
 }
+"""Commands that whoever runs a server needs next to it."""
+
+TOOLS = {
+    "first-hour": "probe this machine's device, and write a report that can be sent",
+    "demo": "run a mixed load through a small model and show what happened",
+    "fetch-model": "put the demo model in place",
+    "trace": "write a phase log of synthetic traffic",
+    "op-cost": "count what attention's operators cost on Gaudi, modelled",
+    "sparse-report": "compare the sparse methods with dense, on a text",
+    "plot": "draw the steps of a phase log and the buckets over them",
+}
+"""Commands of the package `vllm-gaudi-ucm-tools`, and what they do: the list of commands imports none of them."""
 
 
 class MissingModuleError(RuntimeError):
@@ -93,18 +92,34 @@ def _leave_stdout() -> None:
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """A parser of all commands, of which only the one in `arguments` is loaded and knows its options."""
-    parser = argparse.ArgumentParser(prog="gaudi-ucm", description="Tools of the vLLM plugin vllm-gaudi-ucm.")
+    there = commands()
+    absent = [name for name in TOOLS if name not in there]
+    more = f"{', '.join(absent)} need the package {developer_tools.DISTRIBUTION}: pip install 'vllm-gaudi-ucm[tools]'"
+    parser = argparse.ArgumentParser(
+        prog="gaudi-ucm",
+        description="Tools of the vLLM plugin vllm-gaudi-ucm.",
+        epilog=f"Not installed: {more}" if absent else None,
+    )
     parser.add_argument("--version", action="version", version=f"vllm-gaudi-ucm {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error arose, not only what it says")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.help, description=sentence(command.help))
+    if chosen in absent:
+        raise developer_tools.missing_tools(f"command {chosen}")
+    for name, command in there.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=sentence(command.help))
         if name == chosen:
             module = _load(name, command)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser
+
+
+def commands() -> dict[str, Command]:
+    """Returns all commands that are installed, by name."""
+    found = developer_tools.installed_commands()
+    known = {name: Command(found[name].module, text) for name, text in TOOLS.items() if name in found}
+    return COMMANDS | known
 
 
 def sentence(text: str) -> str:
@@ -114,12 +129,14 @@ def sentence(text: str) -> str:
 
 def _load(name: str, command: Command) -> ModuleType:
     try:
+        if name in TOOLS:
+            developer_tools.check_release()
         return importlib.import_module(command.module)
     except ModuleNotFoundError as error:
         if error.name == command.module:
             advice = f"the module {command.module} is not part of this installation; reinstall vllm-gaudi-ucm"
         else:
-            advice = f"the Python package {error.name} is missing; pip install 'vllm-gaudi-ucm[demo]' brings it"
+            advice = f"the Python package {error.name} is missing; pip install 'vllm-gaudi-ucm[tools]' brings it"
         raise MissingModuleError(f"command {name}: {advice}") from error
 
 
@@ -128,7 +145,14 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
     from vllm_gaudi_ucm.vllm_api.versions import UnsupportedVersionError
 
-    return (ValueError, OSError, MissingModuleError, UnsupportedVersionError, UnsupportedFeatureError)
+    return (
+        ValueError,
+        OSError,
+        MissingModuleError,
+        developer_tools.MissingToolsError,
+        UnsupportedVersionError,
+        UnsupportedFeatureError,
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from vllm_gaudi_ucm.cli.buckets.cost_options import (
     add_cost_arguments,
@@ -22,18 +23,17 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
 )
 from vllm_gaudi_ucm.cli.buckets.phases import open_logs
 from vllm_gaudi_ucm.cli.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
-from vllm_gaudi_ucm.cli.buckets.trace import mix_within
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix, Simulation
 from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
 from vllm_gaudi_ucm.cli.output import task_progress
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
+from vllm_gaudi_ucm.developer_tools import DISTRIBUTION, load_part
 from vllm_gaudi_ucm.execution.bucket_choice import most_buckets
 from vllm_gaudi_ucm.execution.step_memory import StepMemory, as_served
 from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEFAULT_SPECS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, remainder_rows
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument(
         "--log", type=Path, nargs="+", metavar="FILE", help="the traffic: a phase log, or several of the same limits"
     )
-    traffic.add_argument("--mix", choices=MIXES, help="the traffic: a synthetic mix, with its own limits")
+    traffic.add_argument(
+        "--mix",
+        metavar="NAME",
+        help=f"the traffic: a synthetic mix of gaudi-ucm trace, with its own limits (needs {DISTRIBUTION})",
+    )
     parser.add_argument(
         "--max-graphs",
         type=int,
@@ -75,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count-nodes",
         action="store_true",
-        help="count the nodes of attention in every bucket instead of taking the most there may be; imports torch",
+        help="count the nodes of attention in every bucket instead of taking the most there may be; imports torch "
+        f"(needs {DISTRIBUTION})",
     )
     parser.add_argument(
         "--step-memory",
@@ -115,13 +120,13 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     """Chooses the buckets, runs the traffic through them, and adds up memory and time."""
     check_max_graphs(args.max_graphs)
     if args.mix is not None:
-        mix = mix_within(args, args.mix)
-        cost = cost_model(args, mix.limits.block_size)
+        traffic = load_part("traffic", "--mix")(args, args.mix)
+        cost = cost_model(args, traffic.limits.block_size)
         return _report(
             args,
-            as_served(mix.limits, _step_memory(args, cost), _own_blocks(args)),
+            as_served(traffic.limits, _step_memory(args, cost), _own_blocks(args)),
             cost,
-            _simulate(mix, args.mix, cost),
+            _simulate(traffic, args.mix, cost),
         )
     if args.log is not None:
         with open_logs(args.log, given_limits(args)) as logs:
@@ -222,8 +227,7 @@ def _report(
 
 def _count(buckets: BucketSet, cost: CostModel, remainders: list[ForwardShape]) -> AttentionNodes:
     """Of every forward graph, counted once."""
-    from vllm_gaudi_ucm.cli.op_cost.node_count import attention_nodes
-
+    attention_nodes = load_part("attention-nodes", "--count-nodes")
     counts: dict[ForwardShape, int] = {}
     with task_progress("counting nodes") as progress:
         shapes = [*buckets.forward, *remainders]
@@ -233,11 +237,21 @@ def _count(buckets: BucketSet, cost: CostModel, remainders: list[ForwardShape]) 
     return counts.__getitem__
 
 
-def _simulate(mix: Mix, name: str, cost: CostModel) -> Steps:
+class Traffic(Protocol):
+    """The part `traffic` of the tools: a mix of requests under a server's limits."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def buckets(self, cost: CostModel, count: int) -> Iterator[Bucket]:
+        """Yields the sizes of simulated steps."""
+
+
+def _simulate(traffic: Traffic, name: str, cost: CostModel) -> Steps:
     with task_progress(f"simulating {name}") as progress:
         buckets = []
-        for record in Simulation(mix, cost, seed=0).steps(MIX_STEPS):
-            buckets.append(record.bucket)
+        for bucket in traffic.buckets(cost, MIX_STEPS):
+            buckets.append(bucket)
             progress(len(buckets) / MIX_STEPS)
     return Steps.of(buckets)
 

@@ -1,0 +1,138 @@
+"""The process of one probe: `python -m vllm_gaudi_ucm_tools.first_hour.child FD REQUEST`.
+
+It writes one JSON object a line to the file descriptor, as soon as it knows something, so that a crash loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Say = Callable[..., None]
+"""Takes a kind and values by name."""
+
+PROBES = "vllm_gaudi_ucm_tools.first_hour.probes"
+MACHINE = "card:machine"
+PR_SET_PDEATHSIG = 1  # of Linux, <linux/prctl.h>
+LONGEST_ERROR = 400
+STACKS_AT = 0.9  # of the time limit: the stacks of a process that hangs
+
+
+class DoesNotApply(Exception):
+    """The question has no meaning on this machine; the text says why."""
+
+
+class Refused(Exception):
+    """The mode is refused, as it must be here; the text says by what."""
+
+
+def main(descriptor: int, request: dict[str, Any]) -> int:
+    """Runs the function that the request names and says how it ended. 0, whatever the probe found."""
+    os.set_inheritable(descriptor, False)
+    _die_first()
+    die_with(request["parent"])
+    faulthandler.dump_traceback_later(STACKS_AT * request["limit_s"])
+
+    def say(kind: str, **values: Any) -> None:
+        line = json.dumps(_plain({"kind": kind, **values}), default=str)
+        os.write(descriptor, line.encode() + b"\n")
+
+    run(say, request)
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # an interpreter with a device may crash or hang while it tidies up; all is said
+    os._exit(0)
+
+
+def run(say: Say, request: Mapping[str, Any]) -> None:
+    """Runs the function, and says how it ended, whatever it raises."""
+    try:
+        module, _, name = request["function"].partition(":")
+        with loading(request["bench"]["mode"]):
+            from vllm_gaudi_ucm_tools.first_hour.bench import Bench
+
+        bench = Bench(say, **request["bench"])
+        probe = vars(importlib.import_module(f"{PROBES}.{module}"))[name]
+        if request["function"] == MACHINE:
+            probe(bench)  # also where the bridge cannot be loaded
+        else:
+            with bench.started():
+                probe(bench)
+    except DoesNotApply as reason:
+        say("end", status="does not apply", text=str(reason))
+    except Refused as reason:
+        say("end", status="refused", text=str(reason))
+    except BaseException as error:
+        traceback.print_exc()
+        text = " ".join(str(error).split())[:LONGEST_ERROR]
+        say("end", status="error", text=f"{type(error).__name__}: {text}")
+    else:
+        say("end", status="done", text="")
+
+
+def is_upstream_torch() -> bool:
+    """Whether the installed torch is not the vendor's, whose version has the suffix `+git`. Does not import it."""
+    return "+git" not in metadata.version("torch")
+
+
+@contextlib.contextmanager
+def loading(mode: str) -> Iterator[None]:
+    """Around what loads torch, and the bridge with it. Raises Refused where lazy mode is refused, as it must be.
+
+    torch loads the bridge by itself and hides the bridge's own error as the cause of another; a bridge that is not
+    there, or that lacks a library, refuses nothing.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason: BaseException = error
+        while reason.__cause__ is not None:
+            reason = reason.__cause__
+        if mode == "lazy" and is_upstream_torch() and not isinstance(reason, ImportError):
+            raise Refused(f"{type(reason).__name__}: {' '.join(str(reason).split())[:LONGEST_ERROR]}") from error
+        raise
+
+
+def _die_first() -> None:
+    """Where memory runs out the system ends this process, not the one that writes the report."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def die_with(parent: int) -> None:
+    """This process ends when the thread that started it does: none is left behind that holds a card.
+
+    parent: its process. Its group is another one, so that it can be ended with its children.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity, and no number that is none: they become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+if __name__ == "__main__":
+    # the module's own exceptions must be those that probes raise
+    from vllm_gaudi_ucm_tools.first_hour import child
+
+    child.main(int(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,1 @@
+"""Synthetic traffic: mixes of requests, simulated step by step."""
