@@ -12,14 +12,10 @@ from tests.engine.serving import Engine
 from tests.engine.tiny_models import VOCAB
 
 RNG = random.Random(8)
-
-
+COMMON = [RNG.randrange(3, VOCAB) for _ in range(64)]
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(RNG.randint(5, 90))] for _ in range(9)]
-
-
+PROMPTS += [COMMON + [RNG.randrange(3, VOCAB) for _ in range(count)] for count in (3, 20, 40)]
 LENGTHS = [RNG.choice([5, 40, 120]) for _ in PROMPTS]
-
-
 ARRIVALS = sorted(RNG.randrange(40) for _ in PROMPTS)
 
 

@@ -15,6 +15,8 @@ def tokens(count: int) -> list[int]:
 
 
 COMMON = tokens(96)
+PROMPTS = [tokens(count) for count in (1, 17, 40, 130, 200, 260)]
+PROMPTS += [COMMON + tokens(3), COMMON + tokens(60), COMMON]
 
 
 OPTIONS: dict[str, Any] = {"max_model_len": 384, "max_num_seqs": 6, "max_num_batched_tokens": 48}

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.admission import LENGTHS, PROMPTS, RNG, SMALL, serve
+from tests.engine.admission import COMMON, LENGTHS, PROMPTS, SMALL, serve
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-
-COMMON = [RNG.randrange(3, VOCAB) for _ in range(64)]
-PROMPTS += [COMMON + [RNG.randrange(3, VOCAB) for _ in range(count)] for count in (3, 20, 40)]
 
 
 def admission(rule: str, **options: Any) -> dict[str, Any]:

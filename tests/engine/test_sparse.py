@@ -11,14 +11,12 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
-from tests.engine.sparse import COMMON, OPTIONS, STATIC, tokens
+from tests.engine.sparse import OPTIONS, PROMPTS, STATIC, tokens
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts engines
 
 
-PROMPTS = [tokens(count) for count in (1, 17, 40, 130, 200, 260)]
-PROMPTS += [COMMON + tokens(3), COMMON + tokens(60), COMMON]
 WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 # base options of each method; the ratio comes from the test
 METHODS: dict[str, dict[str, Any]] = {
