@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.architecture.test_rooms import FOLDERS, ROOT, TOOLS
+from tests.architecture.sources import FOLDERS, ROOT, TOOLS
 from vllm_gaudi_ucm import developer_tools
 from vllm_gaudi_ucm.cli import main as cli
 

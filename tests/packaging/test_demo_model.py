@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.cli import model
+from vllm_gaudi_ucm_tools.demo import model
 from vllm_gaudi_ucm_tools.demo.model import DEFAULT_OUTPUT, GGUF_MEMBER, MARKER, FetchModelError, fetch_demo_model
 
 WEIGHTS = b"stands for the weights"
