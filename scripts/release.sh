@@ -17,11 +17,14 @@ version=$("$python" -m setuptools_scm)
 step 1 "notes of $version"
 "$python" scripts/release_notes.py "$version" --output "$work/release-notes.md"
 
-step 2 "source distribution, and from it the wheel with native kernels for every level of CPUs (1 to 2 minutes)"
+step 2 "source distribution, and from it the wheel with native kernels for every level of CPUs; tools (1 to 2 minutes)"
 quietly "$python" -m build --no-isolation --outdir "$work/built" --config-setting=--build-option=--kernel-levels=all
 quietly "$python" -m auditwheel repair --wheel-dir "$work/dist" "$work"/built/*.whl
 cp "$work"/built/*.tar.gz "$work/dist"
 wheel=$(ls "$work"/dist/*.whl)
+# after an earlier build its folder would be packed, too
+rm -rf tools/build
+quietly "$python" -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$work/dist" ./tools
 
 step 3 "metadata and description"
 quietly "$python" -m twine check --strict "$work"/dist/*
