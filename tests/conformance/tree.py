@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def environment(hub: Path, plugin: bool) -> dict[str, str]:
         plugin: whether vLLM loads this plugin; otherwise it takes its own CPU platform.
     """
     variables = {**os.environ, **ENVIRONMENT, "HF_HUB_CACHE": str(hub)}
+    # some start `vllm serve`
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     # set by a `make` or a pytest that runs this
     for name in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE"):
         variables.pop(name, None)
