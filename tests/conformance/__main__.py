@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("tests", nargs="*", metavar="TESTS", help="files or ids of tests, in place of whole groups")
     add("--group", action="append", default=[], metavar="NAME", help="run this group; may be repeated (default: all)")
-    add("--quick", action="store_true", help="run a smaller set: parts of the scheduler and sampler groups")
+    add("--quick", action="store_true", help="run a smaller set: the parts of groups that start few engines")
     add("-k", metavar="EXPRESSION", help="run tests whose names match, as pytest's option")
     add("--without-plugin", action="store_true", help="run on vLLM's own CPU platform, to compare")
     add("--json", type=Path, metavar="FILE", help="write every outcome to this file, too")
