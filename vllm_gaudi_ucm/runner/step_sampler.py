@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.request_table import in_slot_order
 from vllm_gaudi_ucm.runner.parts import NO_BLOCKS
-from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
+from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens, TokensInFlight
 from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification, grammar_at
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.runner.computed_step import ComputedStep, Division
     from vllm_gaudi_ucm.runner.drafts import Drafts
-    from vllm_gaudi_ucm.runner.steps_ahead import PendingTokens
     from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
     from vllm_gaudi_ucm.sampling.sampling import Grammar, NanCounter, SlotSampler
 
@@ -50,8 +49,8 @@ class NoSampler:
         return SampledTokens([], None)
 
     def queue(
-        self, step: ComputedStep, grammar: Grammar | None, carried: CarriedTokens, settle: Callable[[], object]
-    ) -> PendingTokens:
+        self, step: ComputedStep, grammar: Grammar | None, carried: CarriedTokens, settle: Callable[[], None]
+    ) -> TokensInFlight:
         """Queues the sampling of a computed step.
 
         carried: takes the tokens on the device. settle: has the host read the step before, where it must.
@@ -148,8 +147,8 @@ class StepSampler(NoSampler):
         return self._slots.sample(step.logits, allowed)
 
     def queue(
-        self, step: ComputedStep, grammar: Grammar | None, carried: CarriedTokens, settle: Callable[[], object]
-    ) -> PendingTokens:
+        self, step: ComputedStep, grammar: Grammar | None, carried: CarriedTokens, settle: Callable[[], None]
+    ) -> TokensInFlight:
         assert step.logits is not None
         return self._slots.begin(step.logits, grammar, carried, settle)
 
