@@ -84,7 +84,7 @@ class OperatorTrace(TorchDispatchMode):
         if name in _ALLOCATIONS or operator_of(func).metadata or self._is_view(func, results, inputs):
             return result
         writes = [self._access(tensor, False) for tensor in results]
-        self._add(func, name, args, kwargs, result, inputs, results, reads, writes)
+        self._add(func, name, args, kwargs, result=result, inputs=inputs, results=results, reads=reads, writes=writes)
         return result
 
     def _add(

@@ -59,7 +59,15 @@ class ExpertSpec:
                 shared = inner
         quantised = config.get("quantization_config") or {}
         group = MXFP4_GROUP if quantised.get("quant_method") == "mxfp4" else 1
-        return cls(count, chosen, inner, shared, _layers(config, layers), group, CodeSpec.of_experts(config, layers))
+        return cls(
+            count,
+            chosen,
+            inner,
+            shared,
+            layers=_layers(config, layers),
+            group=group,
+            codes=CodeSpec.of_experts(config, layers),
+        )
 
     def shard(self, tensor: int, layers: int) -> ExpertSpec:
         """The part of one of `tensor` devices, with so many of the model's layers. Whether devices share out each

@@ -203,9 +203,9 @@ def operator_of(overload: OpOverload) -> Operator:
         schema.is_mutable,
         metadata,
         overload.namespace not in _NODES,
-        _COPIES.get(name),
-        name in _LITERALS,
-        aliases and not schema.is_mutable and overload.namespace in _NODES,
+        source=_COPIES.get(name),
+        literals=name in _LITERALS,
+        views=aliases and not schema.is_mutable and overload.namespace in _NODES,
     )
 
 

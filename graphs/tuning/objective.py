@@ -111,7 +111,15 @@ class Objective:
         seconds = shape_seconds(cost, shapes)
         order = np.argsort(seconds, kind="stable")
         maximum = graph_array([limits.maximum.forward])[:, : shapes.shape[1]]
-        return cls(shapes[order], seconds[order], weights[order], logits, logits_weights, maximum, cost)
+        return cls(
+            shapes[order],
+            seconds[order],
+            weights[order],
+            logits,
+            logits_weights=logits_weights,
+            maximum=maximum,
+            cost=cost,
+        )
 
     @property
     def true_seconds(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
@@ -24,6 +25,20 @@ from vllm_gaudi_ucm.graphs.warm_up.records import (
 )
 
 
+class GraphRuns(NamedTuple):
+    """What runs graphs.
+
+    forward: captures the graph of a shape and really runs it, waits for it, and raises if what ran was another phase.
+    logits: the same for the logits graph of a number of rows, and for sampling.
+    remainders, remainder: shapes of graphs for prompt remainders, where there are any, and what runs one.
+    """
+
+    forward: Callable[[ForwardShape], None]
+    logits: Callable[[int], None]
+    remainders: Sequence[RemainderShape] = ()
+    remainder: Callable[[ForwardShape], None] | None = None
+
+
 class WarmUp:
     """Runs graphs one after the other, measures what each takes, and says which are ready.
 
@@ -31,14 +46,11 @@ class WarmUp:
 
     Args:
         ready: the buckets; their state changes as graphs become warm.
-        run_forward: captures the graph of a shape and really runs it, waits for it, and raises if what ran was another
-            phase.
-        run_logits: the same for the logits graph of a number of rows, and for sampling.
+        runs: what runs them.
         free_memory: free bytes of the device; the difference over a run is the memory of its graph.
         report: called as graphs start and end.
         memory_budget: bytes for all graphs together; None: the memory of the device is the bound.
         clock: seconds.
-        remainders, run_remainder: graphs for prompt remainders, where there are any, and what runs one.
         agreement: of several workers, each of which warms the same graphs: one that fails or does not fit for one of
             them is dropped by all, so that they choose the same graph for a step.
     """
@@ -46,27 +58,21 @@ class WarmUp:
     def __init__(
         self,
         ready: ReadyBuckets,
-        run_forward: Callable[[ForwardShape], None],
-        run_logits: Callable[[int], None],
+        runs: GraphRuns,
         free_memory: Callable[[], int],
         report: Callable[[WarmUpProgress], None],
         memory_budget: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        remainders: Sequence[RemainderShape] = (),
-        run_remainder: Callable[[ForwardShape], None] | None = None,
         agreement: Agreement = ALONE,
     ) -> None:
         self._agreement = agreement
         self.ready = ready
-        self._run_forward = run_forward
-        self._run_logits = run_logits
+        self._run_forward, self._run_logits, self._remainders, self._run_remainder = runs
         self._free_memory = free_memory
         self._report_to = report
         self._memory_budget = memory_budget
         self._clock = clock
-        self._remainders = remainders
-        self._run_remainder = run_remainder
-        self._records = WarmUpRecords((*ready.buckets.forward, *remainders, *ready.buckets.logits))
+        self._records = WarmUpRecords((*ready.buckets.forward, *self._remainders, *ready.buckets.logits))
         self._executed: dict[GraphKey, int] = {}
         """Of graphs that were compiled without executing, those that `execute` has run since, and bytes of each."""
         self._owed = 0

@@ -23,7 +23,8 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
-from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, LayerSelection
+from vllm_gaudi_ucm.sparse.selection.block_scorer import ScoredLayer
+from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, LayerSelection, Scoring
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 from vllm_gaudi_ucm_tools.op_cost.attention_nodes import shape_parts
 from vllm_gaudi_ucm_tools.op_cost.node_count import NodeCount, count_graph, count_nodes
@@ -173,9 +174,8 @@ def selection_nodes(kind: SummaryKind, monkeypatch: pytest.MonkeyPatch) -> NodeC
 
     def choose(query: Tensor, keys: Tensor, made: Tensor, stored: Tensor, checks: Tensor, *of_step: Any) -> Any:
         # a layer whose tensors are inputs, as a compiled region has them; the stored rankings are read before it
-        layer = ChoosingLayer(
-            made, kind, 0.1, stored, checks, score=None, layer_idx=0, queries=None, recall=None, implementation="hpu"
-        )
+        scored = ScoredLayer(0, made, 0.1)
+        layer = ChoosingLayer(scored, kind, stored, checks, Scoring(implementation="hpu"))
         tensors, step.block_table, step.first_places, step.spans, summary_blocks, before = of_step
         step.tensors = tensors
         layer.take(before)

@@ -113,7 +113,7 @@ def memory_mode() -> list[float]:
     state: Any = SimpleNamespace(forget=lambda requests: None, summaries=summaries)
     scorer: Any = SimpleNamespace(restore_summary=lambda row, block: None)
     table: Any = None
-    worker = OffloadWorker(table, state, scorer, card.blocks, copies, card.device)
+    worker = OffloadWorker(table, state, scorer, card.blocks, copies)
     card.launch_step()
     worker.begin_step(OffloadOrders(stored=[(*pair, 0)], loads=[BlockMove(*pair, TARGET, 0)]))
     arrived.append((pair, card.block))

@@ -18,7 +18,7 @@ from tests.execution.bucketed_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
 from tests.graphs.warm_up.look_up import look_up
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.graphs.lookup import BucketSet, NotWarmError
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, dominates
@@ -38,7 +38,7 @@ class Server:
         self.buckets = BucketSet(forward, logits, limits, COST)
         self.ready = ReadyBuckets(self.buckets)
         self.execution = BucketedExecution(
-            decoder, self.ready, causal_slice, torch.device("cpu"), EagerRunner, self._stage
+            decoder, self.ready, torch.device("cpu"), Capture(EagerRunner, self._stage, causal_slice)
         )
         if warm:
             self.warm([*self.buckets.forward, *self.buckets.logits])

@@ -12,7 +12,7 @@ import torch
 from tests.batch.batches import Request, lay_out
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
-from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.execution.handover import Handover
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
@@ -78,7 +78,7 @@ def steps_of(stage: Neighbours, count: int = 2) -> torch.Tensor:
     """Warms all graphs and runs so many steps of three decodes, tokens 5, 6 and 7; the logits of the last one."""
     layers: Any = Layers(stage)
     ready = ReadyBuckets(BucketSet([], [4], LIMITS, COST))
-    execution = BucketedExecution(layers, ready, 8, CPU, EagerRunner, lambda label: nullcontext())
+    execution = BucketedExecution(layers, ready, CPU, Capture(EagerRunner, lambda label: nullcontext(), 8))
     for shape in ready.buckets.forward:
         execution.warm_forward(shape)
         ready.mark_warm(shape)

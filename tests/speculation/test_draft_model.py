@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from tests.batch.scheduling import Known, new_request, step_output
 from tests.speculation.draft_scheduler import DraftScheduler
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
@@ -89,7 +90,9 @@ class World:
         self.scheduler = DraftScheduler(rng, BLOCK_SIZE, MAX_MODEL_LEN)
         self.model = FakeDraftModel(self.table, rng)
         self.draft_model_len = draft_model_len
-        self._proposer = DraftModelProposer(cast(Any, self.model), self.table, BLOCK_SIZE, draft_model_len)
+        self._proposer = DraftModelProposer(
+            cast(Any, self.model), self.table, (KvGroup(0, BLOCK_SIZE),), draft_model_len
+        )
 
     def step(self) -> None:
         output = self.scheduler.step()
@@ -174,7 +177,7 @@ def test_a_step_without_drafts_to_propose_is_computed_all_the_same() -> None:
     wanted = wanted_drafts(requests, yields, table, NUM_DRAFTS)
     assert wanted.tolist() == [0, 0]
     model = FakeDraftModel(table)
-    proposer = DraftModelProposer(cast(Any, model), table, BLOCK_SIZE, MAX_MODEL_LEN)
+    proposer = DraftModelProposer(cast(Any, model), table, (KvGroup(0, BLOCK_SIZE),), MAX_MODEL_LEN)
     assert proposer.propose(SampledStep(requests, batch, yields, wanted)) == [[], []]
     assert model.forwards == 1
     assert model.context(table.requests["chunk"].row, 4) == [1, 2, 3, None]

@@ -14,7 +14,7 @@ from tests.batch.batches import Request, lay_out
 from tests.execution.bucketed_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
-from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.execution.graph_manager import Stage
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner, Replay, StaticFunction
@@ -52,7 +52,7 @@ class Server:
     def _make(self, stage: Stage) -> BucketedExecution:
         model: Any = Model()
         return BucketedExecution(
-            model, self.ready, 8, torch.device("cpu"), partial(CountedRunner, self.captured), stage
+            model, self.ready, torch.device("cpu"), Capture(partial(CountedRunner, self.captured), stage, 8)
         )
 
     @contextmanager

@@ -226,7 +226,9 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             narrowed = narrow(key), narrow(value)
             written = write_kv(*narrowed, kv_cache.key, kv_cache.value, attn_metadata.slots)
         key_cache, value_cache = self._in_blocks(kv_cache, written, attn_metadata.parts.block_size)
-        found = self._attend(query, key, value, key_cache, value_cache, attn_metadata, output)
+        found = self._attend(
+            query, key, value, key_cache, value_cache=value_cache, attn_metadata=attn_metadata, output=output
+        )
         return found if scales is None else scales.restore(found, key.shape[1])
 
     def _attend(
@@ -243,7 +245,15 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         sparse, parts = attn_metadata.sparse, attn_metadata.parts
         if sparse is None:
             return unified_attention(
-                query, key, value, key_cache, value_cache, parts, self.spec, out=output, per_head=self._per_head
+                query,
+                key,
+                value,
+                key_cache,
+                value_cache=value_cache,
+                parts=parts,
+                spec=self.spec,
+                out=output,
+                per_head=self._per_head,
             )
         # for methods that ask: a compiled region that read it would be one for each layer
         index = self._layer_index
@@ -260,9 +270,9 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             key,
             value,
             key_cache,
-            value_cache,
-            parts,
-            self.spec,
+            value_cache=value_cache,
+            parts=parts,
+            spec=self.spec,
             out=place,
             selected_blocks=chosen,
             per_head=self._per_head,

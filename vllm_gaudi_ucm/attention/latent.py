@@ -161,7 +161,9 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         read. log_sums: see `unified_attention`."""
         key, value = weights.expand(latent, rotary)
         no_keys, no_values = (one.new_empty((0, parts.block_size, *one.shape[1:])) for one in (key, value))
-        return unified_attention(query, key, value, no_keys, no_values, parts, self._of_heads, log_sums=log_sums)
+        return unified_attention(
+            query, key, value, no_keys, value_cache=no_values, parts=parts, spec=self._of_heads, log_sums=log_sums
+        )
 
 
 def _reads_cache(parts: AttentionParts) -> bool:
@@ -254,7 +256,9 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
         impl = cast(LatentAttentionImpl, self.impl)
-        return impl.attend(self, query, latent, rotary, self.weights, self.kv_cache, metadata)
+        return impl.attend(
+            self, query, latent, rotary, weights=self.weights, kv_cache=self.kv_cache, attn_metadata=metadata
+        )
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self._backend
@@ -336,9 +340,9 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
             scale,
             mla_modules.kv_b_proj,
             get_current_vllm_config(),
-            cache_config,
-            quant_config,
-            f"{prefix}.attn",
+            cache_config=cache_config,
+            quant_config=quant_config,
+            prefix=f"{prefix}.attn",
         )
 
     def forward(

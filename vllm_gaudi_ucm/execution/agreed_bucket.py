@@ -24,4 +24,12 @@ def agreed_bucket(lockstep: Lockstep, needed: Bucket = NO_STEP) -> Bucket:
     sizes = needed.query_len, needed.shared_blocks, needed.unique_blocks, needed.selected_blocks
     *parts, query_len, shared, unique, selected, tiles = lockstep.agree([*own, *sizes, least_prompt_tiles(needed)])
     phase = phase_string(*map(bool, parts))
-    return Bucket(phase, query_len, shared, unique, needed.logits, selected, tiles or ALL_TILES)
+    return Bucket(
+        phase,
+        query_len,
+        shared,
+        unique,
+        logits=needed.logits,
+        selected_blocks=selected,
+        causal_reach=tiles or ALL_TILES,
+    )

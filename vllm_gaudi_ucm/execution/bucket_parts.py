@@ -94,7 +94,16 @@ class BucketParts:
             lo, from_first = tensors.get("shared_from", self._zero).expand(hi.shape), "shared_from" not in tensors
         spans, rise = tensors["row_spans"], tensors.get("shared_rise")
         most = self._most_blocks(number)
-        return SharedPart(tensors["shared_blocks"], spans, lo, hi, (everything,), from_first, rise, most)
+        return SharedPart(
+            blocks=tensors["shared_blocks"],
+            row_spans=spans,
+            lo=lo,
+            hi=hi,
+            groups=(everything,),
+            from_first=from_first,
+            rise=rise,
+            most_of_span=most,
+        )
 
     def _unique(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> UniquePart:
         hi = tensors["unique_hi"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -63,6 +63,22 @@ def is_remainder(plan: UnifiedPlan, most_rows: int) -> bool:
 MOST_VERIFIED = 512
 
 
+class Capture(NamedTuple):
+    """How graphs are captured.
+
+    make_runner: the kind of graphs. stage: entered around everything that runs on the device. causal_slice: rows per
+    slice of the causal part. pin_memory: see BucketTensors. implementation: of attention, one that may run while a
+    graph is captured. compiler: of the decoder's regions; None: they are not compiled.
+    """
+
+    make_runner: Callable[[StaticFunction], GraphRunner]
+    stage: Stage
+    causal_slice: int
+    pin_memory: bool = False
+    implementation: str = "reference"
+    compiler: StaticCompiler | None = None
+
+
 class BucketedExecution:
     """See Execution. Forward graphs are found by (phase, q, s, u), logits graphs by their rows alone.
 
@@ -82,14 +98,9 @@ class BucketedExecution:
     Args:
         decoder: the model.
         ready: the buckets, and which of them are warm.
-        causal_slice: rows per slice of the causal part.
         device: where the model runs.
-        make_runner: the kind of graphs.
-        stage: entered around everything that runs on the device.
-        pin_memory: see BucketTensors.
+        capture: how graphs are captured.
         sparse: a sparse method, where one is on.
-        implementation: of attention, one that may run while a graph is captured.
-        compiler: of the decoder's regions; None: they are not compiled.
         carried: tokens that the host may not know yet when a step is staged; None: it knows all.
         rows_each: rows of a request whose tokens are verified in a step, its drafts and one more.
         groups: of the KV cache; None: one with all layers.
@@ -99,18 +110,15 @@ class BucketedExecution:
         self,
         decoder: Decoder,
         ready: ReadyBuckets,
-        causal_slice: int,
         device: torch.device,
-        make_runner: Callable[[StaticFunction], GraphRunner],
-        stage: Stage,
-        pin_memory: bool = False,
+        capture: Capture,
+        *,
         sparse: SparseWorker | None = None,
-        implementation: str = "reference",
-        compiler: StaticCompiler | None = None,
         carried: CarriedTokens | None = None,
         rows_each: int = 1,
         groups: LayerGroups | None = None,
     ) -> None:
+        make_runner, stage, causal_slice, pin_memory, implementation, compiler = capture
         self._carried = carried
         cut = cut_views if compiler is None else compiler.region(cut_copies)
         plan = None if compiler is None else plan_of(implementation)
@@ -134,7 +142,15 @@ class BucketedExecution:
 
         def graphs(limits: Limits, choices: SelectionLimits | None) -> ForwardGraphs:
             inputs = BucketTensors(
-                limits, causal_slice, device, pin_memory, choices, table, cut, kv_groups, rows_each=rows_each
+                limits,
+                causal_slice,
+                device,
+                pin_memory=pin_memory,
+                choices=choices,
+                table=table,
+                cut=cut,
+                groups=kv_groups,
+                rows_each=rows_each,
             )
             return ForwardGraphs(inputs, make_runner, self._compute, stage)
 
@@ -316,9 +332,9 @@ class BucketedExecution:
             inputs.parts,
             self._block_size,
             self._implementation,
-            self._sparse,
-            inputs.summary_blocks,
-            inputs.selection,
+            sparse=self._sparse,
+            summary_blocks=inputs.summary_blocks,
+            selection=inputs.selection,
             plan=self._plan,
             latent=self._decoder.latent,
         )

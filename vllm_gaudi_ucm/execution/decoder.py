@@ -288,7 +288,9 @@ def step_metadata(
             dense_parts = prepare(whole, block_size, implementation=implementation, plan=plan)
         name = AUTO if sparse is None else sparse.implementation
         at_once = prepared.implementation.name == "native" and name in ("native", AUTO)
-        choices = LayerSelection(selection, dense_parts, reused, at_once, room, name, prepared)
+        choices = LayerSelection(
+            selection, dense_parts, reused, at_once, room=room, implementation=name, parts=prepared
+        )
     # layers that have nothing to summarise or choose are those of a dense server, and as fast
     if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
         return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens)

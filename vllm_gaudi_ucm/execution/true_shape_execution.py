@@ -41,7 +41,6 @@ class TrueShapeExecution:
         device: where the model runs.
         sparse: a sparse method, where one is on.
         graphs: of small steps, on a CPU.
-        by_token: each token has a slot of its own.
         carried: tokens that the host may not know yet when a step is staged; None: it knows all.
         groups: of the KV cache; None: one with all layers.
 
@@ -61,7 +60,6 @@ class TrueShapeExecution:
         sparse: SparseWorker | None = None,
         graphs: NativeGraphs | None = None,
         *,
-        by_token: bool = False,
         carried: CarriedTokens | None = None,
         groups: LayerGroups | None = None,
     ) -> None:
@@ -79,7 +77,7 @@ class TrueShapeExecution:
             None if limits is None else torch.zeros(limits.max_selected_blocks, dtype=torch.int64, device=device)
         )
         table = step_table(self._groups.groups)
-        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits, table, by_token=by_token)
+        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits, table)
         self._inputs: StepInputs
         self._metadata: StepMetadata
         self._selection: LayerSelection | None = None
@@ -111,9 +109,9 @@ class TrueShapeExecution:
             inputs.parts,
             self._block_size,
             self._implementation,
-            self._sparse,
-            in_layers,
-            inputs.selection,
+            sparse=self._sparse,
+            summary_blocks=in_layers,
+            selection=inputs.selection,
             reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
             room=self._room,
             latent=self._decoder.latent,

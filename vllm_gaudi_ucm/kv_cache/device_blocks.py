@@ -36,14 +36,14 @@ class DeviceBlocks:
     """
 
     def __init__(self, caches: Mapping[str, LayerCache], block_size: int, device: Device) -> None:
-        self._device = device
+        self.device = device
         tensors = [blocks for pair in distinct(caches.values()) for blocks in in_blocks(pair, block_size)]
         self._runs = alike(tensors)
         self.block_bytes = sum(_block_bytes(blocks) for blocks in tensors)
 
     def allocate(self, nbytes: int) -> memoryview:
         """Host memory that copies are fastest with. Raises one of NO_MEMORY."""
-        if not self._device.pins_host_memory:
+        if not self.device.pins_host_memory:
             return memoryview(bytearray(nbytes))
         # an array is a buffer, which numpy's stubs say from Python 3.12 on
         return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ class DeviceBlocks:
 
     def fence(self) -> Fence:
         """To be asked for by the thread that computes, once it is known who a block belongs to."""
-        return self._device.fence()
+        return self.device.fence()
 
     def write(self, block_id: int, block: memoryview, after: Fence) -> None:
         """Host to device; the block is there when this returns.
@@ -64,7 +64,7 @@ class DeviceBlocks:
         after: behind the steps of the request that had the block before. vLLM hands out the blocks of an aborted
             request while the device may still compute a chunk of its prompt, which writes them.
         """
-        with self._device.beside_computation(after):
+        with self.device.beside_computation(after):
             self._copy([(block_id, block)], to_device=True)
 
     def read(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
@@ -72,13 +72,13 @@ class DeviceBlocks:
         # in the computation's own stream: the step that filled the blocks comes before
         self._copy(blocks, to_device=False)
         if blocks:
-            self._device.synchronize()
+            self.device.synchronize()
 
     # threads begin outside of inference mode, in which the cache was made
     @torch.inference_mode()
     def _copy(self, blocks: Sequence[tuple[int, memoryview]], to_device: bool) -> None:
         # what was launched before is no part of the recipe of a block
-        self._device.end_recipe()
+        self.device.end_recipe()
         for block_id, block in blocks:
             offset = 0
             pair = torch.tensor([[0, block_id]] if to_device else [[block_id, 0]])
@@ -90,7 +90,7 @@ class DeviceBlocks:
                 else:
                     swap_blocks(run, host, pair, non_blocking=True)
             # each block is one recipe, whose shape does not depend on their number
-            self._device.end_recipe()
+            self.device.end_recipe()
 
 
 def _block_bytes(cache: torch.Tensor) -> int:

@@ -170,8 +170,8 @@ class ScoreBook:
             state.offloaded,
             state.lost | set(state.loading),
             self._block_size,
-            1.0 if state.stays else self._options.resident_ratio,
-            len(scores) if state.stays else max_swaps,
-            self._method,
+            resident_ratio=1.0 if state.stays else self._options.resident_ratio,
+            max_swaps=len(scores) if state.stays else max_swaps,
+            options=self._method,
         )
         state.want(to_evict=moves.to_evict, to_load=moves.to_load)

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders, OffloadRep
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
-    from vllm_gaudi_ucm.device import Device, Fence
+    from vllm_gaudi_ucm.device import Fence
     from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.kv_offload.copies import CopyLoads, CopyStore, Pair
     from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics
@@ -62,7 +62,7 @@ class OffloadWorker:
         scorer: BlockScorer,
         blocks: DeviceBlocks,
         copies: CopyStore,
-        device: Device,
+        *,
         stored: StoredCopies | None = None,
         metrics: MemoryModeMetrics | None = None,
         ranks: Ranks = ALONE,
@@ -72,7 +72,7 @@ class OffloadWorker:
         self._scorer = scorer
         self._blocks = blocks
         self._copies = copies
-        self._device = device
+        self._device = blocks.device
         # by generation and block: the row of a saved block's summary; by both: where a load is to go
         self._rows: dict[int, dict[int, int]] = {}
         self._destinations: dict[Pair, _Destination] = {}

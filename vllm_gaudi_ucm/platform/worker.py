@@ -124,7 +124,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         stage = Stage.of_engine(self._device)
         self._lockstep = Lockstep.of_engine()
         self.model_runner = ModelRunner(
-            self.vllm_config, self._ucm, self._device, kind, self._ranks, stage, self._lockstep
+            self.vllm_config, self._ucm, self._device, kind, ranks=self._ranks, stage=stage, lockstep=self._lockstep
         )
 
     def _set_threads(self) -> None:

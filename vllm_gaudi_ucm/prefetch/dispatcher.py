@@ -188,7 +188,9 @@ class Dispatcher(Settlement):
         with self.lock:
             now = self.clock()
             self._sequence += 1
-            task = PrefetchTask(request_id, keys, priority, deliver, now, now + deadline, self._sequence)
+            task = PrefetchTask(
+                request_id, keys, priority, deliver, submitted=now, expires=now + deadline, sequence=self._sequence
+            )
             previous = self.ledger.find(request_id)
             if previous is not None:
                 self.settle(previous, PrefetchOutcome.CANCELLED)

@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.execution.bucket_choice import (
     server_limits,
     step_memory,
 )
-from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import runner_maker
 from vllm_gaudi_ucm.graphs.warm_up.agreement import ALONE, Agreement
@@ -87,7 +87,15 @@ def graph_memory_need(
         MemoryBudgetError: `ucm.graphs.memory_budget` does not hold these.
     """
     measured, buffers, kernels = _measure(
-        decoder, vllm_config, config, device, kind, draft_model, compiler, tile, agreement
+        decoder,
+        vllm_config,
+        config,
+        device,
+        kind=kind,
+        draft_model=draft_model,
+        compiler=compiler,
+        tile=tile,
+        agreement=agreement,
     )
     given = config.graphs.memory_budget
     if given is None:
@@ -143,9 +151,9 @@ def _measure(
         block_size,
         num_blocks,
         False,
-        shared,
-        selected,
-        memory,
+        max_shared_blocks=shared,
+        max_selected_blocks=selected,
+        memory=memory,
         by_token=by_token,
         window=decoder.window,
         own_blocks=reads_own_blocks(config, device.kind),
@@ -157,20 +165,26 @@ def _measure(
         BucketedExecution(
             model,
             ready,
-            config.attention.causal_slice,
             tensors_on,
-            make_runner,
-            lambda label: nullcontext(),
+            Capture(
+                make_runner,
+                lambda label: nullcontext(),
+                config.attention.causal_slice,
+                implementation=choose_static_implementation(
+                    config.attention.implementation, tensors_on.type, model.specs
+                ),
+                compiler=compiler,
+            ),
             sparse=sparse if model is decoder else None,
-            implementation=choose_static_implementation(config.attention.implementation, tensors_on.type, model.specs),
-            compiler=compiler,
             rows_each=1 + vllm_config.num_speculative_tokens if model is decoder else 1,
             groups=groups if model is decoder else draft_groups,
         )
         for model in filter(None, (decoder, draft_model))
     ]
     buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
-    expected = partial(_expected_buckets, config, vllm_config, limits, device, executions[0].remainders, choices)
+    expected = partial(
+        _expected_buckets, config, vllm_config, limits, device, remainders=executions[0].remainders, choices=choices
+    )
     kernels = compile_kernels(executions, largest_of_phases(limits), expected, agreement)
     measured = [_bytes_of(run, device) for run in _runs(executions, ready)]
     bind_kv_caches(vllm_config, no_kv_cache(specs, tensors_on))
@@ -225,7 +239,9 @@ def _expected_buckets(
     count = 0 if remainders is None else len(remainders.keys)
     live, rows = (0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)
     try:
-        buckets, _ = choose_buckets(config.graphs, vllm_config, limits, device, count, live, rows)
+        buckets, _ = choose_buckets(
+            config.graphs, vllm_config, limits, device, num_remainders=count, live_blocks=live, rows_each=rows
+        )
     except ValueError as error:
         # a file that is made for a server of its own number of blocks, say; what is wrong with it, the start says
         logger.debug("kernels of the largest graphs alone are compiled ahead: %s", error)

@@ -241,16 +241,16 @@ class ModelRunner:
         kv_cache_config: as allocated.
         """
         model = LoadedModel(
-            self._vllm_config,
-            self._config,
-            self._device,
-            self._tensors_on,
-            self.kind,
-            self.decoder,
-            self._draft_decoder,
-            self._memory_budget,
-            self._compiler,
-            self._ranks,
+            vllm_config=self._vllm_config,
+            config=self._config,
+            device=self._device,
+            tensors_on=self._tensors_on,
+            kind=self.kind,
+            decoder=self.decoder,
+            draft_decoder=self._draft_decoder,
+            memory_budget=self._memory_budget,
+            compiler=self._compiler,
+            ranks=self._ranks,
         )
         self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
 
@@ -283,11 +283,11 @@ class ModelRunner:
                 self._vllm_config,
                 self._config,
                 self._device,
-                self.kind,
-                self._draft_decoder,
-                self._compiler,
-                self._tile,
-                ranks,
+                kind=self.kind,
+                draft_model=self._draft_decoder,
+                compiler=self._compiler,
+                tile=self._tile,
+                agreement=ranks,
             )
             if need.kernels.found:
                 self.start_stages.add("kernels", need.kernels.seconds)

@@ -82,7 +82,7 @@ def offload_worker(
     assert scorer is not None, "made with the queries that it keeps"
     copies = open_copies(config, num_rows, blocks, metrics)
     series = None if metrics is None else metrics.memory_mode()
-    worker = OffloadWorker(table, selection.state, scorer, blocks, copies, device, stored, series, ranks)
+    worker = OffloadWorker(table, selection.state, scorer, blocks, copies, stored=stored, metrics=series, ranks=ranks)
     worker.warm_up()
     return worker
 
@@ -179,7 +179,9 @@ def make_sparse_worker(
     on = next(iter(kv_caches.values())).key.device
 
     def select(kept: KeptQueries | None) -> BlockSelection:
-        selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept, over_ranks, place, on)
+        selection = BlockSelection.of(
+            choosing, list(layers.values()), sizes, kept, over_ranks=over_ranks, place=place, device=on
+        )
         for number, implementation, layer in zip(
             numbers, implementations.values(), selection.selector.layers, strict=True
         ):
@@ -198,7 +200,9 @@ def make_sparse_worker(
     if table is None:
         return SparseWorker(method, selection, metrics=series)
     stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
-    offload = offload_worker(config, selection, table, blocks, num_rows, device, stored, metrics, ranks)
+    offload = offload_worker(
+        config, selection, table, blocks, num_rows=num_rows, device=device, stored=stored, metrics=metrics, ranks=ranks
+    )
     return SparseWorker(method, selection, offload, series)
 
 

@@ -31,27 +31,7 @@ def make_static(allocated: AllocatedModel) -> StaticShapes:
         0 if remainders is None else len(remainders.keys),
         *((0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)),
     )
-    static = StaticShapes(
-        model.decoder,
-        model.vllm_config,
-        model.config,
-        model.device,
-        model.tensors_on,
-        model.kind,
-        buckets,
-        usage,
-        allocated.metrics,
-        allocated.host,
-        model.memory_budget,
-        sparse,
-        model.draft_decoder,
-        model.compiler,
-        partial(_refill, allocated.kv_caches, sparse),
-        model.ranks if model.decoder.lockstep is None else model.decoder.lockstep.workers,
-        allocated.carried,
-        allocated.groups,
-        allocated.draft_groups,
-    )
+    static = StaticShapes(allocated, buckets, usage, partial(_refill, allocated.kv_caches, sparse))
     static.divided_logits.reserve(model.vllm_config.num_speculative_tokens)
     if sparse is not None and model.device.kind == "hpu":
         # kernels elsewhere skip pads

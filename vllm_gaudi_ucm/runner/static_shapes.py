@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
-from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
 from vllm_gaudi_ucm.execution.graph_manager import Stage, uncompiled
 from vllm_gaudi_ucm.execution.recipe_cache import log_cache_hits
@@ -21,7 +20,7 @@ from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
-from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
+from vllm_gaudi_ucm.graphs.warm_up.warm_up import GraphRuns, WarmUp
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport, summary_line, warm_up_text
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
@@ -31,20 +30,12 @@ from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelGraphs
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_gaudi_ucm.attention.groups import LayerGroups
-    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
-    from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.decoder import Decoder
-    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
-    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.steps import Steps
     from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey, WarmUpProgress, WarmUpSummary
-    from vllm_gaudi_ucm.observability.host_work import HostWork
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 logger = plugin_logger(__name__)
@@ -57,46 +48,20 @@ class StaticShapes:
     """Builds the execution and the sampler of static shapes, and warms what they replay.
 
     Args:
-        decoder: the model, its KV cache bound.
-        vllm_config, config: the engine's and the plugin's options.
-        device: where it runs; `tensors_on` is the device of its tensors.
-        kind: of the graphs, not `off`.
+        allocated: the model, its KV cache bound; its graphs are not `off`. A bucket is warm once both models have its
+            graph, where there is a draft model. Workers that share out experts warm the same graphs in the same order,
+            because graphs hold collectives.
         buckets, usage: from `choose_buckets`.
-        metrics: takes warm-up, bypasses and recipes.
-        host: counts what sampling waits for, and what it does on the host.
-        memory_budget: bytes that graphs may take; None: whatever the device has.
-        sparse: a sparse method, where one is on.
-        draft_model: of speculative decoding, where there is one; a bucket is warm once both models have its graph.
-        compiler: of the models' regions; None: they are not compiled.
         refill: fills tensors that steps write and others have made, the KV cache among them, as they were at first.
-        ranks: all workers of the engine, and of those that share out experts with it. They warm the same graphs in the
-            same order, because graphs hold collectives.
-        carried: tokens of the step before, which graphs read with asynchronous scheduling.
-        groups, draft_groups: of the KV cache, those of either model's layers; None: one with all layers.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        vllm_config: VllmConfig,
-        config: UcmConfig,
-        device: Device,
-        tensors_on: torch.device,
-        kind: GraphKind,
-        buckets: BucketSet,
-        usage: Steps | None,
-        metrics: StepMetrics,
-        host: HostWork,
-        memory_budget: int | None,
-        sparse: SparseWorker | None = None,
-        draft_model: Decoder | None = None,
-        compiler: StaticCompiler | None = None,
-        refill: Callable[[], None] = lambda: None,
-        ranks: Ranks = ALONE,
-        carried: CarriedTokens | None = None,
-        groups: LayerGroups | None = None,
-        draft_groups: LayerGroups | None = None,
+        self, allocated: AllocatedModel, buckets: BucketSet, usage: Steps | None, refill: Callable[[], None]
     ) -> None:
+        loaded, metrics, sparse, carried = allocated.model, allocated.metrics, allocated.sparse, allocated.carried
+        decoder, draft_model, compiler = loaded.decoder, loaded.draft_decoder, loaded.compiler
+        vllm_config, config, device, tensors_on = loaded.vllm_config, loaded.config, loaded.device, loaded.tensors_on
+        ranks = loaded.ranks if decoder.lockstep is None else decoder.lockstep.workers
         self._ranks = ranks
         self._has_logits = decoder.has_logits
         self._compiler = compiler
@@ -117,16 +82,30 @@ class StaticShapes:
         self.follows_steps = self._warm_up_kind == "idle" or device.kind == "hpu"
         ready = ReadyBuckets(buckets, usage)
         # the graphs of both models may share memory: one runs at a time
-        make_runner = runner_maker(kind, compiler)
+        make_runner = runner_maker(loaded.kind, compiler)
 
         def make_execution(
             model: Decoder, stage: Stage, sparse: SparseWorker | None, carried: CarriedTokens | None, rows_each: int
         ) -> BucketedExecution:
-            causal_slice, pins = config.attention.causal_slice, device.pins_host_memory
-            attention = choose_static_implementation(config.attention.implementation, tensors_on.type, model.specs)
-            of_model = groups if model is decoder else draft_groups
-            kind = (make_runner, stage, pins, sparse, attention, compiler, carried, rows_each)
-            return BucketedExecution(model, ready, causal_slice, tensors_on, *kind, of_model)
+            implementation = config.attention.implementation
+            capture = Capture(
+                make_runner,
+                stage,
+                config.attention.causal_slice,
+                device.pins_host_memory,
+                choose_static_implementation(implementation, tensors_on.type, model.specs),
+                compiler,
+            )
+            return BucketedExecution(
+                model,
+                ready,
+                tensors_on,
+                capture,
+                sparse=sparse,
+                carried=carried,
+                rows_each=rows_each,
+                groups=allocated.groups if model is decoder else allocated.draft_groups,
+            )
 
         self.execution = make_execution(decoder, stage, sparse, carried, 1 + vllm_config.num_speculative_tokens)
         region = uncompiled if compiler is None else compiler.step_region
@@ -137,26 +116,25 @@ class StaticShapes:
             )
         self.divided_logits = DividedLogits(self.execution, tensors_on, stage, region)
         most_rows = buckets.limits.max_num_seqs
-        self.sampler = StaticSampler(vllm_config, tensors_on, most_rows, stage, self.bypassed, host, region, carried)
+        self.sampler = StaticSampler(
+            vllm_config, tensors_on, most_rows, stage, self.bypassed, allocated.host, region=region, carried=carried
+        )
+        remainders = () if self.execution.remainders is None else self.execution.remainders.keys
         if compiler is not None:
-            remainders = () if self.execution.remainders is None else self.execution.remainders.keys
             shapes = len(buckets.forward) + len(buckets.logits) + len(remainders)
             # choices of blocks differ by layer, and small regions are of several classes
             kinds = SMALL_REGION_CLASSES + (1 if sparse is None else decoder.num_layers)
             # a layer and the plan of its parts, for each group; layers of a group may be of two kinds
-            most_groups = max(1 if one is None else len(one.groups) for one in (groups, draft_groups))
+            most_groups = max(len(one.groups) for one in (allocated.groups, allocated.draft_groups))
             kinds += 3 * (most_groups - 1)
             compiler.expect(shapes * kinds * (1 if draft_model is None else 2))
         self._report = WarmUpReport(logger)
         self._warm_up = WarmUp(
             ready,
-            self._warm_forward,
-            self._warm_logits,
+            GraphRuns(self._warm_forward, self._warm_logits, remainders, self._warm_remainder),
             self._free_memory,
             self._on_progress,
-            memory_budget,
-            remainders=() if self.execution.remainders is None else self.execution.remainders.keys,
-            run_remainder=self._warm_remainder,
+            loaded.memory_budget,
             agreement=ranks,
         )
         self._idle = IdleWarmUp(self._warm_up, finished=self._warm_up_is_over)

@@ -70,7 +70,7 @@ def make_steps(
     sampler = NoSampler()
     if model.decoder.has_logits:
         sampler = StepSampler(slots, nans, _logits_source(allocated, execution, static), drafts, verification)
-    parts = _make_parts(allocated, static, memory, ahead, drafts, records, execution.follow)
+    parts = _make_parts(allocated, static, memory, ahead, drafts=drafts, records=records, follow=execution.follow)
     runner = StepRunner(
         requests=requests,
         # with asynchronous scheduling two batches are in flight, too, but of the same requests
@@ -142,21 +142,8 @@ def _make_ahead(allocated: AllocatedModel, static: StaticShapes | None) -> Steps
 
 
 def _make_drafts(allocated: AllocatedModel, static: StaticShapes | None) -> Drafts:
-    model = allocated.model
-    proposer = make_proposer(
-        model.vllm_config,
-        model.attention,
-        model.draft_decoder,
-        table=allocated.requests,
-        block_size=allocated.block_size,
-        device=model.tensors_on,
-        host=allocated.host,
-        static=static,
-        graphs=_native_graphs(allocated, model.draft_decoder),
-        carried=allocated.carried,
-        ahead=allocated.drafts_ahead,
-        groups=allocated.draft_groups,
-    )
+    graphs = _native_graphs(allocated, allocated.model.draft_decoder)
+    proposer = make_proposer(allocated, static, graphs)
     return make_drafts(allocated.requests, proposer, allocated.drafts_ahead)
 
 

@@ -132,7 +132,7 @@ class Admission:
         chunk = scheduler.max_num_scheduled_tokens * scheduler.parallel_config.pipeline_parallel_size
         windows = self._groups.most(request, ahead, chunk, tables)
         whole = self._groups.whole
-        return Footprint(blocks, tokens + ahead, max(most, 0), delay, generated, whole, windows)
+        return Footprint(blocks, tokens + ahead, max(most, 0), delay, generated=generated, whole=whole, windows=windows)
 
     def _delays(self, requests: list[Request]) -> list[int]:
         """Steps at most until each has computed its prompt, the first ones first, beside a token of each other."""

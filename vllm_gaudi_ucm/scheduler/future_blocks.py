@@ -55,7 +55,15 @@ class _Ordered(NamedTuple):
             for one, distinct in zip(ordered, _distinct([one.blocks for one in ordered]), strict=True)
         ]
         ends, tokens, left, held, counts, whole = np.array(rows, np.int64).T
-        return cls(ends, tokens, left, held, counts, whole, np.array([one.windows for one in ordered], np.int64))
+        return cls(
+            ends,
+            tokens,
+            left,
+            held,
+            distinct=counts,
+            whole=whole,
+            windows=np.array([one.windows for one in ordered], np.int64),
+        )
 
     def more(self, tokens: np.ndarray, block_size: int) -> np.ndarray:
         """Blocks for so many tokens of each request, [..., requests], beyond those in `distinct`."""

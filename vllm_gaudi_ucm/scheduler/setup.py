@@ -111,7 +111,7 @@ def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swa
     rank_bytes = engine_bytes // scheduler.parallel_config.tensor_parallel_size
     cost = SwapCost(scheduler.block_size, rank_bytes, queues=ahead)
     always, skipped = options.mode == "swap", skipped_tokens(manager)
-    return Swaps(slots, scheduler.block_size, engine_bytes, cost, always, totals, skipped)
+    return Swaps(slots, scheduler.block_size, engine_bytes, cost, always=always, totals=totals, skipped=skipped)
 
 
 def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHits | None:
@@ -217,7 +217,15 @@ def offload_role(
     blocks = RequestBlocks(manager, block_size)
     num_rows = config.memory_mode.max_copies(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager, blocks.group))
     logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
-    return OffloadScheduler(config.memory_mode, options, block_size, blocks, num_rows, blocks_ahead(config), on_wanted)
+    return OffloadScheduler(
+        config.memory_mode,
+        options,
+        block_size,
+        blocks,
+        num_rows=num_rows,
+        num_ahead=blocks_ahead(config),
+        on_wanted=on_wanted,
+    )
 
 
 def scheduler_role(config: UcmConfig, block_size: int, max_model_len: int, **parts: Any) -> UcmSparseBase | None:

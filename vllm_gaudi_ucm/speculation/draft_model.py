@@ -45,12 +45,11 @@ class DraftModelProposer:
         execution: of the draft model. The rows of a pass are within the limits of its shapes: of each request vLLM's
             scheduler schedules a token less than fits (`SpeculativeConfig.max_num_new_slots_for_drafting`).
         table: the tokens and block tables.
-        block_size: tokens per cache block.
         max_model_len: of the draft model; a longer request gets no drafts any more.
         likeliest: `likeliest_tokens`, as the execution's shapes want it.
         divided: called for each pass that no shape holds as a whole.
         host: counts the passes, each of which ends with a read of its tokens.
-        groups: of the draft model's layers; none stands for one that sees whole contexts, with the table's blocks.
+        groups: of the draft model's layers.
         ahead: with asynchronous scheduling takes the drafts, which then are known on the device alone: no pass waits
             for the one before it. None: each is read.
 
@@ -61,12 +60,11 @@ class DraftModelProposer:
         self,
         execution: Execution,
         table: RequestTable,
-        block_size: int,
+        groups: Sequence[KvGroup],
         max_model_len: int,
         likeliest: Callable[[torch.Tensor], torch.Tensor] = likeliest_tokens,
         divided: Callable[[], None] = lambda: None,
         host: HostWork | None = None,
-        groups: Sequence[KvGroup] = (),
         ahead: DraftsAhead | None = None,
     ) -> None:
         self._ahead = ahead
@@ -76,7 +74,7 @@ class DraftModelProposer:
         self._divided = divided
         self._table = table
         self._max_model_len = min(max_model_len, table.max_model_len)
-        self._groups = tuple(groups) or (KvGroup(0, block_size),)
+        self._groups = tuple(groups)
         self._planner = make_planner(self._groups, causal_slice=512)
 
     def propose(self, step: SampledStep) -> list[list[int]]:

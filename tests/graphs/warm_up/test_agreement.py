@@ -10,7 +10,7 @@ from tests.graphs.warm_up.warm_up import GIB, Machine
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
-from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
+from vllm_gaudi_ucm.graphs.warm_up.warm_up import GraphRuns, WarmUp
 
 
 class _Table:
@@ -48,8 +48,7 @@ def _warm_together(machines: list[Machine], memory_budget: int) -> list[WarmUp]:
         warm_ups.append(
             WarmUp(
                 ReadyBuckets(buckets),
-                run,
-                run,
+                GraphRuns(run, run),
                 lambda machine=machine: machine.free,
                 lambda progress: None,
                 memory_budget,

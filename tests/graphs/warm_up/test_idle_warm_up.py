@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey, GraphState
-from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
+from vllm_gaudi_ucm.graphs.warm_up.warm_up import GraphRuns, WarmUp
 
 TIMEOUT = 120
 AT_ONCE = IdleRule(least=0.0, most=0.0)
@@ -51,7 +51,7 @@ class Setting:
     def __init__(self, rule: IdleRule = AT_ONCE) -> None:
         self.gate, self.finished = Gate(), threading.Event()
         self.ready = ReadyBuckets(BUCKETS)
-        self.warm_up = WarmUp(self.ready, self.gate.run, self.gate.run, lambda: 0, lambda progress: None)
+        self.warm_up = WarmUp(self.ready, GraphRuns(self.gate.run, self.gate.run), lambda: 0, lambda progress: None)
         self.idle = IdleWarmUp(self.warm_up, rule, self.finished.set)
         skeleton = choose_skeleton(BUCKETS, None, 1)
         self.gate.passes.release(len(skeleton.keys))
@@ -191,7 +191,7 @@ def test_an_error_in_a_graph_does_not_end_the_thread() -> None:
         if key == BUCKETS.forward[1]:
             raise MemoryError("device")
 
-    warm_up = WarmUp(ready, run, run, lambda: 0, lambda progress: None)
+    warm_up = WarmUp(ready, GraphRuns(run, run), lambda: 0, lambda progress: None)
     warm_up.run_skeleton(choose_skeleton(BUCKETS, None, 1))
     idle = IdleWarmUp(warm_up, AT_ONCE, finished.set)
     idle.start()
@@ -241,14 +241,14 @@ from tests.graphs.warm_up.test_idle_warm_up import AT_ONCE, BUCKETS
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
-from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
+from vllm_gaudi_ucm.graphs.warm_up.warm_up import GraphRuns, WarmUp
 entered, slow = threading.Event(), False
 def run(key):
     if slow:
         entered.set()
         time.sleep(0.3)
         print("ran", flush=True)
-warm_up = WarmUp(ReadyBuckets(BUCKETS), run, run, lambda: 0, lambda progress: None)
+warm_up = WarmUp(ReadyBuckets(BUCKETS), GraphRuns(run, run), lambda: 0, lambda progress: None)
 warm_up.run_skeleton(choose_skeleton(BUCKETS, None, 1))
 slow = True
 IdleWarmUp(warm_up, AT_ONCE).start()

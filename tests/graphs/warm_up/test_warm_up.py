@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.graphs.warm_up.graph_memory import MemoryBudgetError
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey, GraphState, WarmUpProgress
-from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
+from vllm_gaudi_ucm.graphs.warm_up.warm_up import GraphRuns, WarmUp
 
 DECODE = ForwardShape("--u", 16, 0, 100)
 PROMPT = ForwardShape("c--", 200, 0, 0)
@@ -37,7 +37,7 @@ def warm_up_on(
     remainders: Sequence[RemainderShape] = (),
 ) -> WarmUp:
     run, clock = machine.run, lambda: machine.now
-    return WarmUp(ready, run, run, lambda: machine.free, report, memory_budget, clock, remainders, run)
+    return WarmUp(ready, GraphRuns(run, run, remainders, run), lambda: machine.free, report, memory_budget, clock)
 
 
 @settings(max_examples=60, deadline=None)

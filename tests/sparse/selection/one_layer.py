@@ -25,7 +25,7 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
+from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, Scoring
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits, SelectionState
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
@@ -83,7 +83,9 @@ class OneLayer:
         self.state = SelectionState(self.num_blocks, self.limits, bounded=self.static)
         kind = SummaryKind(self.options.summary)
         layers, narrow = [SelectionLayer(self.keys, SCALE)], self.options.narrow_summaries
-        self.selector = BlockSelector(layers, kind, self.limits, implementation=self.choice, narrow=narrow)
+        self.selector = BlockSelector(
+            layers, kind, self.limits, scoring=Scoring(implementation=self.choice), narrow=narrow
+        )
         self.free = list(np.random.default_rng(self.seed).permutation(np.arange(1, self.num_blocks)))
         limits = Limits(64, self.max_num_seqs, self.max_model_len, self.block_size, self.num_blocks, False)
         self.bucket_limits = limits

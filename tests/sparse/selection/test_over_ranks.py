@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, OverRanks
+from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, OverRanks, Scoring
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
 
 WAIT = 60  # seconds until a rank that is alone in a collective fails
@@ -64,7 +64,9 @@ class RankLayer(OneLayer):
         self.keys, self.values = self.keys[:, :, part].contiguous(), self.values[:, :, part].contiguous()
         layer, kind = SelectionLayer(self.keys, SCALE), SummaryKind(self.options.summary)
         narrow = self.options.narrow_summaries
-        self.selector = BlockSelector([layer], kind, self.limits, over_ranks=self.over_ranks, narrow=narrow)
+        self.selector = BlockSelector(
+            [layer], kind, self.limits, scoring=Scoring(over_ranks=self.over_ranks), narrow=narrow
+        )
 
     def tokens(self, request_id: str, positions: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = super().tokens(request_id, positions)

@@ -121,11 +121,11 @@ class BlockScorer:
                 summaries,
                 numbers,
                 spans,
-                self._first_rows,
-                self._num_rows,
-                1,
-                layer.scale,
-                self._kind,
+                first_rows=self._first_rows,
+                num_rows=self._num_rows,
+                max_rows=1,
+                scale=layer.scale,
+                kind=self._kind,
             )
         if self._over_ranks is not None:
             total = self._over_ranks(total)

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.sparse.selection.layer_selector import (
     LayerSelection,
     LayerSelector,
     OverRanks,
-    Score,
+    Scoring,
 )
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
@@ -53,6 +53,20 @@ class KeptQueries(NamedTuple):
     over_ranks: OverRanks | None = None
 
 
+class ChoosingLayers(NamedTuple):
+    """Which layers choose.
+
+    reuse: consecutive layers that share a choice; the first of them makes it. dense: layers that attend to whole
+    contexts. first: number in the model of the first layer here, where stages of a pipeline before this one have
+    others. numbers: of all layers here, where the model has others in between; None: they follow each other.
+    """
+
+    reuse: int = 1
+    dense: Sequence[int] = ()
+    first: int = 0
+    numbers: Sequence[int] | None = None
+
+
 class BlockSelector:
     """Tensors of all layers. Nothing here reads the device from the host, so it runs inside captured graphs.
 
@@ -60,14 +74,9 @@ class BlockSelector:
         layers: of this worker, in the model's order; none on a stage of a pipeline that has windows alone.
         kind: of the summaries.
         limits: sizes of choices.
-        reuse_layers: consecutive layers that share a choice; the first of them makes it.
-        dense_layers: layers that attend to whole contexts.
-        score: a method's own scores.
+        choosing: which of the layers choose.
+        scoring: how they score and rank blocks.
         kept: queries to keep of each step; None: none are.
-        over_ranks: see ChoosingLayer.
-        first_layer: the first of `layers` in the model, where stages of a pipeline before this one have others.
-        numbers: of `layers` in the model, where it has others in between; None: they follow each other.
-        implementation: of block selection.
         narrow: summaries are 8-bit floats, whatever the keys are.
         device: of the KV cache; None: of the first layer's keys.
     """
@@ -77,40 +86,35 @@ class BlockSelector:
         layers: Sequence[SelectionLayer],
         kind: SummaryKind,
         limits: SelectionLimits,
-        reuse_layers: int = 1,
-        dense_layers: Sequence[int] = (),
-        score: Score | None = None,
+        choosing: ChoosingLayers | None = None,
+        scoring: Scoring | None = None,
         kept: KeptQueries | None = None,
-        over_ranks: OverRanks | None = None,
-        first_layer: int = 0,
-        numbers: Sequence[int] | None = None,
-        implementation: str = AUTO,
+        *,
         narrow: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self._kind = kind
         device = device or layers[0].keys.device
-        self.implementation = chosen_implementation(device.type, implementation)
+        scoring, (reuse, dense, first, numbers) = scoring or Scoring(), choosing or ChoosingLayers()
+        self.implementation = chosen_implementation(device.type, scoring.implementation)
         """Of block selection, `auto` resolved."""
         self._limits = limits
-        self._numbers = range(first_layer, first_layer + len(layers)) if numbers is None else numbers
-        self.leaders = layer_leaders(len(layers), reuse_layers, dense_layers, first_layer)
+        self._numbers = range(first, first + len(layers)) if numbers is None else numbers
+        self.leaders = layer_leaders(len(layers), reuse, dense, first)
         self._keys = [layer.keys for layer in layers]
         self._summaries = [new_summaries(layer.keys, kind, narrow=narrow) for layer in layers]
         self.scorer = None if kept is None else self._scorer(layers, kept)
         """Keeps the queries of each step; None without KV offload."""
         self.checks = torch.zeros(2, dtype=torch.int64, device=device)
         self.recall = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-        self.layers = [self._make_layer(index, layer, score, over_ranks) for index, layer in enumerate(layers)]
+        self.layers = [self._make_layer(index, layer, scoring) for index, layer in enumerate(layers)]
         """Each is held by the attention of its layer."""
         self._choosing = [layer for layer in self.layers if isinstance(layer, ChoosingLayer)]
         self._chooses_at_once = all(layer.chooses_at_once for layer in self._choosing)
         self._read: Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]] = _read_rows
         self._measure: Callable[[torch.Tensor, torch.Tensor, SelectionTensors, torch.Tensor], None] = _add_recall
 
-    def _make_layer(
-        self, index: int, layer: SelectionLayer, score: Score | None, over_ranks: OverRanks | None
-    ) -> LayerSelector:
+    def _make_layer(self, index: int, layer: SelectionLayer, scoring: Scoring) -> LayerSelector:
         leader, summaries = self.leaders[index], self._summaries[index]
         if leader is None:
             return DenseLayer(summaries, self._kind)
@@ -122,11 +126,14 @@ class BlockSelector:
         stored = torch.full(shape, -1, dtype=torch.int64, device=layer.keys.device)
         queries = None if self.scorer is None else self.scorer.queries_of(index)
         measured = index == max(leader for leader in self.leaders if leader is not None)
-        recall = self.recall if measured else None
-        name = self.implementation
-        number = self._numbers[index]
         return ChoosingLayer(
-            summaries, self._kind, layer.scale, stored, self.checks, score, number, queries, recall, name, over_ranks
+            ScoredLayer(self._numbers[index], summaries, layer.scale),
+            self._kind,
+            stored,
+            self.checks,
+            scoring._replace(implementation=self.implementation),
+            queries=queries,
+            recall=self.recall if measured else None,
         )
 
     def _scorer(self, layers: Sequence[SelectionLayer], kept: KeptQueries) -> BlockScorer:
@@ -134,7 +141,9 @@ class BlockSelector:
         scored = [ScoredLayer(index, self._summaries[index], layers[index].scale) for index in chosen]
         slots, width = self._limits.max_num_seqs + 1, self._limits.width
         shape = kept.heads, layers[0].keys.shape[-1]
-        return BlockScorer(scored, self._kind, slots, kept.num_rows, width, shape, kept.dtype, kept.over_ranks)
+        return BlockScorer(
+            scored, self._kind, slots, kept.num_rows, width, shape, dtype=kept.dtype, over_ranks=kept.over_ranks
+        )
 
     @property
     def is_native_calls(self) -> bool:

@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
-from vllm_gaudi_ucm.sparse.selection.block_scorer import keep_queries
+from vllm_gaudi_ucm.sparse.selection.block_scorer import ScoredLayer, keep_queries
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 if TYPE_CHECKING:
@@ -130,6 +130,20 @@ OverRanks = Callable[[torch.Tensor], torch.Tensor]
 """Scores by the heads of this rank, float32 [candidates] -> the mean over the ranks. It may run inside of a graph."""
 
 
+class Scoring(NamedTuple):
+    """How blocks are scored and ranked.
+
+    score: a method's own scores; None: those of the summaries.
+    over_ranks: where other ranks have other heads of the layer: makes of this rank's scores those of all heads; None:
+        this rank chooses by its own scores.
+    implementation: of block selection.
+    """
+
+    score: Score | None = None
+    over_ranks: OverRanks | None = None
+    implementation: str = AUTO
+
+
 class SelectionMetadata(Protocol):
     """What a layer's attention metadata says of block selection.
 
@@ -195,44 +209,38 @@ class ChoosingLayer(LayerSelector):
     """It chooses, for itself and for layers that follow it.
 
     Args:
-        summaries, kind: see LayerSelector.
-        scale: of its attention.
+        layer: its number in the model, its summaries, and the scale of its attention.
+        kind: see LayerSelector.
         stored: int64 [slots, most] the ranking of each request; the last slot is the pads'.
         checks: int64 [2] of all layers: choices that a check has kept, and replaced.
-        score: a method's own scores, which name the layer: so it has a region of its own. layer_idx: that name.
+        scoring: its scores. A method's own name the layer, which then has a region of its own.
         queries: [slots, heads, dim] where queries are kept, with KV offload.
         recall: of the one layer that is measured.
-        implementation: of block selection.
-        over_ranks: where other ranks have other heads of the layer: makes of this rank's scores those of all heads;
-            None: this rank chooses by its own scores.
     """
 
     def __init__(
         self,
-        summaries: torch.Tensor,
+        layer: ScoredLayer,
         kind: SummaryKind,
-        scale: float,
         stored: torch.Tensor,
         checks: torch.Tensor,
-        score: Score | None,
-        layer_idx: int,
-        queries: torch.Tensor | None,
-        recall: torch.Tensor | None,
-        implementation: str,
-        over_ranks: OverRanks | None = None,
+        scoring: Scoring,
+        *,
+        queries: torch.Tensor | None = None,
+        recall: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(summaries, kind)
-        self._scale = scale
+        super().__init__(layer.summaries, kind)
+        self._scale = layer.scale
         self.stored = stored
         self.before = stored[:0]
         """See `take`."""
         self._checks = checks
-        self._score = score
-        self._layer_idx = layer_idx
+        self._score = scoring.score
+        self._layer_idx = layer.layer_idx
         self._queries = queries
         self._recall = recall
-        self._implementation = implementation
-        self._over_ranks = over_ranks
+        self._implementation = implementation = scoring.implementation
+        self._over_ranks = scoring.over_ranks
         self.hands_over = hands_over(stored.shape[1], stored.device.type, implementation=implementation)
         """Whether a choice reads `stored` by itself, and gives what attention reads, so that nobody need `take`."""
         self._at_once = ranks_and_takes(stored.shape[1], stored.device.type, implementation=implementation)

@@ -144,7 +144,7 @@ class SelectionState:
             asked = [request_ids[one] for one in sparse]
             slots = np.array([self.slots.slot(request_id, request_ids) for request_id in asked], np.int64)
             counts = self._decide(selection, index, slots, [decisions[one] for one in asked], open_blocks)
-            self._count(batch, num_drafts, selection, asked, index, slots, counts)
+            self._count(batch, num_drafts, selection, asked, index=index, slots=slots, counts=counts)
         if absent is None and (selection.modes == DENSE).all():
             return StepSelection(None, summary_blocks)
         return StepSelection(selection, summary_blocks)
@@ -190,7 +190,15 @@ class SelectionState:
         modes = np.full(requests, DENSE, np.int64)
         limits = self._limits
         return SelectionInput(
-            modes, counts, thresholds, slots, candidates, limits.width, limits.most, absent, num_drafts
+            modes=modes,
+            counts=counts,
+            thresholds=thresholds,
+            slots=slots,
+            candidates=candidates,
+            width=limits.width,
+            most=limits.most,
+            absent=absent,
+            num_drafts=num_drafts,
         )
 
     def _absent(self, batch: BatchInput) -> NDArray[np.bool_] | None:

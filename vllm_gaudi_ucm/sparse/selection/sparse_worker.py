@@ -18,7 +18,14 @@ from vllm_gaudi_ucm.protocol.attachments import attach_buckets, attach_report, a
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
-from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, KeptQueries, Region, SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.block_selector import (
+    BlockSelector,
+    ChoosingLayers,
+    KeptQueries,
+    Region,
+    SelectionLayer,
+)
+from vllm_gaudi_ucm.sparse.selection.layer_selector import Scoring
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionLimits, SelectionState, StepSelection
 
 if TYPE_CHECKING:
@@ -136,16 +143,15 @@ class BlockSelection:
             layers,
             SummaryKind(options.summary),
             limits,
-            method.reuse_layers,
-            dense,
-            method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
+            ChoosingLayers(method.reuse_layers, dense, first, numbers),
+            Scoring(
+                method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
+                over_ranks if options.scores_over_ranks == "all" else None,
+                options.implementation,
+            ),
             kept,
-            over_ranks if options.scores_over_ranks == "all" else None,
-            first,
-            numbers,
-            options.implementation,
-            options.narrow_summaries,
-            device,
+            narrow=options.narrow_summaries,
+            device=device,
         )
         return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_offloaded), selector)
 
