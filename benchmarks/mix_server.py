@@ -21,7 +21,7 @@ from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Mix
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.runner.model_runner import ModelRunner
+    from vllm_gaudi_ucm.start.model_runner import ModelRunner
 
 VOCABULARY = 128
 MODEL: dict[str, Any] = {

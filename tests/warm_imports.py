@@ -71,7 +71,7 @@ def import_vllm(device: str, *others: str) -> None:
         "vllm.model_executor.models.llama",
         "vllm.v1.executor.multiproc_executor",
         "vllm_gaudi_ucm.platform.worker",
-        "vllm_gaudi_ucm.runner.model_runner",
+        "vllm_gaudi_ucm.start.model_runner",
         *others,
     ):
         importlib.import_module(name)

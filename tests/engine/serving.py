@@ -19,7 +19,7 @@ from tests.engine.contracts import v2_without_driver
 from tests.engine.model_classes import import_class
 from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
-from vllm_gaudi_ucm.runner.model_runner import ModelRunner
+from vllm_gaudi_ucm.start.model_runner import ModelRunner
 
 # Two float32 computations may order tokens differently where their logits are closer than this.
 NEAR_TIE = 1e-3

@@ -17,8 +17,8 @@ from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.ops.block_selection.api import write_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
-from vllm_gaudi_ucm.runner.sparse_setup import summaries_per_block
 from vllm_gaudi_ucm.sparse.selection import layer_selector
+from vllm_gaudi_ucm.start.sparse_setup import summaries_per_block
 
 pytestmark = pytest.mark.slow  # starts engines
 

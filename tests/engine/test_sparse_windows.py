@@ -16,8 +16,8 @@ from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.runner.sparse_setup import summaries_per_block
 from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, DenseLayer
+from vllm_gaudi_ucm.start.sparse_setup import summaries_per_block
 
 pytestmark = pytest.mark.slow  # starts engines
 

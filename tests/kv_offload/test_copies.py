@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.observability.metrics_file import make_private
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.runner.sparse_setup import open_copies
+from vllm_gaudi_ucm.start.sparse_setup import open_copies
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
 

@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.kv_offload import copies as copy_folder
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.prefetch.engine import host_memory
-from vllm_gaudi_ucm.runner.sparse_setup import open_copies
+from vllm_gaudi_ucm.start.sparse_setup import open_copies
 
 BLOCK_BYTES = 64
 ROWS = 4
@@ -135,7 +135,7 @@ def test_nothing_is_left_of_an_engine_that_did_not_start(tmp_path: Path, monkeyp
     def broken(*args: object, **kwargs: object) -> None:
         raise OSError("no threads")
 
-    monkeypatch.setattr("vllm_gaudi_ucm.runner.sparse_setup.CopyStore", broken)
+    monkeypatch.setattr("vllm_gaudi_ucm.start.sparse_setup.CopyStore", broken)
     with pytest.raises(OSError, match="no threads"):
         copies_in(tmp_path / "kv")
     assert places(tmp_path / "kv") == []

@@ -38,8 +38,8 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
-from vllm_gaudi_ucm.runner.model_runner import ModelRunner
-from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
+from vllm_gaudi_ucm.start.model_runner import ModelRunner
+from vllm_gaudi_ucm.start.sparse_setup import max_selected_blocks, summaries_per_block
 from vllm_gaudi_ucm.vllm_api.cache_options import register_float_kv_dtypes
 from vllm_gaudi_ucm.vllm_api.distributed import init_distributed_environment, make_model_groups, visible_device
 from vllm_gaudi_ucm.vllm_api.engine_process import (

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.execution.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
 from vllm_gaudi_ucm.graphs.runners.base import runner_maker
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.warm_up.extremes import extremes, largest_of_phases
+from vllm_gaudi_ucm.graphs.warm_up.extremes import extremes
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
@@ -25,7 +25,6 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport, summary_line, warm_up_text
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState
-from vllm_gaudi_ucm.runner.kernel_compilation import compile_kernels
 from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelGraphs
 
@@ -139,13 +138,10 @@ class StaticShapes:
         )
         self._idle = IdleWarmUp(self._warm_up, finished=self._warm_up_is_over)
 
-    @torch.inference_mode()
-    def compile_kernels(self) -> None:
-        """Compiles what its graphs launch side by side; for a server that has not done so to measure their memory."""
-        buckets, models = self.execution.ready.buckets, [self.execution]
-        if self.draft_model is not None:
-            models.append(self.draft_model.execution)
-        compile_kernels(models, largest_of_phases(buckets.limits), lambda: buckets.forward, self._ranks)
+    @property
+    def executions(self) -> list[BucketedExecution]:
+        """Of the model, and of a draft model."""
+        return [self.execution] if self.draft_model is None else [self.execution, self.draft_model.execution]
 
     def warm_up(self) -> float:
         """Warms what must be warm before serving and starts the rest; returns the seconds it took."""

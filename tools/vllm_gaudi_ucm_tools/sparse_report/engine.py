@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.runner.model_runner import ModelRunner
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
+    from vllm_gaudi_ucm.start.model_runner import ModelRunner
     from vllm_gaudi_ucm.vllm_api.engine import EngineArgs
 
 PROMPT_CHUNK = 512

@@ -22,7 +22,6 @@ from vllm_gaudi_ucm.runner.parts import (
     TrueShapeSteps,
     WorkerPart,
 )
-from vllm_gaudi_ucm.runner.proposer_setup import make_proposer
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -31,6 +30,7 @@ from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
 from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.speculation.verification import Verification
+from vllm_gaudi_ucm.start.proposer_setup import make_proposer
 from vllm_gaudi_ucm.vllm_api.engine_process import is_worker_process
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 

@@ -12,7 +12,7 @@ import pytest
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.ops.cuda import side_by_side
 from vllm_gaudi_ucm.ops.cuda.side_by_side import FoundKernels
-from vllm_gaudi_ucm.runner.kernel_compilation import KernelCompilation, compile_kernels
+from vllm_gaudi_ucm.start.kernel_compilation import KernelCompilation, compile_kernels
 
 LARGEST, SMALL = ForwardShape.of(True, 2048, 8, 8), ForwardShape.of(False, 1, 0, 2)
 

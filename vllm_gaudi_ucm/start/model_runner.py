@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.attention.latent import LatentAttention, register_latent_att
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.decoder import HIDDEN, Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
+from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_specs
 from vllm_gaudi_ucm.kv_cache.tile import tile_size
 from vllm_gaudi_ucm.layers.experts import ServedMoeRunner, prepare_model_experts
@@ -18,12 +19,13 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.start_stages import StartStages
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows, refuse_windows_in_one_table
 from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
-from vllm_gaudi_ucm.runner.setup import WorkerParts, make_parts
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
+from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
+from vllm_gaudi_ucm.start.kernel_compilation import compile_kernels
+from vllm_gaudi_ucm.start.setup import WorkerParts, make_parts
 from vllm_gaudi_ucm.vllm_api.kv_cache import in_blocks_of, in_tiles
 from vllm_gaudi_ucm.vllm_api.loading import get_model
 from vllm_gaudi_ucm.vllm_api.model import (
@@ -261,11 +263,18 @@ class ModelRunner:
             if not self._has_measured and static.execution.compiles_kernels:
                 # with `--kv-cache-memory-bytes`
                 with self.start_stages.measured("kernels"):
-                    static.compile_kernels()
+                    self._compile_kernels(static)
             with self.start_stages.measured("graphs"):
                 seconds = static.warm_up()
         logger.info("Start of the worker: %s", self.start_stages.line())
         return seconds
+
+    @torch.inference_mode()
+    def _compile_kernels(self, static: StaticShapes) -> None:
+        """Compiles what its graphs launch side by side; for a server that has not done so to measure their memory."""
+        buckets = static.execution.ready.buckets
+        ranks = self._ranks if self._lockstep is None else self._lockstep.workers
+        compile_kernels(static.executions, largest_of_phases(buckets.limits), lambda: buckets.forward, ranks)
 
     def close(self) -> None:
         """Ends all background work; safe before there is any."""

@@ -15,12 +15,12 @@ from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel, LoadedModel
-from vllm_gaudi_ucm.runner.memory_setup import make_memory
 from vllm_gaudi_ucm.runner.parts import StepRecords
-from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
-from vllm_gaudi_ucm.runner.static_setup import make_static
-from vllm_gaudi_ucm.runner.step_setup import StepObjects, make_steps
 from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
+from vllm_gaudi_ucm.start.memory_setup import make_memory
+from vllm_gaudi_ucm.start.sparse_setup import make_sparse_worker
+from vllm_gaudi_ucm.start.static_setup import make_static
+from vllm_gaudi_ucm.start.step_setup import StepObjects, make_steps
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache

@@ -27,9 +27,9 @@ from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.kv_cache.allocation import bind_kv_caches, dummy_kv_cache, kv_cache_specs, no_kv_cache
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
-from vllm_gaudi_ucm.runner.kernel_compilation import KernelCompilation, compile_kernels
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
-from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
+from vllm_gaudi_ucm.start.kernel_compilation import KernelCompilation, compile_kernels
+from vllm_gaudi_ucm.start.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.vllm_api.kv_cache import groups_of, in_blocks_of
 
 if TYPE_CHECKING:
