@@ -11,7 +11,7 @@ from torch import nn
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.layers.cpu import packed_weights
 from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
-from vllm_gaudi_ucm.runner import model_runner
+from vllm_gaudi_ucm.start import model_runner
 from vllm_gaudi_ucm.start.model_runner import ModelRunner
 
 
