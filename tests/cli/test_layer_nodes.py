@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.execution.step_memory import step_bytes
+from vllm_gaudi_ucm.decisions.step_memory import step_bytes
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles

@@ -13,7 +13,7 @@ import pytest
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
+from vllm_gaudi_ucm.decisions.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.graphs.cost.compile_cost import (
     DECODE_NODES,

@@ -13,7 +13,7 @@ from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.local import Features, with_features
 from tests.ops.oracle import assert_matches
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.execution.graph_kind import graph_kind
+from vllm_gaudi_ucm.decisions.graph_kind import graph_kind
 from vllm_gaudi_ucm.ops.cpu.native.library import why_not_native
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
 from vllm_gaudi_ucm.ops.unified_attention.api import (

@@ -9,6 +9,8 @@ from vllm.platforms import Platform, PlatformEnum
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
+from vllm_gaudi_ucm.decisions.bucket_choice import step_memory
+from vllm_gaudi_ucm.decisions.graph_kind import graph_kind
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.cpu import host_memory
 from vllm_gaudi_ucm.device.detect import detect_device
@@ -24,8 +26,6 @@ from vllm_gaudi_ucm.envs import (
     needed_to_import,
     spawn_workers,
 )
-from vllm_gaudi_ucm.execution.bucket_choice import step_memory
-from vllm_gaudi_ucm.execution.graph_kind import graph_kind
 from vllm_gaudi_ucm.graphs.shapes.limits import most_ranges, strip_size
 from vllm_gaudi_ucm.kv_cache.tile import tile_size
 from vllm_gaudi_ucm.logger import plugin_logger

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.config.ucm_config import ROOT, UcmConfig
 from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, configured_connectors
-from vllm_gaudi_ucm.execution.step_memory import GIB
+from vllm_gaudi_ucm.decisions.step_memory import GIB
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.store.memory import MemoryStoreOptions

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.decisions.bucket_choice import reads_own_blocks, server_limits, step_memory
+from vllm_gaudi_ucm.decisions.graph_kind import graph_kind, options_without_effect
+from vllm_gaudi_ucm.decisions.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.cpu_threads import choose_threads, waiting_in_words
 from vllm_gaudi_ucm.device.host_limits import find_cores
@@ -23,9 +26,6 @@ from vllm_gaudi_ucm.distributed.rank_failure import DeviceWatch, Peers, RankGuar
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.distributed.stage import Stage
 from vllm_gaudi_ucm.envs import lazy_mode, local_engines, users_threads, waiting_at_start
-from vllm_gaudi_ucm.execution.bucket_choice import reads_own_blocks, server_limits, step_memory
-from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
-from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.limits import strip_size
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
 from vllm_gaudi_ucm.layers.device_layers import register_device_layers

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.decisions.graph_kind import GraphKind
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.distributed.ranks import Ranks
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.decoder import Decoder
-    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.observability.host_work import HostWork

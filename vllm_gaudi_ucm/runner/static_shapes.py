@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_gaudi_ucm.decisions.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
 from vllm_gaudi_ucm.execution.graph_manager import Stage, uncompiled
-from vllm_gaudi_ucm.execution.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
 from vllm_gaudi_ucm.graphs.runners.base import runner_maker
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.execution.bucket_choice import (
+from vllm_gaudi_ucm.decisions.bucket_choice import (
     choose_buckets,
     cost_model,
     reads_own_blocks,
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.decisions.graph_kind import GraphKind
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.execution.decoder import Decoder
-    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.decisions.graph_kind import GraphKind
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.ranks import Ranks
     from vllm_gaudi_ucm.distributed.stage import Stage
-    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, reads_own_blocks, server_limits, step_memory
+from vllm_gaudi_ucm.decisions.bucket_choice import choose_buckets, reads_own_blocks, server_limits, step_memory
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots

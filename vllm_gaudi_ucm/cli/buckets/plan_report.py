@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from vllm_gaudi_ucm.cli.output import report_console
-from vllm_gaudi_ucm.execution.step_memory import step_bytes
+from vllm_gaudi_ucm.decisions.step_memory import step_bytes
 from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes, Spread, graph_nodes, most_attention_nodes
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CAUSAL_SLICE, PARTIAL_BYTES, CostModel

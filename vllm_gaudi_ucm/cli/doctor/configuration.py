@@ -14,9 +14,9 @@ from vllm_gaudi_ucm.cli.doctor.store import checks_of_store
 from vllm_gaudi_ucm.cli.output import why_not_writable
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_value
-from vllm_gaudi_ucm.execution.bucket_choice import strategy_name
-from vllm_gaudi_ucm.execution.graph_kind import graph_kind
-from vllm_gaudi_ucm.execution.recipe_cache import RecipeCacheError, check_recipe_cache
+from vllm_gaudi_ucm.decisions.bucket_choice import strategy_name
+from vllm_gaudi_ucm.decisions.graph_kind import graph_kind
+from vllm_gaudi_ucm.decisions.recipe_cache import RecipeCacheError, check_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_REMAINDERS
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, read_bucket_file
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
-from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
+from vllm_gaudi_ucm.decisions.graph_kind import graph_kind, options_without_effect
 
 # (device, lazy) -> kind by mode; `auto+` is auto with --enforce-eager; None: an error
 TABLE: dict[tuple[str, bool], dict[str, str | None]] = {

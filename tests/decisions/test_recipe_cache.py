@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch._inductor.runtime import cache_dir_utils
 
-from vllm_gaudi_ucm.execution import recipe_cache
-from vllm_gaudi_ucm.execution.recipe_cache import RecipeCacheError, open_recipe_cache
+from vllm_gaudi_ucm.decisions import recipe_cache
+from vllm_gaudi_ucm.decisions.recipe_cache import RecipeCacheError, open_recipe_cache
 
 VARIABLES = {"hpu": "PT_HPU_RECIPE_CACHE_CONFIG", "cpu": "TORCHINDUCTOR_CACHE_DIR"}
 

@@ -15,8 +15,7 @@ from tests.engine.tiny_models import make_config
 from tests.observability.records import mixed_steps, step, tail_step, write_log
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.device.cpu import CpuDevice
-from vllm_gaudi_ucm.execution.bucket_choice import (
+from vllm_gaudi_ucm.decisions.bucket_choice import (
     choose_buckets,
     cost_model,
     logger,
@@ -24,7 +23,8 @@ from vllm_gaudi_ucm.execution.bucket_choice import (
     server_limits,
     strategy_name,
 )
-from vllm_gaudi_ucm.execution.step_memory import MOST_SHARED_ENTRIES
+from vllm_gaudi_ucm.decisions.step_memory import MOST_SHARED_ENTRIES
+from vllm_gaudi_ucm.device.cpu import CpuDevice
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.few_shapes import lacks_sparse_decodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.execution.step_memory import StepMemory, as_served
+from vllm_gaudi_ucm.decisions.step_memory import StepMemory, as_served
 from vllm_gaudi_ucm.graphs.cost.specs import DEFAULT_SPECS, DEVICES, DeviceSpec, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet

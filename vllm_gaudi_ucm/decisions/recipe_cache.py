@@ -16,8 +16,8 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.private_folder import make_private_folder
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.decisions.graph_kind import GraphKind
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
 
 logger = plugin_logger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_gaudi_ucm.execution.step_memory import GIB, StepMemory, step_bytes
+from vllm_gaudi_ucm.decisions.step_memory import GIB, StepMemory, step_bytes
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
