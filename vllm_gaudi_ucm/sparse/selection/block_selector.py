@@ -142,7 +142,7 @@ class BlockSelector:
         slots, width = self._limits.max_num_seqs + 1, self._limits.width
         shape = kept.heads, layers[0].keys.shape[-1]
         return BlockScorer(
-            scored, self._kind, slots, kept.num_rows, width, shape, dtype=kept.dtype, over_ranks=kept.over_ranks
+            scored, self._kind, slots, kept.num_rows, width, shape, query_dtype=kept.dtype, over_ranks=kept.over_ranks
         )
 
     @property
