@@ -11,7 +11,15 @@ from pathlib import Path
 import mkdocs_gen_files
 
 from vllm_gaudi_ucm.cli.main import build_parser, commands
-from vllm_gaudi_ucm.config.ucm_config import describe, describe_section, markdown_table, section_description, sections
+from vllm_gaudi_ucm.config.ucm_config import (
+    OptionRow,
+    describe,
+    describe_section,
+    markdown_table,
+    section_description,
+    sections,
+)
+from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.store.factory import STORES, store_class
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +44,7 @@ SECTION = """
 
 {table}
 """
+CONNECTOR = "What `UcmConnector` takes in `--kv-transfer-config`; `store` is one of the [stores](#store-file)."
 STORE = """
 ## Store `{kind}`
 
@@ -57,11 +66,20 @@ def usage(name: str) -> str:
     return str(chosen.format_help())
 
 
+def options_table(key: str, rows: list[OptionRow], about: str) -> str:
+    """A section of the configuration, with the last part of each key."""
+    table = markdown_table([row._replace(key=row.key.rpartition(".")[2]) for row in rows])
+    return SECTION.format(key=key, about=about, table=table)
+
+
 with mkdocs_gen_files.open("reference/configuration.md", "w") as page:
     page.write(CONFIGURATION)
     for key, rows in sections(describe()).items():
-        table = markdown_table([row._replace(key=row.key.rpartition(".")[2]) for row in rows])
-        page.write(SECTION.format(key=key, about=section_description(key), table=table))
+        page.write(options_table(key, rows, section_description(key)))
+    connector = sections(describe_section(ConnectorOptions, EXTRA_CONFIG))
+    page.write(options_table(EXTRA_CONFIG, connector[EXTRA_CONFIG], CONNECTOR))
+    prefetch = f"{EXTRA_CONFIG}.prefetch"
+    page.write(options_table(prefetch, connector[prefetch], "The engine that loads blocks for the connector."))
     for kind in STORES.names():
         options = describe_section(store_class(kind).Options, "store")
         page.write(STORE.format(kind=kind) + markdown_table(options) + "\n")

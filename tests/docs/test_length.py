@@ -15,13 +15,8 @@ WORDS = 1200
 # Longer than they should be. A page that becomes short enough leaves this list; no page joins it.
 LONG = {
     "architecture.md",
-    "guides/buckets.md",
     "guides/distributed.md",
-    "guides/kv-transfer.md",
-    "guides/memory-mode.md",
-    "guides/prefetch.md",
     "guides/quantisation.md",
-    "guides/stores.md",
 }
 # Written by a script, or out of docstrings.
 GENERATED = {*MADE, "conformance.md", "models.md"}

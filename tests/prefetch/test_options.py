@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
 from vllm_gaudi_ucm.config.ucm_config import connector_prefetch, idle_options, resolve_config
 from vllm_gaudi_ucm.options.errors import expected
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
@@ -57,11 +56,3 @@ def test_both_have_the_same_defaults_and_descriptions() -> None:
             section.description,
             expected(section),
         )
-
-
-def test_the_documentation_has_every_option() -> None:
-    part = (ROOT / "docs/guides/prefetch.md").read_text().split("## Options\n")[1].split("\n## ")[0]
-    assert [line for line in part.splitlines() if line.startswith("| `")] == [
-        f"| `{name}` | {expected(field)} | `{field.default}` | {field.description} |"
-        for name, field in PrefetchOptions.model_fields.items()
-    ]
