@@ -26,9 +26,9 @@ from vllm_gaudi_ucm.cli.buckets.plan_report import PlanReport, blocks_that_fit, 
 from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
 from vllm_gaudi_ucm.cli.output import task_progress
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
-from vllm_gaudi_ucm.developer_tools import DISTRIBUTION, load_part
 from vllm_gaudi_ucm.decisions.bucket_choice import most_buckets
 from vllm_gaudi_ucm.decisions.step_memory import StepMemory, as_served
+from vllm_gaudi_ucm.developer_tools import DISTRIBUTION, load_part
 from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEFAULT_SPECS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel

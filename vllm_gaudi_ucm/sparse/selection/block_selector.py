@@ -10,7 +10,6 @@ import torch
 from vllm_gaudi_ucm.observability.room_metrics import DeviceCounts
 from vllm_gaudi_ucm.ops.block_selection.api import chosen_implementation, new_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import (
     ChoosingLayer,
