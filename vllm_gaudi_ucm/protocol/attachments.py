@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.offload import OffloadReport
@@ -49,24 +49,26 @@ def report_of(output: ModelRunnerOutput) -> OffloadReport | None:
     return report
 
 
-def attach_buckets(output: ModelRunnerOutput, buckets: Any) -> None:
+def attach_buckets(output: ModelRunnerOutput, buckets: object) -> None:
     """Sends the worker's `BucketSet` to the scheduler, with the output of one step."""
     setattr(output, _BUCKETS, buckets)
 
 
-def buckets_of(output: ModelRunnerOutput) -> Any:
+def buckets_of(output: ModelRunnerOutput) -> object | None:
     """None with nearly every step."""
-    return getattr(output, _BUCKETS, None)
+    buckets: object | None = getattr(output, _BUCKETS, None)
+    return buckets
 
 
-def attach_choice_cost(scheduler_output: SchedulerOutput, cost: Any) -> None:
+def attach_choice_cost(scheduler_output: SchedulerOutput, cost: object) -> None:
     """Sends the scheduler's `ChoiceCost`, or None, with a step whose sparse requests the workers decide over."""
     setattr(scheduler_output, _CHOICE_COST, cost)
 
 
-def choice_cost_of(scheduler_output: SchedulerOutput) -> Any:
+def choice_cost_of(scheduler_output: SchedulerOutput) -> object | None:
     """None where every step with a budget is sparse."""
-    return getattr(scheduler_output, _CHOICE_COST, None)
+    cost: object | None = getattr(scheduler_output, _CHOICE_COST, None)
+    return cost
 
 
 def attach_sparse_ids(scheduler_output: SchedulerOutput, request_ids: Set[str]) -> None:

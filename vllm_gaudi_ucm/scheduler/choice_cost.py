@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEFAULT_SPECS, device_spec
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import LimitsError
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
@@ -13,7 +14,6 @@ from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import summary_share
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.graphs.lookup import BucketSet
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.step_sizes import StepSizes
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
@@ -72,13 +72,13 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
     )
 
 
-def register_buckets(method: UcmSparseBase, buckets: BucketSet | None) -> None:
+def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:
     """Has the method compare the buckets of a dense step and of one with choices, once a worker has sent its buckets.
 
     Sizes decide as before where a layer is dense in sparse steps, and where the bucket of a step depends on which
     blocks it has: the unique part is a slice of the cache, or each token has a slot.
     """
-    if buckets is None or buckets.limits.contiguous or buckets.limits.strip:
+    if not isinstance(buckets, BucketSet) or buckets.limits.contiguous or buckets.limits.strip:
         return
     choosing = method.selecting_method
     if isinstance(choosing, BlockSparse) and choosing.choice_cost is not None and not choosing.dense_layers:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vllm_gaudi_ucm.protocol.attachments import VerifiedDrafts, choice_cost_of, sparse_ids_of
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +51,7 @@ class LateDecisions:
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """What became of requests since the step before."""
         cost, choosing = choice_cost_of(scheduler_output), self._method.selecting_method
-        if cost is not None and isinstance(choosing, BlockSparse) and choosing.choice_cost is None:
+        if isinstance(cost, ChoiceCost) and isinstance(choosing, BlockSparse) and choosing.choice_cost is None:
             choosing.register_choice_cost(cost)
         for request_id in scheduler_output.finished_req_ids:
             self._end(request_id)
