@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tests.architecture.test_rooms import imported, module_of, sources
+from tests.architecture.sources import imported, module_of, sources
 
 KNOWN = [
     {"attention.backend", "attention.groups"},
-    {"cli.buckets.plan", "cli.op_cost.node_count", "cli.op_cost.op_cost", "cli.op_cost.row"},
     {"first_hour.bench", "first_hour.child"},
-    {"graphs.runners.base", "graphs.runners.compiled", "graphs.runners.cuda", "graphs.runners.hpu_lazy"},
+    {"graphs.runners.base", "graphs.runners.compiled", "graphs.runners.cuda.graphs", "graphs.runners.hpu.lazy"},
+    {"op_cost.op_cost", "op_cost.row"},
+    {"ops.moe.choice", "ops.moe.impl.cuda.choice"},
     {"observability.phase_log", "observability.phase_summary"},
     {"ops.quantised_linear.rounding", "ops.quantised_linear.weight"},
     {"sampling.sampling", "sampling.stages.penalties"},

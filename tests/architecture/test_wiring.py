@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.architecture.test_rooms import ROOT, sources
+from tests.architecture.sources import ROOT, sources
 
 MOST_ARGUMENTS = 8
 MANY_ARGUMENTS = {
@@ -18,7 +18,7 @@ MANY_ARGUMENTS = {
 MOST_BY_POSITION = 6
 MATHEMATICS = {"ops"}
 """Operations and kernels take tensors, in the order of their formulas."""
-TOOLS = {"cli", "first_hour"}
+TOOLS = {"cli", "tools"}
 """No server runs these."""
 BY_POSITION = {
     "graphs/cost/specs.py": "a table with a row for each device",

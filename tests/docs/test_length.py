@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.docs.commands import ROOT
-from tests.docs.test_site import MADE, SiteLoader, listed
+from tests.docs.site import MADE, SiteLoader, listed
 
 PAGES = 35  # to become 27: pages about memory of the KV cache and KV-cache groups become fewer
 WORDS = 1200
