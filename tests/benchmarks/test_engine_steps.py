@@ -109,7 +109,7 @@ class Engine:
         self.replays = 0
         self._live: list[SimpleNamespace] = []
         static = SimpleNamespace(execution=SimpleNamespace(forward=self._replay, logits=lambda rows: self._replay()))
-        parts = SimpleNamespace(steps=SimpleNamespace(phase_log=self.phase_log))
+        parts = SimpleNamespace(records=SimpleNamespace(phase_log=self.phase_log))
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(static=static, parts=parts)))
         self.engine_core = SimpleNamespace(
             engine_core=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
