@@ -33,6 +33,9 @@ def copy_without(devices: tuple[str, ...], target: Path) -> Path:
     shutil.copytree(ROOT / PACKAGE, target / PACKAGE, ignore=ignored)
     for room in ROOMS:
         shutil.copytree(ROOT / room, target / PACKAGE / room, ignore=ignored)
+    # the tests' configuration imports the developer tools
+    tools = "vllm_gaudi_ucm_tools"
+    shutil.copytree(ROOT / "tools" / tools, target / tools, ignore=ignored)
     shutil.copytree(ROOT / "tests", target / "tests", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", target)
     (target / ".cache").symlink_to(ROOT / ".cache")
