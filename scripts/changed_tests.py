@@ -21,6 +21,7 @@ FOLDERS = {
     PACKAGE: PACKAGE,
     "ops": f"{PACKAGE}.ops",
     "graphs": f"{PACKAGE}.graphs",
+    "tools": "",  # a package of its own is in it
     "tests": "tests",
     "scripts": "scripts",
     "benchmarks": "benchmarks",
@@ -30,7 +31,7 @@ FOLDERS = {
 ALWAYS = "tests/architecture"
 # A change of the package may break an engine.
 ENGINE = "tests/engine/test_phases.py"
-MODULE = re.compile(rf"{PACKAGE}(?:\.\w+)+")
+MODULE = re.compile(rf"{PACKAGE}(?:_tools)?(?:\.\w+)+")
 
 
 class Tree:
@@ -84,7 +85,7 @@ def module_of(file: str) -> str | None:
     if path.suffix != ".py" or path.parts[0] not in FOLDERS:
         return None
     parts = [FOLDERS[path.parts[0]], *path.with_suffix("").parts[1:]]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(filter(None, parts[:-1] if parts[-1] == "__init__" else parts))
 
 
 def is_test(file: str) -> bool:
@@ -94,6 +95,8 @@ def is_test(file: str) -> bool:
 def room_of(file: str) -> str | None:
     """The folder of tests that mirrors a file's room."""
     folder, *rest = Path(file).parts
+    if folder == "tools":
+        folder, rest = PACKAGE, rest[1:]
     if folder == PACKAGE and len(rest) > 1:
         return f"tests/{rest[0]}"
     return f"tests/{folder}" if folder in ("ops", "graphs", "docs", "examples", "benchmarks", "docker") else None

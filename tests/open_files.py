@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def open_files(folder: Path) -> set[str]:
-    """Their names, as the system gives them. What nobody refers to is closed before."""
+    """Returns their names, as the system gives them, after closing what is no longer referenced."""
     gc.collect()
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):

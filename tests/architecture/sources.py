@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from scripts import changed_tests
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "vllm_gaudi_ucm"
 FOLDERS = {PACKAGE: PACKAGE, "ops": f"{PACKAGE}.ops", "graphs": f"{PACKAGE}.graphs"}
@@ -18,15 +20,14 @@ def sources() -> Iterator[tuple[str, Path]]:
     """Every module of both packages, as (room, file)."""
     for folder in (*FOLDERS, f"tools/{TOOLS}"):
         for file in sorted((ROOT / folder).rglob("*.py")):
-            yield room_of(module_of(file).removesuffix(".__init__")), file
+            yield room_of(module_of(file)), file
 
 
 def module_of(file: Path) -> str:
     """Full name of the module in this file."""
-    folder, *parts = file.relative_to(ROOT).with_suffix("").parts
-    if folder == "tools":
-        return ".".join(parts)
-    return ".".join((FOLDERS[folder], *parts))
+    name = changed_tests.module_of(file.relative_to(ROOT).as_posix())
+    assert name is not None, file
+    return name
 
 
 def room_of(module: str) -> str:

@@ -16,6 +16,7 @@ FILES = {
     "vllm_gaudi_ucm/store/memory.py": "PLACE = 'vllm_gaudi_ucm.store.file:FileStore'\n",
     "vllm_gaudi_ucm/store/file.py": "class FileStore: ...\n",
     "ops/copy.py": "",
+    "tools/vllm_gaudi_ucm_tools/traffic/mix.py": "def mix(): ...\n",
     "docs/guide.md": "text\n",
     "tests/batches.py": "from vllm_gaudi_ucm.batch.plan import plan\n",
     "tests/batch/test_plan.py": "def test_one(): ...\n",
@@ -24,6 +25,8 @@ FILES = {
     "tests/store/test_file.py": "def test_one():\n    from vllm_gaudi_ucm.store.file import FileStore\n",
     "tests/store/test_memory.py": "def test_one(): ...\n",
     "tests/ops/test_copy.py": "def test_one(): ...\n",
+    "tests/graphs/test_mix.py": "from vllm_gaudi_ucm_tools.traffic.mix import mix\n\ndef test_one(): ...\n",
+    "tests/traffic/test_steps.py": "def test_one(): ...\n",
     "tests/cli/test_pages.py": "PAGE = 'docs/guide.md'\n\ndef test_one(): ...\n",
     "tests/architecture/test_rooms.py": "def test_one(): ...\n",
 }
@@ -55,6 +58,19 @@ def chosen(repository: Path, capsys: pytest.CaptureFixture[str], *arguments: str
 
 def test_nothing_has_changed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen(repository, capsys) == {}
+
+
+def test_tools_are_used_by_their_room_and_by_what_imports_them(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = "tools/vllm_gaudi_ucm_tools/traffic/mix.py"
+    (repository / file).write_text("def mix(): return 1\n")
+    found = chosen(repository, capsys)
+    assert found == {
+        "tests/graphs/test_mix.py": f"uses {file}",
+        "tests/traffic/test_steps.py": f"is of the room of {file}",
+        RULES: "reads the whole code",
+    }
 
 
 def test_code_is_used_by_its_room_and_by_what_imports_it(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ KNOWN = [
 
 def arrows() -> dict[str, set[str]]:
     """Module to the modules that it imports, without the name of the package."""
-    files = {module_of(file).removesuffix(".__init__"): file for _, file in sources()}
+    files = {module_of(file): file for _, file in sources()}
     found: dict[str, set[str]] = {}
     for module, file in files.items():
         # a name in a module counts as that module
