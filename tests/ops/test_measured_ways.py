@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from vllm_gaudi_ucm.ops.cpu.packed_linear.way import MEASURED_ROWS, Kind, Times,
 
 needs_kernels = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
 ALL = ways(tiles=True, onednn=True)
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    set_times({})
-    yield
-    set_times({})
 
 
 def times(vectors: list[int], tiles: list[int], onednn: list[int]) -> dict[Way, tuple[float, ...]]:
