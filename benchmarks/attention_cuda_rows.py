@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks.attention_cuda_case import Batch, Case, Request
 from benchmarks.attention_cuda_sides import Side, ours, vllm_triton
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.window import WHOLE, Window
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
@@ -45,7 +46,7 @@ CASES = (
 def planned(batch: Batch) -> Batch:
     """The batch with the parts of its plan at their true shape."""
     plan, tokens = _plan(batch)
-    inputs, _ = TrueShapeTensors(batch.query.device).stage(plan, tokens)
+    inputs, _ = TrueShapeTensors(batch.query.device).stage(PlannedStep.of_tokens(plan, tokens))
     return replace(batch, parts=inputs.parts)
 
 
@@ -64,7 +65,7 @@ def in_bucket(batch: Batch) -> Batch:
     )
     tensors = BucketTensors(limits, SLICE, batch.query.device)
     shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks)).forward
-    parts: AttentionParts = tensors.split(tensors.fill(shape, plan, tokens), shape).parts
+    parts: AttentionParts = tensors.split(tensors.fill(shape, PlannedStep.of_tokens(plan, tokens)), shape).parts
     return replace(batch, parts=parts)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.attention_case import BLOCK_SIZE, SCALE, Case, CaseData
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
@@ -21,9 +22,9 @@ def calls(case: Case, data: CaseData) -> dict[str, Callable[[], Tensor]]:
     each = np.ones(case.requests, np.int32)
     tables = data.block_tables.numpy()
     plan = plan_batch(BatchInput(each * case.context, each * case.new, each * case.tokens, tables), BLOCK_SIZE)
-    staged = TrueShapeTensors(torch.device("cpu"), contiguous_pa=False).stage(plan, np.zeros(plan.num_rows, np.int64))[
-        0
-    ]
+    staged = TrueShapeTensors(torch.device("cpu"), contiguous_pa=False).stage(
+        PlannedStep.of_tokens(plan, np.zeros(plan.num_rows, np.int64))
+    )[0]
     key, value = (cache.flatten(0, 1)[staged.slots] for cache in (data.keys, data.values))
     names = ["reference", "cpu"] + ["native"] * (native() is not None)
 

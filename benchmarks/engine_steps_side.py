@@ -202,7 +202,8 @@ class Side:
         device = next(decoder.model.parameters()).device
         layer.mixture_of_experts = watched
         try:
-            decoder.run(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), None)
+            step = decoder.unattended(len(tokens), device)
+            decoder.run(step._replace(rows={**step.rows, "token_ids": torch.tensor(tokens, device=device)}))
         finally:
             layer.mixture_of_experts = plain
         return statistics.mean(seen)

@@ -25,6 +25,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
@@ -85,7 +86,9 @@ class Workload:
 
         def run(batch: BatchInput) -> UnifiedPlan:
             planned = plan(batch)
-            ATTENTION.make("native").plan(staging.stage(planned, planned.positions)[0].parts, self.block_size)
+            ATTENTION.make("native").plan(
+                staging.stage(PlannedStep.of_tokens(planned, planned.positions))[0].parts, self.block_size
+            )
             return planned
 
         return run

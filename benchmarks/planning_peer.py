@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, CausalPlan, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.causal_plan import CausalPlan
 from vllm_gaudi_ucm.batch.sharing import SharedPlan, UniquePlan
 
 
@@ -35,6 +36,7 @@ def plan_plainly(batch: BatchInput, block_size: int, causal_slice: int = 512) ->
     return UnifiedPlan(
         requests=requests,
         query_start=query_start,
+        table_rows=requests,
         row_requests=row_requests,
         positions=positions,
         slots=slots,

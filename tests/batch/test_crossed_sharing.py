@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
@@ -19,7 +20,7 @@ def test_a_row_shares_one_block_with_each_of_two_others() -> None:
     tables = np.array([[1, 2, 5], [1, 3, 6], [4, 2, 7]], np.int32)
     computed = np.full(3, 2 * BLOCK + 4, np.int32)
     plan = plan_batch(BatchInput(computed, np.ones(3, np.int32), computed + 1, tables), BLOCK)
-    staged = TrueShapeTensors(torch.device("cpu")).stage(plan, np.zeros(3, np.int64))[0]
+    staged = TrueShapeTensors(torch.device("cpu")).stage(PlannedStep.of_tokens(plan, np.zeros(3, np.int64)))[0]
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     key_cache, value_cache = torch.randn(8, BLOCK, 2, 16), torch.randn(8, BLOCK, 2, 16)

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.batch.scheduling import Known, RandomScheduler, new_request, step_output
 from tests.batch.token_steps import slots_of
+from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 
 BLOCK_SIZE = 4
@@ -30,11 +31,16 @@ def check_step(table: RequestTable, scheduler: RandomScheduler, num_scheduled: d
         assert batch.num_tokens[index] == len(known.tokens)
         reach = -(-(known.computed + num_scheduled[request_id]) // BLOCK_SIZE)
         assert batch.block_tables[index, :reach].tolist() == known.blocks[:reach]
-        positions = np.arange(known.computed, known.computed + num_scheduled[request_id])
-        tokens = table.tokens_at(requests, np.full(len(positions), index), positions)
-        assert tokens.tolist() == [known.tokens[position] for position in positions]
         assert requests[index].output_token_ids == known.outputs
         assert requests[index].prompt_token_ids == known.prompt
+    plan = plan_batch(batch, BLOCK_SIZE)
+    rows = [list(num_scheduled)[index] for index in plan.requests[plan.row_requests].tolist()]
+    inputs = table.planned(plan).inputs
+    assert inputs["positions"].tolist() == plan.positions.tolist()
+    assert inputs["token_ids"].tolist() == [
+        scheduler.running[request_id].tokens[position]
+        for request_id, position in zip(rows, plan.positions.tolist(), strict=True)
+    ]
 
 
 @settings(max_examples=60)
@@ -171,7 +177,7 @@ def test_a_resumed_request_keeps_its_outputs_seed_and_scores(as_new: bool) -> No
     assert same is request
     assert batch.block_tables.tolist() == [[11, 12]]
     assert batch.num_computed.tolist() == [4]
-    assert table.tokens_at([same], np.zeros(3, np.int64), np.arange(4, 7)).tolist() == [5, 8, 9]
+    assert table.token_ids[same.row, 4:7].tolist() == [5, 8, 9]
 
 
 @pytest.mark.parametrize("as_new", [True, False])
@@ -241,7 +247,7 @@ def test_tokens_that_the_scheduler_has_thrown_away_are_none() -> None:
     assert outputs == [8]
     (_,), batch = table.scheduled({"a": 4})
     assert (batch.num_computed.tolist(), batch.num_tokens.tolist()) == ([2], [6])
-    assert table.tokens_at([request], np.zeros(4, np.int64), np.arange(2, 6)).tolist() == [3, 4, 5, 8]
+    assert table.token_ids[request.row, 2:6].tolist() == [3, 4, 5, 8]
 
 
 def test_tokens_that_another_stage_has_sampled_come_with_the_step() -> None:

@@ -14,15 +14,15 @@ CHECKED: dict[str, Any] = {"distributed": {"check_ranks": True}}
 def watch(worker: Any) -> None:
     """In a worker: counts steps, and those that are planned with tokens that the host does not have."""
     table = worker.model_runner.parts.requests
-    tokens_at, table.seen = table.tokens_at, [0, 0]
+    planned, table.seen = table.planned, [0, 0]
 
     def counted(*args: Any) -> Any:
-        found = tokens_at(*args)
+        found = planned(*args)
         table.seen[0] += 1
-        table.seen[1] += bool((found < 0).any())
+        table.seen[1] += bool((found.inputs["token_ids"] < 0).any())
         return found
 
-    table.tokens_at = counted
+    table.planned = counted
 
 
 def check(worker: Any) -> tuple[list[int], int, int]:

@@ -12,6 +12,7 @@ from tests.batch.token_steps import TokenStep
 from tests.execution.true_shape_tensors import run_step
 from tests.ops.batch import Batch
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape
@@ -36,7 +37,9 @@ class Static(NamedTuple):
         return BucketTensors(self.limits, self.causal_slice, CPU)
 
     def fill(self, inputs: BucketTensors) -> torch.Tensor:
-        return inputs.fill(self.bucket.forward, self.plan, np.arange(1000, 1000 + self.plan.num_rows))
+        return inputs.fill(
+            self.bucket.forward, PlannedStep.of_tokens(self.plan, np.arange(1000, 1000 + self.plan.num_rows))
+        )
 
 
 def server_limits(

@@ -6,7 +6,10 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS
+from vllm_gaudi_ucm.execution.decoder import DecoderStep
 
 HIDDEN, VOCABULARY = 3, 5
 
@@ -18,24 +21,22 @@ class Model:
     lockstep = None
     window = None
     latent = None
+    inputs = BUILT_IN_INPUTS
     has_logits = True
 
     def __init__(self) -> None:
         self.metadata: UnifiedAttentionMetadata | None = None
 
-    def run(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: UnifiedAttentionMetadata | None,
-        received: None = None,
-    ) -> dict[str, torch.Tensor]:
-        self.metadata = metadata
-        slots = positions if metadata is None else metadata.slots
-        return {"hidden_states": torch.stack([token_ids, positions, slots], 1).double()}
+    def run(self, step: DecoderStep) -> dict[str, torch.Tensor]:
+        assert not isinstance(step.metadata, GroupedMetadata)
+        self.metadata = step.metadata
+        tokens, positions = step.rows["token_ids"], step.rows["positions"]
+        slots = positions if step.metadata is None else step.metadata.slots
+        return {"hidden_states": torch.stack([tokens, positions, slots], 1).double()}
 
-    def received(self, rows: int, device: torch.device) -> None:
-        """All layers are here."""
+    def unattended(self, rows: int, device: torch.device) -> DecoderStep:
+        pads = torch.zeros(rows, dtype=torch.int64, device=device)
+        return DecoderStep({"token_ids": pads, "positions": pads}, None)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         hidden = hidden if rows is None else hidden[rows]

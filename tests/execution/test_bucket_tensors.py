@@ -208,6 +208,8 @@ def _form(split: StepInputs) -> list[object]:
             found.append((item.dtype, item.shape, item.stride()))
         elif isinstance(item, tuple):
             pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
         else:
             found.append(item)
     return found

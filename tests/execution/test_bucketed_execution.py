@@ -18,6 +18,7 @@ from tests.execution.bucketed_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
 from tests.graphs.warm_up.look_up import look_up
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.graphs.lookup import BucketSet, NotWarmError
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
@@ -53,7 +54,7 @@ class Server:
 
     def run(self, plan: UnifiedPlan) -> torch.Tensor:
         """The logits of the plan's rows, after tokens 1000 and up."""
-        self.execution.stage(plan, np.arange(1000, 1000 + plan.num_rows))
+        self.execution.stage(PlannedStep.of_tokens(plan, np.arange(1000, 1000 + plan.num_rows)))
         self.execution.forward()
         return self.execution.logits(plan.logits_rows)
 
@@ -91,7 +92,7 @@ def test_a_step_runs_in_a_bucket_that_dominates_it_and_gives_its_rows(found: tup
     wanted = expected(plan)
     for _ in range(2):
         logits = server.run(plan)
-        shape = server.execution.stage(plan, np.zeros(plan.num_rows, np.int64))
+        shape = server.execution.stage(PlannedStep.of_tokens(plan, np.zeros(plan.num_rows, np.int64)))
         assert shape.true == step_shape(plan, server.buckets.limits.contiguous)
         assert dominates(shape.padded, shape.true)
         assert shape.padded == look_up(server.ready, shape.true)
@@ -109,7 +110,7 @@ def test_the_graph_is_chosen_by_forward_shape_and_the_logits_by_their_rows() -> 
     server = Server(LIMITS, [TIGHT], [3])
     plan = planned(DECODES)
     server.run(plan)
-    assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == TIGHT.step(3)
+    assert server.execution.stage(PlannedStep.of_tokens(plan, np.zeros(3, np.int64))).padded == TIGHT.step(3)
     assert len(server.execution.logits(np.array([2]))) == 3
     assert len(server.execution.logits(np.array([0, 1, 2, 0]))) == LIMITS.max_num_seqs
 
@@ -174,9 +175,9 @@ def test_only_what_is_warm_is_used() -> None:
     maximum = LIMITS.maximum
     server.warm([maximum.forward, maximum.logits])
     assert server.run(plan)[:3].tolist() == expected(plan)
-    assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == maximum
+    assert server.execution.stage(PlannedStep.of_tokens(plan, np.zeros(3, np.int64))).padded == maximum
     server.warm([TIGHT, 3])
-    assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == TIGHT.step(3)
+    assert server.execution.stage(PlannedStep.of_tokens(plan, np.zeros(3, np.int64))).padded == TIGHT.step(3)
 
 
 def test_a_step_counts_once_for_each_bucket_that_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

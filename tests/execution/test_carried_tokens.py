@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -63,7 +62,7 @@ def test_a_token_is_known_once_it_has_crossed() -> None:
     flight = TokensInFlight(_sampled([7, 8, 9]), live, table, carried)
     assert [request.output_token_ids for request in live] == [[UNKNOWN_TOKEN]] * 3
     table.check_integrity()
-    ids = table.tokens_at(live, np.arange(3), np.full(3, 2))
+    ids = table.token_ids[[request.row for request in live], 2]
     assert ids.tolist() == [-1, -2, -3]
     assert carried.fill_in(torch.from_numpy(ids)).tolist() == [7, 8, 9]
     assert flight.are_waited_for
@@ -71,7 +70,7 @@ def test_a_token_is_known_once_it_has_crossed() -> None:
         assert flight.settle()[0].tokens == [[7], [8], [9]]
     assert not flight.are_waited_for
     assert [request.output_token_ids for request in live] == [[7], [8], [9]]
-    assert table.tokens_at(live, np.arange(3), np.full(3, 2)).tolist() == [7, 8, 9]
+    assert table.token_ids[[request.row for request in live], 2].tolist() == [7, 8, 9]
 
 
 def test_a_token_of_a_request_that_has_ended_reaches_no_other() -> None:

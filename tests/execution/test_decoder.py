@@ -14,7 +14,8 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from tests.batch.batches import Request, lay_out
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
-from vllm_gaudi_ucm.execution.decoder import Decoder, StepMetadata, step_metadata
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
+from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderStep, StepMetadata, step_metadata
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 
 ROWS = torch.zeros(2, dtype=torch.int64)
@@ -35,7 +36,7 @@ class OperatorNames(TorchDispatchMode):
 def metadata_of(computed: int) -> UnifiedAttentionMetadata:
     """Of two decodes behind so many tokens."""
     plan = plan_batch(lay_out([Request(computed, 1)] * 2, 4, 0).batch_input(), 4)
-    inputs, _ = TrueShapeTensors(torch.device("cpu")).stage(plan, np.zeros(2, np.int64))
+    inputs, _ = TrueShapeTensors(torch.device("cpu")).stage(PlannedStep.of_tokens(plan, np.zeros(2, np.int64)))
     return step_metadata(inputs.slots, inputs.parts, 4, "reference", None)
 
 
@@ -49,7 +50,7 @@ def found_by_layers(metadata: StepMetadata, names: list[str]) -> list[UnifiedAtt
         return torch.zeros(2, 4)
 
     model.compute_logits = lambda hidden: hidden  # type: ignore[attr-defined]
-    Decoder(cast(Any, model), config).hidden(ROWS, ROWS, metadata)
+    Decoder(cast(Any, model), config).hidden(DecoderStep({"token_ids": ROWS, "positions": ROWS}, metadata))
     return found
 
 

@@ -11,6 +11,7 @@ from tests.batch.batches import POISON_BLOCK, Step, steps
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.group_tensors import held_by_groups, step_table
@@ -66,14 +67,14 @@ def test_groups_in_a_bucket_attend_as_at_true_shapes(step: Step, tokens: int, da
     batch = first._replace(others=(moved.astype(np.int32), first.block_tables))
     plan = GroupPlanner(groups, 5).plan(batch)
     table, token_ids = step_table(groups), np.arange(plan.num_rows)
-    exact, _ = TrueShapeTensors(CPU, False, None, table).stage(plan, token_ids)
+    exact, _ = TrueShapeTensors(CPU, False, None, table).stage(PlannedStep.of_tokens(plan, token_ids))
 
     limits = limits_of(step)
     true = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks))
     needed, most = held_by_groups(true, plan, groups), limits.maximum
     shape = data.draw(st.sampled_from([needed, most])).forward
     inputs = BucketTensors(limits, 5, CPU, table=table, groups=groups)
-    padded = inputs.split(inputs.fill(shape, plan, token_ids), shape)
+    padded = inputs.split(inputs.fill(shape, PlannedStep.of_tokens(plan, token_ids)), shape)
 
     assert len(exact.groups) == len(padded.groups) == 2
     for group, own, one, other in zip(groups[1:], plan.others, exact.groups, padded.groups, strict=True):

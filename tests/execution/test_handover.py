@@ -12,7 +12,10 @@ import torch
 from tests.batch.batches import Request, lay_out
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
+from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
+from vllm_gaudi_ucm.execution.decoder import DecoderStep
 from vllm_gaudi_ucm.execution.handover import Handover
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
@@ -51,15 +54,20 @@ class Layers:
     window = None
     lockstep = None
     latent = None
+    inputs = BUILT_IN_INPUTS
 
     def __init__(self, stage: Neighbours) -> None:
         self.stage = stage
         self.has_logits = stage.is_last
 
-    def run(self, token_ids: torch.Tensor, positions: Any, metadata: Any, received: Any = None) -> Any:
+    def run(self, step: DecoderStep) -> Any:
         self.stage.calls.append("run")
-        hidden = torch.zeros(len(token_ids), WIDTH) if received is None else received["hidden_states"]
-        return {"hidden_states": hidden.add_(token_ids.unsqueeze(1))}
+        tokens, received = step.rows["token_ids"], step.received
+        hidden = torch.zeros(len(tokens), WIDTH) if received is None else received["hidden_states"]
+        return {"hidden_states": hidden.add_(tokens.unsqueeze(1))}
+
+    def unattended(self, rows: int, device: torch.device) -> DecoderStep:
+        return DecoderStep({"token_ids": torch.zeros(rows)}, None, self.received(rows, device))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         return hidden if rows is None else hidden[rows]
@@ -89,7 +97,7 @@ def steps_of(stage: Neighbours, count: int = 2) -> torch.Tensor:
     stage.calls.clear()
     plan = plan_batch(lay_out([Request(5, 1)] * 3, 4, 0).batch_input(), 4)
     for _ in range(count):
-        execution.stage(plan, np.arange(5, 8))
+        execution.stage(PlannedStep.of_tokens(plan, np.arange(5, 8)))
         execution.forward()
     return execution.logits(plan.logits_rows) if layers.has_logits else torch.empty(0)
 

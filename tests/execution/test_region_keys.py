@@ -17,6 +17,7 @@ import torch
 
 from tests.batch.traffic import Traffic
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, cut_copies
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
@@ -52,7 +53,8 @@ class Keys:
         bucket = self.buckets.lookup(step)
         found: dict[ForwardShape | int, Any] = {
             bucket.forward: self._of_forward(
-                bucket.forward, self.inputs.fill(bucket.forward, plan, np.zeros(plan.num_rows, np.int64))
+                bucket.forward,
+                self.inputs.fill(bucket.forward, PlannedStep.of_tokens(plan, np.zeros(plan.num_rows, np.int64))),
             )
         }
         if step.logits:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS
 from vllm_gaudi_ucm.config.sections import AttentionConfig
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.cpu.native import library
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-DECODER: Any = SimpleNamespace(specs=[], window=None, lockstep=None)
+DECODER: Any = SimpleNamespace(inputs=BUILT_IN_INPUTS, specs=[], window=None, lockstep=None)
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "native"])

@@ -14,6 +14,7 @@ from tests.batch.token_steps import TokenStep, token_steps
 from tests.execution.true_shape_tensors import CPU, WINDOWS, run_step
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.sharing import UniquePlan
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs
@@ -46,7 +47,7 @@ def test_every_row_gets_attention_over_its_own_slots(step: TokenStep, causal_sli
 @given(step=steps(), contiguous_pa=st.sampled_from(CHOICES))
 def test_the_bucket_is_the_true_shape(step: Step, contiguous_pa: ContiguousPa) -> None:
     plan = plan_batch(step.batch_input(), step.block_size)
-    staged, shape = TrueShapeTensors(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))
+    staged, shape = TrueShapeTensors(CPU, contiguous_pa).stage(PlannedStep.of_tokens(plan, np.arange(plan.num_rows)))
     causal = any(request.new > 1 for request in step.requests)
     shared = {step.place(request, position)[0] for _, request, position in shared_pairs(plan, step)}
     unique = {step.place(request, position)[0] for _, request, position in unique_pairs(plan, step)}
@@ -64,7 +65,7 @@ def test_the_bucket_is_the_true_shape(step: Step, contiguous_pa: ContiguousPa) -
 def test_indices_are_never_negative_and_have_the_declared_types(step: Step, contiguous_pa: ContiguousPa) -> None:
     """covers: A10"""
     plan = plan_batch(step.batch_input(), step.block_size)
-    staged = TrueShapeTensors(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))[0]
+    staged = TrueShapeTensors(CPU, contiguous_pa).stage(PlannedStep.of_tokens(plan, np.arange(plan.num_rows)))[0]
     for tensor in _indices(staged):
         assert tensor.dtype == torch.int64
         assert tensor.is_contiguous()
@@ -102,7 +103,7 @@ def test_the_slice_is_read_while_it_costs_less_than_gathering(
     """Three blocks in use, the highest decides the slice. covers: A20"""
     step = Step([Request(2, 1) for _ in range(3)], [[1], [2], [top_block]], 4, top_block + 1)
     plan = plan_batch(step.batch_input(), 4)
-    unique = TrueShapeTensors(CPU, contiguous_pa).stage(plan, np.arange(3))[0].parts.unique
+    unique = TrueShapeTensors(CPU, contiguous_pa).stage(PlannedStep.of_tokens(plan, np.arange(3)))[0].parts.unique
     assert unique is not None
     assert (unique.blocks is None) == reads_slice
     assert len(unique.rows) == (top_block + 1 if reads_slice else 3)
@@ -113,7 +114,7 @@ def test_blocks_of_the_slice_that_nobody_uses_have_an_empty_range() -> None:
     requests = [Request(8, 1, prefix=1), Request(8, 1, prefix=1), Request(7, 5)]
     step = Step(requests, [[6, 2, 9], [6, 4, 8], [3, 1, 5]], 4, 10)
     plan = plan_batch(step.batch_input(), 4)
-    unique = TrueShapeTensors(CPU, True).stage(plan, np.arange(plan.num_rows))[0].parts.unique
+    unique = TrueShapeTensors(CPU, True).stage(PlannedStep.of_tokens(plan, np.arange(plan.num_rows)))[0].parts.unique
     assert unique is not None
     assert unique.hi.tolist() == [0, 0, 4, 0, 4, 0, 0, 0, 1, 1]
     assert not unique.lo.any()
@@ -123,7 +124,7 @@ def test_blocks_of_the_slice_that_nobody_uses_have_an_empty_range() -> None:
 
 def test_an_empty_plan_stages() -> None:
     step = lay_out([], 16, 0)
-    _, shape = TrueShapeTensors(CPU).stage(plan_batch(step.batch_input(), 16), np.arange(0))
+    _, shape = TrueShapeTensors(CPU).stage(PlannedStep.of_tokens(plan_batch(step.batch_input(), 16), np.arange(0)))
     assert shape == Bucket("---", 0, 0, 0, 0)
 
 
@@ -132,7 +133,7 @@ def test_staging_keeps_nothing_of_the_step_before() -> None:
     staging = TrueShapeTensors(CPU, True)
     large, small = lay_out([Request(20, 1)] * 6, 4, 1), Step([Request(1, 1)], [[9]], 4, 10)
     plans = [plan_batch(step.batch_input(), 4) for step in (large, small, large)]
-    first, second, third = (staging.stage(plan, np.arange(plan.num_rows))[0] for plan in plans)
+    first, second, third = (staging.stage(PlannedStep.of_tokens(plan, np.arange(plan.num_rows)))[0] for plan in plans)
     assert second.parts.unique is not None
     assert second.parts.unique.hi.tolist() == [0] * 9 + [2]
     assert first.parts.unique is not None

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
@@ -33,8 +34,8 @@ def _staged(window: int) -> tuple[int | None, int | None]:
         window=window,
     )
     tensors, shape = BucketTensors(limits, 512, CPU), true_shape(plan, len(plan.unique.blocks) if plan.unique else 0)
-    exact, _ = TrueShapeTensors(CPU).stage(plan, tokens)
-    bucket = tensors.split(tensors.fill(shape.forward, plan, tokens), shape.forward).parts.unique
+    exact, _ = TrueShapeTensors(CPU).stage(PlannedStep.of_tokens(plan, tokens))
+    bucket = tensors.split(tensors.fill(shape.forward, PlannedStep.of_tokens(plan, tokens)), shape.forward).parts.unique
     assert exact.parts.unique is not None
     assert bucket is not None
     return exact.parts.unique.most_of_row, bucket.most_of_row

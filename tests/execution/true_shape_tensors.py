@@ -11,6 +11,7 @@ from tests.batch.expand import owners
 from tests.batch.token_steps import TokenStep
 from tests.ops.batch import Batch
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.window import WHOLE, Window
 from vllm_gaudi_ucm.execution.true_shape_tensors import ContiguousPa, TrueShapeTensors
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
@@ -38,7 +39,9 @@ def run_step(
     """
     plan = plan_batch(step.batch_input(), step.block_size, causal_slice, window=window)
     by_token = isinstance(step, TokenStep)
-    staged = TrueShapeTensors(CPU, contiguous_pa, by_token=by_token).stage(plan, np.arange(plan.num_rows))[0]
+    staged = TrueShapeTensors(CPU, contiguous_pa, by_token=by_token).stage(
+        PlannedStep.of_tokens(plan, np.arange(plan.num_rows))
+    )[0]
     random = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning import Workload
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.impl.cpu.native_jobs import JobItem, make_items, make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
@@ -84,7 +85,7 @@ def test_items_cover_what_the_parts_say(parts: AttentionParts) -> None:
 
 def parts_of(workload: Workload) -> AttentionParts:
     plan = workload.planner()(next(workload.steps(1)))
-    return TrueShapeTensors(torch.device("cpu")).stage(plan, plan.positions)[0].parts
+    return TrueShapeTensors(torch.device("cpu")).stage(PlannedStep.of_tokens(plan, plan.positions))[0].parts
 
 
 def calls_in(action: Callable[[], Any]) -> int:

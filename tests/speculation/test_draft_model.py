@@ -17,6 +17,7 @@ from tests.batch.scheduling import Known, new_request, step_output
 from tests.speculation.draft_scheduler import DraftScheduler
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
@@ -51,9 +52,9 @@ class FakeDraftModel:
         at = self._rng.randint(0, count) if self._rng is not None else 0
         return [part for part in np.split(np.arange(count), [at]) if len(part)]
 
-    def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> None:
-        self._plan = plan
-        self.kv.update(zip(plan.slots.tolist(), token_ids.tolist(), strict=True))
+    def stage(self, step: PlannedStep) -> None:
+        self._plan = step.plan
+        self.kv.update(zip(step.plan.slots.tolist(), step.inputs["token_ids"].tolist(), strict=True))
 
     def forward(self) -> None:
         self.forwards += 1

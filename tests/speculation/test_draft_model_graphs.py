@@ -14,6 +14,7 @@ from tests.batch.batches import Request, lay_out
 from tests.execution.bucketed_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.execution.graph_manager import Stage
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -84,7 +85,7 @@ def test_a_pass_runs_dense_in_a_bucket_with_selected_blocks() -> None:
     execution = server.graphs.execution
     for requests in ([Request(5, 1), Request(9, 1)], [Request(4, 6), Request(3, 1)]):
         plan = plan_batch(lay_out(requests, BLOCK_SIZE, 0).batch_input(), BLOCK_SIZE)
-        shape = execution.stage(plan, np.arange(1000, 1000 + plan.num_rows))
+        shape = execution.stage(PlannedStep.of_tokens(plan, np.arange(1000, 1000 + plan.num_rows)))
         assert shape.padded.selected_blocks == 0
         execution.forward()
         logits = execution.logits(plan.logits_rows)

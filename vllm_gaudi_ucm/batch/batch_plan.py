@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.block_use import Room, fitting_groups
+from vllm_gaudi_ucm.batch.causal_plan import CausalPlan, plan_causal
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput, SelectionPlan, plan_selection
 from vllm_gaudi_ucm.batch.sharing import CachedContexts, SharedPlan, UniquePlan, divide_pairs
 from vllm_gaudi_ucm.batch.token_runs import run_pairs, run_slots
@@ -28,6 +29,7 @@ class BatchInput(NamedTuple):
     block_tables: [requests, width] physical block ids; entries that the tokens above do not reach are undefined. With a
         slot for each token they are runs of slots, [requests, width, 3] of `TokenTable`.
     others: block tables of the other KV-cache groups.
+    table_rows: int64 [requests] rows of the request table; None: request i has row i.
     """
 
     num_computed: NDArray[np.int32]
@@ -35,6 +37,7 @@ class BatchInput(NamedTuple):
     num_tokens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
     others: tuple[NDArray[np.int32], ...] = ()
+    table_rows: NDArray[np.int64] | None = None
 
     @property
     def has_token_tables(self) -> bool:
@@ -44,26 +47,8 @@ class BatchInput(NamedTuple):
     def take(self, index: NDArray[np.int64]) -> BatchInput:
         """The entries of these requests."""
         computed, scheduled, tokens, tables, *others = (array[index] for array in (*self[:4], *self.others))
-        return BatchInput(computed, scheduled, tokens, tables, tuple(others))
-
-
-class CausalPlan(NamedTuple):
-    """Row ranges of the requests with more than one new token, cut in slices `(query_lo, query_hi, key_lo, key_hi)`.
-
-    first_rows: int64 [rows], under a window: the first row of its request that a row sees.
-    """
-
-    groups: NDArray[np.int32]
-    slices: list[tuple[int, int, int, int]]
-    first_rows: NDArray[np.int64] | None = None
-
-    def pairs(self) -> int:
-        """Row i of a request's n new rows sees i + 1 of them, or what is left of these under a window."""
-        if self.first_rows is not None:
-            rows = np.flatnonzero(self.groups >= 0)
-            return int((rows + 1 - self.first_rows[rows]).sum())
-        sizes = np.bincount(self.groups[self.groups >= 0])
-        return int((sizes * (sizes + 1) // 2).sum())
+        rows = index if self.table_rows is None else self.table_rows[index]
+        return BatchInput(computed, scheduled, tokens, tables, tuple(others), rows)
 
 
 class UnifiedPlan(NamedTuple):
@@ -71,6 +56,7 @@ class UnifiedPlan(NamedTuple):
 
     requests: [requests] indices into the BatchInput, in flat order.
     query_start: [requests + 1] first row of each request in flat order.
+    table_rows: [requests] row of the request table that each request in flat order has.
     row_requests: [rows] position in `requests` of the request a row belongs to.
     positions, slots: [rows] position in the sequence; slot in the cache (block id * block size + offset).
     num_single: rows [0, num_single) are the single rows.
@@ -80,6 +66,7 @@ class UnifiedPlan(NamedTuple):
 
     requests: NDArray[np.int64]
     query_start: NDArray[np.int64]
+    table_rows: NDArray[np.int64]
     row_requests: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
@@ -155,37 +142,18 @@ def plan_batch(
     return UnifiedPlan(
         requests=requests,
         query_start=query_start,
+        table_rows=requests if batch.table_rows is None else batch.table_rows[requests],
         row_requests=row_requests,
         positions=positions,
         slots=slots,
         num_single=num_single,
-        causal=_plan_causal(num_single, row_requests, query_start, causal_slice, within),
+        causal=plan_causal(num_single, row_requests, query_start, causal_slice, within),
         shared=shared,
         unique=unique,
         logits_requests=requests[yields],
         logits_rows=query_start[1:][yields] - 1,
         selection=chosen,
     )
-
-
-def _plan_causal(
-    num_single: int,
-    row_requests: NDArray[np.int64],
-    query_start: NDArray[np.int64],
-    causal_slice: int,
-    window: WindowPlan | None,
-) -> CausalPlan | None:
-    bounds = query_start[num_single:].tolist()
-    if len(bounds) == 1:
-        return None
-    groups = row_requests.astype(np.int32)
-    groups[:num_single] = -1
-    slices = []
-    for start, stop in pairwise(bounds):
-        for lo in range(start, stop, causal_slice):
-            hi = min(lo + causal_slice, stop)
-            slices.append((lo, hi, start if window is None else int(window.first_rows[lo]), hi))
-    return CausalPlan(groups, slices, None if window is None else window.first_rows)
 
 
 # Each appended block costs a few copies and a search; planning anew costs as much as about this many.
@@ -273,7 +241,9 @@ class _SteadyDecode:
             return None
         hi = unique.hi.copy()
         hi[self._tail_blocks] += 1
-        self._plan = self._plan._replace(positions=positions, slots=slots, unique=UniquePlan(*unique[:3], hi))
+        rows = self._plan.requests if batch.table_rows is None else batch.table_rows
+        moved = UniquePlan(*unique[:3], hi)
+        self._plan = self._plan._replace(table_rows=rows, positions=positions, slots=slots, unique=moved)
         return self._plan
 
     def _continues(self, batch: BatchInput, positions: NDArray[np.int64]) -> bool:

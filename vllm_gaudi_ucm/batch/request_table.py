@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.batch.block_table import BlockTable
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS, PlannedStep
+from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInput, RowInputs, TokenIds
 from vllm_gaudi_ucm.batch.token_table import TokenTable
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class RequestTable:
         by_token: each token has a slot of its own, and `block_size` slots are what operations read as a block.
         groups: of the KV cache, the first one's block size is `block_size`; none stands for one with all layers.
         draft_groups: those of a draft model, whose blocks are in tables of the same requests.
+        inputs, draft_inputs: what the model and a draft model read of each row.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class RequestTable:
         by_token: bool = False,
         groups: Sequence[KvGroup] = (),
         draft_groups: Sequence[KvGroup] = (),
+        inputs: RowInputs = BUILT_IN_INPUTS,
+        draft_inputs: RowInputs = BUILT_IN_INPUTS,
     ) -> None:
         self._block_size = block_size
         self._tokens = TokenTable(max_num_seqs, block_size) if by_token else None
@@ -98,11 +103,21 @@ class RequestTable:
         self._first = next(iter(self._tables.values()))
         self._others = tuple(self._tables[group.number] for group in groups[1:])
         self.max_model_len = max_model_len
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        kinds: tuple[type[RowInput], ...] = (TokenIds, *inputs, *draft_inputs)
+        made = {kind: kind(max_num_seqs, max_model_len) for kind in dict.fromkeys(kinds)}
+        self._token_ids = made[TokenIds]
+        self._inputs = tuple(made.values())
+        self._read = tuple(made[kind] for kind in inputs)
+        self._read_by_drafts = tuple(made[kind] for kind in draft_inputs)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
         self.requests: dict[str, LiveRequest] = {}
         self._free_rows = list(range(max_num_seqs))[::-1]
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[rows, longest request]; see TokenIds."""
+        return self._token_ids.kept
 
     @property
     def block_tables(self) -> NDArray[np.int32]:
@@ -134,7 +149,16 @@ class RequestTable:
         num_scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(requests))
         num_computed = self.num_computed[rows]
         others = tuple(table.of(rows) for table in self._others)
-        return requests, BatchInput(num_computed, num_scheduled, self.num_tokens[rows], self.tables(rows), others)
+        sizes = num_computed, num_scheduled, self.num_tokens[rows]
+        return requests, BatchInput(*sizes, self.tables(rows), others, rows)
+
+    def planned(self, plan: UnifiedPlan, summaries: NDArray[np.int64] = NO_BLOCKS) -> PlannedStep:
+        """Returns the step with what the model reads of its rows. summaries: see PlannedStep."""
+        return PlannedStep(plan, {one.name: one.of(plan) for one in self._read}, summaries)
+
+    def planned_draft(self, plan: UnifiedPlan) -> PlannedStep:
+        """Returns a pass of the draft model with what that reads of its rows."""
+        return PlannedStep(plan, {one.name: one.of(plan) for one in self._read_by_drafts})
 
     def tables(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Of some rows of this table, as a BatchInput has them."""
@@ -160,14 +184,6 @@ class RequestTable:
             row = self.requests[request_id].row
             known = self.num_tokens[row]
             self.token_ids[row, known : known + len(tokens)] = tokens
-
-    def tokens_at(
-        self, requests: Sequence[LiveRequest], index: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Token ids of rows given as (index into requests, position). -1 - s is the token of slot s of the step before,
-        which only the device knows yet."""
-        rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
-        return self.token_ids[rows[index], positions].astype(np.int64)
 
     def append_token(self, request: LiveRequest, token_id: int) -> None:
         """Writes a sampled token back, once. The last token that a model length allows is never computed, so it needs
@@ -256,7 +272,8 @@ class RequestTable:
         request.output_token_ids[:] = tokens[len(prompt) :]
         request.keeps(len(request.output_token_ids))
         row = request.row
-        self.token_ids[row, : len(tokens)] = tokens
+        for one in self._inputs:
+            one.add(row, new)
         self.num_tokens[row] = len(tokens)
         self.num_computed[row] = new.num_computed_tokens
         self._clear_blocks(row)
@@ -322,7 +339,8 @@ class RequestTable:
         if request is None:
             return
         # nothing of this request may reach the row's next owner
-        self.token_ids[request.row] = 0
+        for one in self._inputs:
+            one.remove(request.row)
         self._clear_blocks(request.row)
         for table in self._tables.values():
             table.blocks[request.row] = 0
@@ -336,9 +354,11 @@ class RequestTable:
 
     def _grow(self) -> None:
         size = len(self.num_tokens)
-        for name in ("token_ids", "num_tokens", "num_computed"):
+        for name in ("num_tokens", "num_computed"):
             array = getattr(self, name)
-            setattr(self, name, np.concatenate([array, np.zeros((size * (GROWTH - 1), *array.shape[1:]), array.dtype)]))
+            setattr(self, name, np.concatenate([array, np.zeros(size * (GROWTH - 1), array.dtype)]))
+        for one in self._inputs:
+            one.grow(size * GROWTH)
         for table in self._tables.values():
             table.grow(size * GROWTH)
         if self._tokens is not None:

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, divide_batch
 from vllm_gaudi_ucm.batch.block_use import Room
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.agreed_bucket import agreed_bucket
-from vllm_gaudi_ucm.execution.decoder import HIDDEN, grouped_metadata, step_metadata
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep, grouped_metadata, step_metadata
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import (
     BucketTensors,
@@ -25,7 +25,7 @@ from vllm_gaudi_ucm.execution.graph_manager import (
 )
 from vllm_gaudi_ucm.execution.group_tensors import held_by_groups, step_table
 from vllm_gaudi_ucm.execution.handover import Handover
-from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, true_shape
+from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape
 from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
@@ -35,6 +35,7 @@ from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+    from vllm_gaudi_ucm.batch.planned_step import PlannedStep
     from vllm_gaudi_ucm.distributed.stage import StageTensors
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.decoder import Decoder, StepMetadata
@@ -137,7 +138,7 @@ class BucketedExecution:
         self._block_size, self._contiguous = limits.block_size, limits.contiguous
         self._groups = groups or LayerGroups((KvGroup(0, limits.block_size, decoder.window),))
         kv_groups = self._groups.groups
-        table = step_table(kv_groups)
+        table = step_table(kv_groups, decoder.inputs)
         self._room = Room(ready.buckets.limits.most_shared_blocks, ready.buckets.limits.max_context_blocks)
 
         def graphs(limits: Limits, choices: SelectionLimits | None) -> ForwardGraphs:
@@ -195,15 +196,14 @@ class BucketedExecution:
             divisions = [index[part] for index, found in parts for part in found]
         return divisions
 
-    def stage(
-        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
-    ) -> StepShape:
+    def stage(self, step: PlannedStep) -> StepShape:
+        plan = step.plan
         true = true_shape(plan, self._unique_blocks(plan))
         self._graphs = self._graphs_of(plan)
         needed = held_by_groups(true, plan, self._groups.groups) if plan.others else true
         lockstep = self._decoder.lockstep
         padded = self._lookup(needed if lockstep is None else agreed_bucket(lockstep, needed))
-        self._graphs.fill(padded.forward, plan, token_ids, summary_blocks)
+        self._graphs.fill(padded.forward, step)
         self._shape = StepShape(true, padded, remainder=self._graphs is not self._ordinary)
         return self._shape
 
@@ -351,9 +351,10 @@ class BucketedExecution:
     def _run(self, inputs: StepInputs, metadata: StepMetadata) -> StageTensors:
         rows, handover = len(inputs.token_ids), self._handover
         if handover is None:
-            token_ids = inputs.token_ids if self._carried is None else self._carried.fill_in(inputs.token_ids)
-            return self._decoder.run(token_ids, inputs.positions, metadata)
-        found = self._decoder.run(inputs.token_ids, inputs.positions, metadata, handover.received(rows))
+            if self._carried is not None:
+                inputs = inputs.with_tokens(self._carried.fill_in(inputs.token_ids))
+            return self._decoder.run(DecoderStep(inputs.rows, metadata))
+        found = self._decoder.run(DecoderStep(inputs.rows, metadata, handover.received(rows)))
         handover.leave(rows, found)
         return found
 
@@ -381,10 +382,9 @@ def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[to
 
     One row through the model tells the sizes; some models have other ones than their configuration says.
     """
-    one = torch.zeros(1, dtype=torch.int64, device=device)
     if not decoder.has_logits:
         return torch.zeros((limits.max_num_batched_tokens, 0)), torch.zeros((limits.max_num_seqs, 0))
-    hidden = decoder.run(one, one, None, decoder.received(1, device))[HIDDEN]
+    hidden = decoder.run(decoder.unattended(1, device))[HIDDEN]
     logits = decoder.logits(hidden)
     return (
         hidden.new_zeros((limits.max_num_batched_tokens, hidden.shape[1])),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl, UnifiedAttentionMetadata
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata, LayerGroups
 from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
+from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -26,6 +27,7 @@ from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.batch.row_input import RowInput
     from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
@@ -51,15 +53,12 @@ def _modules(model: DecoderModel) -> Iterator[nn.Module]:
 class DecoderModel(Protocol):
     """What a step needs of a vLLM model: token ids to hidden states [rows, hidden size], and these to logits.
 
+    It takes each row's inputs by name: `input_ids`, `positions`, and what registered `RowInput`s give.
     One that is a stage of a pipeline takes and returns `IntermediateTensors`, unless it is the first or the last.
     """
 
     def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None,
-        inputs_embeds: None,
+        self, *, intermediate_tensors: IntermediateTensors | None, inputs_embeds: None, **rows: torch.Tensor
     ) -> torch.Tensor | IntermediateTensors: ...
 
     def make_empty_intermediate_tensors(
@@ -67,6 +66,25 @@ class DecoderModel(Protocol):
     ) -> IntermediateTensors: ...
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None: ...
+
+
+class DecoderStep(NamedTuple):
+    """What one forward of a model takes, on its device.
+
+    rows: tensors of the `RowInput`s that the model reads, by name; `token_ids` is among them.
+    metadata: what attention reads; None: nothing is attended, in a memory measurement or a step of other engines.
+    received: of the stage before; maybe written.
+    longest: rows of the longest step of all engines, where they share out experts; None: all have as many.
+    """
+
+    rows: Mapping[str, torch.Tensor]
+    metadata: StepMetadata | None
+    received: StageTensors | None = None
+    longest: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows["token_ids"])
 
 
 class Decoder:
@@ -77,6 +95,8 @@ class Decoder:
         vllm_config: the engine's.
         stage: which of the model's layers are here; None: all.
         lockstep: the engines that share out its experts; None: this one has them.
+
+    inputs: what the model reads of each row.
     """
 
     def __init__(
@@ -87,6 +107,7 @@ class Decoder:
         lockstep: Lockstep | None = None,
     ) -> None:
         self.model = model
+        self.inputs = inputs_of(cast(nn.Module, model))
         self.stage = stage
         self.lockstep = lockstep
         self._forward: Callable[..., StageTensors] = self._run_model
@@ -155,34 +176,16 @@ class Decoder:
             logger.info("%d layers of %s are one compiled region", layers, type(self.model).__name__)
         self._head = compiler.region(self._wide_logits)
 
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: StepMetadata | None,
-        rows: int | None = None,
-    ) -> torch.Tensor:
+    def hidden(self, step: DecoderStep) -> torch.Tensor:
         """[rows, hidden size], where all layers are here."""
-        return self.run(token_ids, positions, metadata, rows=rows)[HIDDEN]
+        return self.run(step)[HIDDEN]
 
-    def run(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: StepMetadata | None,
-        received: StageTensors | None = None,
-        rows: int | None = None,
-    ) -> StageTensors:
-        """What the layers that are here hand on, [rows, hidden size] each; `HIDDEN` of the last stage.
-
-        Without metadata nothing is attended: a memory measurement, or a step of other engines, which have agreed on
-        `rows`. received: of the stage before; maybe written. rows: of the longest step of all engines, where they share
-        out experts; None: all have as many.
-        """
+    def run(self, step: DecoderStep) -> StageTensors:
+        """What the layers that are here hand on, [rows, hidden size] each; `HIDDEN` of the last stage."""
+        metadata, count = step.metadata, step.num_rows
         if isinstance(metadata, GroupedMetadata):
             metadata.begin()
-        count = len(token_ids)
-        padded = self._padded_rows(metadata, token_ids, rows)
+        padded = self._padded_rows(step)
         # vLLM would ask the other engines
         each = None if self.lockstep is None else torch.full((self.lockstep.size,), count, dtype=torch.int32)
         with set_forward_context(
@@ -193,21 +196,37 @@ class Decoder:
             slot_mapping={},
             is_padding=padded,
         ):
-            return self._forward(token_ids, positions, received)
+            return self._forward(self._arguments(step.rows), step.received)
 
-    def _padded_rows(
-        self, metadata: StepMetadata | None, token_ids: torch.Tensor, rows: int | None
-    ) -> torch.Tensor | None:
+    def unattended(self, rows: int, device: torch.device, longest: int | None = None) -> DecoderStep:
+        """A step of pads, which attends to nothing. longest: see DecoderStep."""
+
+        def pads(kind: type[RowInput]) -> torch.Tensor:
+            shape = (rows,) if kind.columns is None else (kind.columns, rows)
+            return torch.full(shape, kind.pad, dtype=torch.int64, device=device)
+
+        inputs = {kind.name: pads(kind) for kind in self.inputs}
+        return DecoderStep(inputs, None, self.received(rows, device), longest)
+
+    def _arguments(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model's forward takes of each row."""
+        found: dict[str, torch.Tensor] = {}
+        for kind in self.inputs:
+            found.update(kind.kwargs(rows[kind.name]))
+        return found
+
+    def _padded_rows(self, step: DecoderStep) -> torch.Tensor | None:
         """bool, for layers with experts, of the rows that they get: what fills a bucket up writes to the first slot of
         the dummy block."""
-        if not self._has_experts or (metadata is None and rows is None):
+        metadata, longest = step.metadata, step.longest
+        if not self._has_experts or (metadata is None and longest is None):
             return None
         if metadata is None:
-            own = torch.ones_like(token_ids, dtype=torch.bool)
+            own = torch.ones_like(step.rows["token_ids"], dtype=torch.bool)
         else:
-            step = metadata.groups[0] if isinstance(metadata, GroupedMetadata) else metadata
-            own = step.slots == DUMMY_BLOCK
-        return own if self.lockstep is None else self.lockstep.padded_rows(own, rows or len(own))
+            first = metadata.groups[0] if isinstance(metadata, GroupedMetadata) else metadata
+            own = first.slots == DUMMY_BLOCK
+        return own if self.lockstep is None else self.lockstep.padded_rows(own, longest or len(own))
 
     def received(self, rows: int, device: torch.device) -> StageTensors | None:
         """Zeros in place of what the stage before hands on; None on the first stage."""
@@ -223,8 +242,7 @@ class Decoder:
         """Makes the connections between the stages, where there are several; see Stage."""
         if self.stage is None:
             return
-        one = torch.zeros(1, dtype=torch.int64, device=device)
-        found = self.run(one, one, None, self.received(1, device))
+        found = self.run(self.unattended(1, device))
         self.stage.connect(found, self.between(1, device))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -236,11 +254,9 @@ class Decoder:
         """The same, written to `out`: what casts them is the copy."""
         out.copy_(self._head(hidden, rows))
 
-    def _run_model(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, received: StageTensors | None
-    ) -> StageTensors:
+    def _run_model(self, rows: dict[str, torch.Tensor], received: StageTensors | None) -> StageTensors:
         given = None if received is None else IntermediateTensors(received)
-        found = self.model(input_ids=token_ids, positions=positions, intermediate_tensors=given, inputs_embeds=None)
+        found = self.model(**rows, intermediate_tensors=given, inputs_embeds=None)
         return found.tensors if isinstance(found, IntermediateTensors) else {HIDDEN: found}
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, UnifiedPlan
-from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 
 
@@ -33,10 +33,8 @@ class Execution(Protocol):
         remainders: int64 [n], requests whose rows choose together and are too many for an ordinary graph.
         """
 
-    def stage(
-        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
-    ) -> StepShape:
-        """Copies a plan to the device. summary_blocks: int64 [n], to be summarised once the step's K/V are written."""
+    def stage(self, step: PlannedStep) -> StepShape:
+        """Copies a step to the device."""
 
     def forward(self) -> None:
         """Computes the hidden states of all rows of the staged step, and writes their K/V."""

@@ -16,18 +16,17 @@ from vllm_gaudi_ucm.execution.group_names import Parts, of_group
 from vllm_gaudi_ucm.execution.group_tensors import ONE_GROUP
 from vllm_gaudi_ucm.execution.step_sizes import Sizes
 from vllm_gaudi_ucm.execution.step_tensors import (
-    NO_BLOCKS,
     STEP_TENSORS,
     StepArrays,
     StepInputs,
     StepTensor,
-    added_names,
+    input_names,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, phase_string
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
     from vllm_gaudi_ucm.batch.kv_group import KvGroup
+    from vllm_gaudi_ucm.batch.planned_step import PlannedStep
     from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
@@ -212,25 +211,20 @@ class BucketTensors:
         self._num_groups = len(groups)
         self._device = device
         self._table = [entry for entry in table if entry.only != "true shape"]
-        self._added = added_names(table)
+        self._inputs = input_names(table)
         largest = Sizes(limits.maximum.forward.with_prompt_tiles(1), limits, choices)
         size = _Layout(self._table, largest).size
         self._steps = _HostBuffers(size, device, pin_memory)
         self._logits_rows = _HostBuffers(limits.max_num_seqs * rows_each, device, pin_memory)
         self._flat: dict[ForwardShape | int, torch.Tensor] = {}
 
-    def fill(
-        self,
-        shape: ForwardShape,
-        plan: UnifiedPlan,
-        token_ids: NDArray[np.int64],
-        summary_blocks: NDArray[np.int64] = NO_BLOCKS,
-    ) -> torch.Tensor:
+    def fill(self, shape: ForwardShape, step: PlannedStep) -> torch.Tensor:
         """Copies a step into the flat tensor of its bucket's shape, which must dominate it, and returns that."""
-        block_ids = plan.unique.blocks if self._limits.contiguous and plan.unique is not None else None
+        unique = step.plan.unique
+        block_ids = unique.blocks if self._limits.contiguous and unique is not None else None
         buffer = self._steps.next()
         layout = self._layout(shape, buffer)
-        layout.fill(StepArrays(plan, token_ids, summary_blocks, shape, block_ids))
+        layout.fill(StepArrays(step, shape, block_ids))
         return self._copy(buffer, shape, layout.size)
 
     def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
@@ -255,7 +249,8 @@ class BucketTensors:
         phase = phase_string(*(part is not None for part in parts[:3]))
         if phase != shape.phase:
             raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
-        return StepInputs.of(tensors, parts, self._choices if shape.selected_blocks else None, self._added, others)
+        choices = self._choices if shape.selected_blocks else None
+        return StepInputs.of(tensors, parts, choices, self._inputs, others)
 
     def refill(self) -> None:
         """Every tensor on the device anew, after a warm-up that computed nothing."""
@@ -302,11 +297,9 @@ class ForwardGraphs:
         self._graphs: dict[ForwardShape, Replay] = {}
         self._staged: ForwardShape
 
-    def fill(
-        self, shape: ForwardShape, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64]
-    ) -> None:
-        """Copies a plan, padded to the bucket of this shape, to the device. See BucketTensors."""
-        self.inputs.fill(shape, plan, token_ids, summary_blocks)
+    def fill(self, shape: ForwardShape, step: PlannedStep) -> None:
+        """Copies a step, padded to the bucket of this shape, to the device. See BucketTensors."""
+        self.inputs.fill(shape, step)
         self._staged = shape
 
     def replay(self) -> None:

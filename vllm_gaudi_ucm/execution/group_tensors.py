@@ -5,6 +5,7 @@ Tensors of the first group have plain names, those of group k end with `.k`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ import numpy as np
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInputs
 from vllm_gaudi_ucm.execution.group_names import group_suffix
 from vllm_gaudi_ucm.execution.step_sizes import Sizes
-from vllm_gaudi_ucm.execution.step_tensors import STEP_TENSORS, StepTensor, of_window
+from vllm_gaudi_ucm.execution.step_tensors import PLAN_TENSORS, StepTensor, input_tensors, of_window
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.group_room import GroupBlocks, group_room, with_groups
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
@@ -27,10 +29,21 @@ ONE_GROUP = (KvGroup(0, 1),)
 """Stands for all layers in one group with full attention, where nothing depends on its block size."""
 
 
-def step_table(groups: Sequence[KvGroup]) -> tuple[StepTensor, ...]:
-    """What a step of these groups has."""
+def step_table(groups: Sequence[KvGroup], inputs: RowInputs = BUILT_IN_INPUTS) -> tuple[StepTensor, ...]:
+    """What a step of these groups has, for a model that reads these inputs.
+
+    Raises:
+        ValueError: an input has the name of another tensor.
+    """
     others = (entry for number, group in enumerate(groups[1:], 1) for entry in _entries(number, group))
-    return (*STEP_TENSORS, *others)
+    table = (*input_tensors(inputs), *PLAN_TENSORS, *others)
+    names = Counter(entry.name for entry in table)
+    for entry in table:
+        if entry.is_input and names[entry.name] > 1:
+            raise ValueError(
+                f"row input {entry.name!r}: found another tensor of a step with this name; choose another name"
+            )
+    return table
 
 
 class _Sizes(NamedTuple):

@@ -1,7 +1,7 @@
 """The tensors that a step's model forward reads: one table, at true shapes and padded to a bucket.
 
-An entry of `STEP_TENSORS` says what a tensor is: its values of a planned step, its size in a bucket, its pad. A new
-input is one entry.
+An entry says what a tensor is: its values of a planned step, its size in a bucket, its pad. Those of `RowInput`s come
+first, then those of the plan.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS, PlannedStep
+from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInput, RowInputs
 from vllm_gaudi_ucm.batch.row_tiles import row_tiles
 from vllm_gaudi_ucm.execution.group_names import Parts, group_suffix, parts_of_others
 from vllm_gaudi_ucm.execution.step_sizes import (
@@ -44,7 +46,6 @@ from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     pad_values,
 )
 
-NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
 NO_GROUP = -1
 
 
@@ -55,11 +56,17 @@ class StepArrays(NamedTuple):
     the place of each of its entries there; None: it gathers blocks.
     """
 
-    plan: UnifiedPlan
-    token_ids: NDArray[np.int64]
-    summary_blocks: NDArray[np.int64]
+    step: PlannedStep
     shape: ForwardShape
     block_ids: NDArray[np.int64] | None = None
+
+    @property
+    def plan(self) -> UnifiedPlan:
+        return self.step.plan
+
+    @property
+    def summary_blocks(self) -> NDArray[np.int64]:
+        return self.step.summaries
 
     @property
     def parts(self) -> Parts:
@@ -88,6 +95,7 @@ class StepTensor:
     dtype: at true shape. In a bucket all tensors are int64, for they are pieces of one.
     by_block: where the unique part reads a slice of the cache, entry b speaks of physical block b.
     only: the one way of running that has it; in the other it is a constant, or not needed.
+    is_input: the model's forward reads it; see RowInput.
     """
 
     name: str
@@ -98,6 +106,7 @@ class StepTensor:
     dtype: type[np.integer[Any]] = np.int64
     by_block: bool = False
     only: Literal["bucket", "true shape"] | None = None
+    is_input: bool = False
 
     def at_true_shape(self, step: StepArrays) -> NDArray[Any]:
         """The values alone."""
@@ -160,9 +169,7 @@ def _selection_tensor(name: str, size: Callable[[SelectionLimits, ForwardShape],
 
 _UNIQUE = ("unique", "gathered unique")
 
-STEP_TENSORS: tuple[StepTensor, ...] = (
-    StepTensor("token_ids", attrgetter("token_ids"), of_rows),
-    StepTensor("positions", attrgetter("plan.positions"), of_rows),
+PLAN_TENSORS: tuple[StepTensor, ...] = (
     StepTensor("slots", attrgetter("plan.slots"), of_rows, DUMMY_BLOCK),
     StepTensor("groups", attrgetter("plan.causal.groups"), of_causal_rows, NO_GROUP, ("causal",), np.int32),
     StepTensor(
@@ -231,12 +238,29 @@ STEP_TENSORS: tuple[StepTensor, ...] = (
     ),
     *(_selection_tensor(name, lambda choices, shape: shape.selected_blocks) for name in CHOICE_ARRAYS),
 )
-_KNOWN = frozenset(entry.name for entry in STEP_TENSORS)
 
 
-def added_names(table: Sequence[StepTensor]) -> list[str]:
-    """Of the entries that are not in `STEP_TENSORS`, nor of a KV-cache group."""
-    return [entry.name for entry in table if entry.name.partition(".")[0] not in _KNOWN]
+def input_tensors(inputs: RowInputs) -> tuple[StepTensor, ...]:
+    """Returns the entries of what a model reads of each row."""
+    return tuple(_input_tensor(kind) for kind in inputs)
+
+
+def _input_tensor(kind: type[RowInput]) -> StepTensor:
+    name, columns = kind.name, kind.columns
+
+    def size(sizes: Sizes) -> tuple[int, ...]:
+        return of_rows(sizes) if columns is None else (columns, *of_rows(sizes))
+
+    return StepTensor(name, lambda step: step.step.inputs[name], size, kind.pad, dtype=kind.dtype, is_input=True)
+
+
+STEP_TENSORS = (*input_tensors(BUILT_IN_INPUTS), *PLAN_TENSORS)
+"""Of a model in one KV-cache group that reads token ids and positions alone."""
+
+
+def input_names(table: Sequence[StepTensor]) -> list[str]:
+    """Returns the names of the entries that a model's forward reads."""
+    return [entry.name for entry in table if entry.is_input]
 
 
 class GroupInputs(NamedTuple):
@@ -249,20 +273,18 @@ class GroupInputs(NamedTuple):
 class StepInputs(NamedTuple):
     """What the forward of a step reads. Rows are query tokens in flat order.
 
-    token_ids, positions, slots: int64 [rows].
+    rows: int64 [rows] of each `RowInput`, or [columns, rows], by its name; token ids and positions are among them.
+    slots: int64 [rows].
     summary_blocks: int64 [blocks] to be summarised, where a sparse method is on.
     selection: the choices of the step, where it has any.
-    others: tensors of entries that were added to the table, by name.
     groups: what layers of the KV-cache groups behind the first read in place of slots and parts.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+    rows: dict[str, torch.Tensor]
     slots: torch.Tensor
     parts: AttentionParts
     summary_blocks: torch.Tensor | None
     selection: SelectionTensors | None
-    others: dict[str, torch.Tensor]
     groups: tuple[GroupInputs, ...] = ()
 
     @classmethod
@@ -271,19 +293,30 @@ class StepInputs(NamedTuple):
         tensors: dict[str, torch.Tensor],
         parts: AttentionParts,
         choices: SelectionLimits | None,
-        added: Sequence[str],
+        inputs: Sequence[str],
         groups: Sequence[AttentionParts] = (),
     ) -> StepInputs:
-        """parts: without the selected one. choices: of a step that has any. added: names for `others`. groups: the
-        parts of those behind the first."""
+        """parts: without the selected one. choices: of a step that has any. inputs: names of `rows`. groups: the parts
+        of those behind the first."""
         selection = None
         if choices is not None:
             selection = SelectionTensors.of(tensors, choices)
             parts = parts._replace(selected=selection.chosen_part())
-        others = {name: tensors[name] for name in added if name in tensors}
-        rows = tensors["token_ids"], tensors["positions"], tensors["slots"]
         more = tuple(GroupInputs(tensors[f"slots{group_suffix(k)}"], own) for k, own in enumerate(groups, 1))
-        return cls(*rows, parts, tensors.get("summary_blocks"), selection, others, more)
+        rows = {name: tensors[name] for name in inputs}
+        return cls(rows, tensors["slots"], parts, tensors.get("summary_blocks"), selection, more)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self.rows["token_ids"]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.rows["positions"]
+
+    def with_tokens(self, token_ids: torch.Tensor) -> StepInputs:
+        """Returns the same step of other tokens."""
+        return self._replace(rows={**self.rows, "token_ids": token_ids})
 
 
 def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:

@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata, LayerGroups
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
-from vllm_gaudi_ucm.execution.decoder import HIDDEN, StepMetadata, grouped_metadata, step_metadata
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep, StepMetadata, grouped_metadata, step_metadata
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.group_tensors import step_table
-from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs
+from vllm_gaudi_ucm.execution.step_tensors import StepInputs
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+    from vllm_gaudi_ucm.batch.planned_step import PlannedStep
     from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.distributed.stage import Stage
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
@@ -76,7 +77,7 @@ class TrueShapeExecution:
         self._room = (
             None if limits is None else torch.zeros(limits.max_selected_blocks, dtype=torch.int64, device=device)
         )
-        table = step_table(self._groups.groups)
+        table = step_table(self._groups.groups, decoder.inputs)
         self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits, table)
         self._inputs: StepInputs
         self._metadata: StepMetadata
@@ -91,14 +92,13 @@ class TrueShapeExecution:
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
         return [np.arange(len(batch.num_scheduled))]
 
-    def stage(
-        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
-    ) -> StepShape:
+    def stage(self, step: PlannedStep) -> StepShape:
+        plan = step.plan
         if self._lockstep is not None:
-            (self._rows,) = self._lockstep.agree([len(token_ids)])
-        inputs, shape = self._tensors.stage(plan, token_ids, summary_blocks)
-        if self._carried is not None and token_ids.min() < 0:
-            inputs = inputs._replace(token_ids=self._carried.fill_in(inputs.token_ids))
+            (self._rows,) = self._lockstep.agree([plan.num_rows])
+        inputs, shape = self._tensors.stage(step)
+        if self._carried is not None and step.inputs["token_ids"].min() < 0:
+            inputs = inputs.with_tokens(self._carried.fill_in(inputs.token_ids))
         self._inputs, self._full_blocks = inputs, None
         in_layers = inputs.summary_blocks
         if self._graphs is not None and self._sparse is not None and self._sparse.summarises_behind(plan.selection):
@@ -128,7 +128,7 @@ class TrueShapeExecution:
             self._run_stage(self._decoder.stage, inputs, metadata)
         elif self._graphs is None or isinstance(metadata, GroupedMetadata):
             # a native graph has the plan of one group
-            self._hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata, self._rows)
+            self._hidden = self._decoder.hidden(DecoderStep(inputs.rows, metadata, longest=self._rows))
         else:
             # a step without choices has the graphs of a dense engine
             counters = None if self._sparse is None or self._selection is None else self._sparse.counters
@@ -141,14 +141,13 @@ class TrueShapeExecution:
         (rows,) = self._lockstep.agree([0])
         if rows:
             # no model computes without a row
-            one = torch.zeros(1, dtype=torch.int64, device=self._device)
-            self._decoder.run(one, one, None, rows=rows)
+            self._decoder.run(self._decoder.unattended(1, self._device, longest=rows))
 
     def _run_stage(self, stage: Stage, inputs: StepInputs, metadata: StepMetadata) -> None:
         received = self._decoder.received(len(inputs.token_ids), self._device)
         if received is not None:
             stage.receive(received)
-        found = self._decoder.run(inputs.token_ids, inputs.positions, metadata, received)
+        found = self._decoder.run(DecoderStep(inputs.rows, metadata, received))
         if stage.is_last:
             self._hidden = found[HIDDEN]
         else:

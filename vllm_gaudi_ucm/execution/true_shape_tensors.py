@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.execution.group_names import Parts, of_group
 from vllm_gaudi_ucm.execution.step_tensors import (
-    NO_BLOCKS,
     STEP_TENSORS,
     StepArrays,
     StepInputs,
     StepTensor,
-    added_names,
+    input_names,
     true_shape,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
@@ -67,20 +67,19 @@ class TrueShapeTensors:
         self._contiguous_pa = contiguous_pa
         self._choices = choices
         self._table = [entry for entry in table if entry.only != "bucket"]
-        self._added = added_names(table)
+        self._inputs = input_names(table)
         self._entries: dict[Parts, list[StepTensor]] = {}
 
-    def stage(
-        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
-    ) -> tuple[StepInputs, Bucket]:
+    def stage(self, planned: PlannedStep) -> tuple[StepInputs, Bucket]:
         """The tensors of a step, and its true shape."""
+        plan = planned.plan
         block_ids, unique_blocks = self._unique_blocks(plan)
         choices = None if plan.selection is None else self._room_for(plan.selection)
         shape = true_shape(plan, unique_blocks)
-        step = StepArrays(plan, token_ids, summary_blocks, shape.forward, block_ids)
+        step = StepArrays(planned, shape.forward, block_ids)
         tensors = {entry.name: self._tensor(entry.at_true_shape(step)) for entry in self._entries_of(step.parts)}
         others = [self._parts(one, of_group(tensors, number)) for number, one in enumerate(plan.others, 1)]
-        return StepInputs.of(tensors, self._parts(plan, tensors), choices, self._added, others), shape
+        return StepInputs.of(tensors, self._parts(plan, tensors), choices, self._inputs, others), shape
 
     def _entries_of(self, parts: Parts) -> list[StepTensor]:
         found = self._entries.get(parts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
 from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
-NO_BLOCKS = np.zeros(0, np.int64)
 TOO_MANY_BLOCKS = "more shared blocks than ucm.graphs.max_shared_blocks, or ranges than the largest bucket holds"
 PARTIAL_LOAD = "what is left of a prompt that was loaded in part runs alone"
 

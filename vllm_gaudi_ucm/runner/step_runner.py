@@ -142,8 +142,7 @@ class StepRunner:
             part.before_division(step, division)
         selection, members = division.selection, division.members
         plan, slots = self._sampler.in_order(self._planner.plan(division.batch, selection.input), members)
-        token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
-        division.staged(plan, self.execution.stage(plan, token_ids, selection.summary_blocks))
+        division.staged(plan, self.execution.stage(self.requests.planned(plan, selection.summary_blocks)))
         for part in self._parts:
             part.before_forward(division)
         division.clock.planned()

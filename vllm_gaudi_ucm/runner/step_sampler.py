@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS
 from vllm_gaudi_ucm.batch.request_table import in_slot_order
-from vllm_gaudi_ucm.runner.parts import NO_BLOCKS
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens, TokensInFlight
 from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification, grammar_at
 

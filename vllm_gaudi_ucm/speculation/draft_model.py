@@ -127,20 +127,20 @@ class DraftModelProposer:
             num_tokens=(end + ~drafts).astype(np.int32),
             block_tables=tables,
             others=tuple(others),
+            table_rows=rows,
         )
         divisions = self._execution.divide(batch)
         if len(divisions) == 1:
-            return self._compute(rows, batch)
+            return self._compute(batch)
         self._divided()
         found: list[tuple[int, int]] = []
         for index in divisions:
-            found += [(int(index[at]), token) for at, token in self._compute(rows[index], batch.take(index))]
+            found += [(int(index[at]), token) for at, token in self._compute(batch.take(index))]
         return found
 
-    def _compute(self, rows: NDArray[np.int64], batch: BatchInput) -> list[tuple[int, int]]:
+    def _compute(self, batch: BatchInput) -> list[tuple[int, int]]:
         plan = self._planner.plan(batch)
-        tokens = self._table.token_ids[rows[plan.requests[plan.row_requests]], plan.positions].astype(np.int64)
-        self._execution.stage(plan, tokens)
+        self._execution.stage(self._table.planned_draft(plan))
         self._execution.forward()
         if not len(plan.logits_rows):
             return []

@@ -311,9 +311,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_step(self, decoder: Decoder, num_tokens: int) -> None:
         """Without attention, whose tiles bound what it takes."""
-        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._tensors_on)
-        # any position does
-        found = decoder.run(token_ids, token_ids, None, decoder.received(num_tokens, self._tensors_on))
+        found = decoder.run(decoder.unattended(num_tokens, self._tensors_on))
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
         if decoder.has_logits:
             decoder.logits(found[HIDDEN][:rows])

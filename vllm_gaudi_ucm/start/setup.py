@@ -125,6 +125,8 @@ def _make_allocated(
         by_token=model.by_token,
         groups=groups.groups,
         draft_groups=draft_groups.groups,
+        inputs=model.decoder.inputs,
+        draft_inputs=() if model.draft_decoder is None else model.draft_decoder.inputs,
     )
     sparse = make_sparse_worker(
         model.config,

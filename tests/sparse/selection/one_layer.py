@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.bucketed_execution import is_remainder, remainder_shapes
 from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
@@ -124,7 +125,9 @@ class OneLayer:
             slots, parts, selection = inputs.slots, inputs.parts, inputs.selection
             summary_blocks = inputs.summary_blocks
         else:
-            staged = TrueShapeTensors(CPU, False, self.limits).stage(plan, np.zeros(rows, np.int64))[0]
+            staged = TrueShapeTensors(CPU, False, self.limits).stage(
+                PlannedStep.of_tokens(plan, np.zeros(rows, np.int64))
+            )[0]
             slots, parts, selection = staged.slots, staged.parts, staged.selection
             summary_blocks = torch.from_numpy(chosen_of.summary_blocks)
         write_kv(key, value, self.keys.flatten(0, 1), self.values.flatten(0, 1), slots)
@@ -161,7 +164,7 @@ class OneLayer:
         token_ids = np.zeros(plan.num_rows, np.int64)
         if self.remainders is not None and is_remainder(plan, self.max_rows):
             found = self.remainders.lookup(shape)
-            tensor = self.remainder_inputs.fill(found, plan, token_ids, summary_blocks)
+            tensor = self.remainder_inputs.fill(found, PlannedStep.of_tokens(plan, token_ids, summary_blocks))
             return self.remainder_inputs.split(tensor, found)
         slack = shape._replace(
             query_len=shape.query_len + 3,
@@ -169,7 +172,9 @@ class OneLayer:
             unique_blocks=shape.unique_blocks + 2 * (shape.unique_blocks > 0),
             selected_blocks=shape.selected_blocks + 3 if shape.selected_blocks else 0,
         )
-        return self.inputs.split(self.inputs.fill(slack.forward, plan, token_ids, summary_blocks), slack.forward)
+        return self.inputs.split(
+            self.inputs.fill(slack.forward, PlannedStep.of_tokens(plan, token_ids, summary_blocks)), slack.forward
+        )
 
     def _name_chosen(self, seen: dict[str, Seen], flat: list[Member], plan: UnifiedPlan, chosen: torch.Tensor) -> None:
         assert plan.selection is not None

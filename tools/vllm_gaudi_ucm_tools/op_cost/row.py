@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
@@ -107,7 +108,7 @@ class LayerCost:
 
 def step_parts(plan: UnifiedPlan) -> AttentionParts:
     """A step at its true shape."""
-    return TrueShapeTensors(META, False).stage(plan, np.zeros(plan.num_rows, np.int64))[0].parts
+    return TrueShapeTensors(META, False).stage(PlannedStep.of_tokens(plan, np.zeros(plan.num_rows, np.int64)))[0].parts
 
 
 def bucket_parts(shape: ForwardShape, limits: Limits) -> AttentionParts:

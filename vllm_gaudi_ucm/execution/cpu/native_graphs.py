@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.execution.decoder import DecoderStep
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import RecordedSelection
@@ -17,6 +19,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cpu.native import NativePlan, Rec
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.row_input import RowInput
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.observability.room_metrics import NativeGraphMetrics
 
@@ -64,7 +67,8 @@ class NativeGraphs:
         self._graphs: dict[_Key, _Graph] = {}
         self._refused: set[_Key] = set()
         # what graphs read: the same memory in every step
-        self._token_ids, self._positions, self._slots = torch.zeros(3, MOST_ROWS, dtype=torch.int64)
+        self._rows = {kind.name: _for_most_rows(kind) for kind in decoder.inputs}
+        self._slots = torch.zeros(MOST_ROWS, dtype=torch.int64)
 
     def hidden(
         self, step: StepInputs, metadata: UnifiedAttentionMetadata, counters: tuple[torch.Tensor, ...] | None = None
@@ -107,13 +111,13 @@ class NativeGraphs:
 
     def _run(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         self._metrics.ordinary()
-        return self._decoder.hidden(step.token_ids, step.positions, metadata)
+        return self._decoder.hidden(DecoderStep(step.rows, metadata))
 
     def _capture(self, key: _Key, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
-        token_ids, positions, slots = self._fill(step)
-        fixed = replace(metadata, slots=slots)
+        rows, slots = self._fill(step)
+        fixed = DecoderStep(rows, replace(metadata, slots=slots))
         plan = RecordedPlan(metadata.parts.plan)
-        found = capture(lambda: self._decoder.hidden(token_ids, positions, fixed), self._pool, plan.stand_ins)
+        found = capture(lambda: self._decoder.hidden(fixed), self._pool, plan.stand_ins)
         if found.graph is None:
             self._metrics.ordinary()
             if not found.may_succeed:
@@ -158,13 +162,18 @@ class NativeGraphs:
             graph.selection.bind(metadata.selection.native)
         return graph.graph.replay()
 
-    def _fill(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The step's token ids, positions and slots where graphs read them."""
-        rows = len(step.token_ids)
-        fixed = self._token_ids[:rows], self._positions[:rows], self._slots[:rows]
-        for to, given in zip(fixed, (step.token_ids, step.positions, step.slots), strict=True):
-            to.copy_(given)
-        return fixed
+    def _fill(self, step: StepInputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Returns the step's row inputs and slots where graphs read them."""
+        count = len(step.slots)
+        slots, fixed = self._slots[:count], {name: whole[..., :count] for name, whole in self._rows.items()}
+        for name, to in fixed.items():
+            to.copy_(step.rows[name])
+        return fixed, slots.copy_(step.slots)
+
+
+def _for_most_rows(kind: type[RowInput]) -> torch.Tensor:
+    shape = (MOST_ROWS,) if kind.columns is None else (kind.columns, MOST_ROWS)
+    return torch.zeros(shape, dtype=torch.from_numpy(np.zeros(0, kind.dtype)).dtype)
 
 
 def _compares_choices(modes: torch.Tensor) -> bool:

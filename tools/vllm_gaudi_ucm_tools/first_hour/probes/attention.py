@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm_tools.first_hour.bench import Bench
 from vllm_gaudi_ucm_tools.first_hour.steps import (
     Heads,
@@ -48,7 +49,7 @@ def _compare(bench: Bench, name: str, step: Step) -> None:
     keys, values = new_tokens(step)
     rows = [padded(one, shape.query_len).to(place) for one in (step.query, keys, values)]
     caches = [cache.flatten(0, 1).to(place) for cache in (step.key_cache, step.value_cache)]
-    flat = tensors.fill(shape, step.plan, np.zeros(step.plan.num_rows, np.int64))
+    flat = tensors.fill(shape, PlannedStep.of_tokens(step.plan, np.zeros(step.plan.num_rows, np.int64)))
     run = bench.region(bucket_region(step.heads, IMPLEMENTATION))
     found = run(*bucket_inputs(tensors, flat, shape), *rows, *caches).cpu().double()[: step.plan.num_rows]
     expected, budget = oracle(step)

@@ -1,0 +1,35 @@
+"""A step before it is on the device: its plan, what the model reads of each row, and the blocks to summarise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+
+NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+class PlannedStep(NamedTuple):
+    """Everything of a step that the host decides.
+
+    inputs: the arrays of each `RowInput`, by its name.
+    summaries: int64 [n] blocks to be summarised once the step's keys and values are written.
+    """
+
+    plan: UnifiedPlan
+    inputs: Mapping[str, NDArray[np.integer[Any]]]
+    summaries: NDArray[np.int64] = NO_BLOCKS
+
+    @classmethod
+    def of_tokens(
+        cls,
+        plan: UnifiedPlan,
+        token_ids: NDArray[np.integer[Any]],
+        summaries: NDArray[np.int64] = NO_BLOCKS,
+    ) -> PlannedStep:
+        """A step whose rows have token ids and positions alone."""
+        return cls(plan, {"token_ids": token_ids, "positions": plan.positions}, summaries)

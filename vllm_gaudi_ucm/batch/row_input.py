@@ -1,0 +1,158 @@
+"""What a model's forward reads of each row of a step, beside attention: token ids, positions, and what others add."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.vllm_api.steps import NewRequestData
+
+T = TypeVar("T")
+
+
+class RowInput:
+    """An integer for each row of a step, or several. The defaults are a number per request, the same for all its rows.
+
+    A subclass in `ROW_INPUTS` is served: at true shapes, padded to buckets, in every stage of a pipeline, and for
+    rows that verify drafts. The request table makes one object of it, which keeps numbers of the live requests.
+
+    name: a Python identifier. The model's forward has an argument of this name, unless `kwargs` says otherwise.
+    dtype: of the tensor at true shapes. In a bucket all tensors are int64, because they are pieces of one.
+    columns: numbers of each row, so that arrays are [columns, rows]; None: one number, and arrays are [rows].
+    pad: the number of rows that belong to no request.
+
+    Args:
+        num_rows: rows of the request table to begin with.
+        max_model_len: tokens of the longest request.
+    """
+
+    name: ClassVar[str]
+    dtype: ClassVar[type[np.integer[Any]]] = np.int64
+    columns: ClassVar[int | None] = None
+    pad: ClassVar[int] = 0
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.kept: NDArray[np.int32] = np.zeros((num_rows, *self.kept_shape(max_model_len)), np.int32)
+
+    @classmethod
+    def kept_shape(cls, max_model_len: int) -> tuple[int, ...]:
+        """Returns the shape of what `kept` holds of one request."""
+        return ()
+
+    @classmethod
+    def is_read_by(cls, model: nn.Module) -> bool:
+        """Returns whether the forward of this model takes the input. A draft model is asked, too."""
+        return True
+
+    def add(self, row: int, new: NewRequestData) -> None:
+        """Keeps the numbers of a request in its row of the request table.
+
+        vLLM sends a request again after a preemption or with the next input of a session; then its row may be the same.
+        """
+
+    def remove(self, row: int) -> None:
+        """Forgets a request; its row may be given to another one."""
+        self.kept[row] = 0
+
+    def grow(self, num_rows: int) -> None:
+        """Makes room for more rows of the request table."""
+        more = np.zeros((num_rows - len(self.kept), *self.kept.shape[1:]), self.kept.dtype)
+        self.kept = np.concatenate([self.kept, more])
+
+    def of(self, plan: UnifiedPlan) -> NDArray[np.integer[Any]]:
+        """Returns the numbers of a planned step: [rows], or [columns, rows]."""
+        return self.kept[plan.table_rows[plan.row_requests]]
+
+    @classmethod
+    def kwargs(cls, values: T) -> dict[str, T]:
+        """Returns the arguments of the model's forward that are made of the tensor.
+
+        An argument that two inputs give is the later one's, so `positions` can be replaced.
+        """
+        return {cls.name: values}
+
+
+class TokenIds(RowInput):
+    """Token ids. -1 - s stands for the token of the sampler's slot s of the step before, which only the device knows.
+
+    kept: int32 [table rows, longest request].
+    """
+
+    name = "token_ids"
+
+    @classmethod
+    def kept_shape(cls, max_model_len: int) -> tuple[int, ...]:
+        return (max_model_len,)
+
+    def add(self, row: int, new: NewRequestData) -> None:
+        prompt = new.prompt_token_ids or []
+        tokens = new.prefill_token_ids if new.prefill_token_ids is not None else prompt
+        self.kept[row, : len(tokens)] = tokens
+
+    def of(self, plan: UnifiedPlan) -> NDArray[np.integer[Any]]:
+        return self.kept[plan.table_rows[plan.row_requests], plan.positions]
+
+    @classmethod
+    def kwargs(cls, values: T) -> dict[str, T]:
+        return {"input_ids": values}
+
+
+class Positions(RowInput):
+    """Positions of rows in their sequences."""
+
+    name = "positions"
+
+    @classmethod
+    def kept_shape(cls, max_model_len: int) -> tuple[int, ...]:
+        return (0,)
+
+    def of(self, plan: UnifiedPlan) -> NDArray[np.integer[Any]]:
+        return plan.positions
+
+
+RowInputs = Sequence[type[RowInput]]
+
+BUILT_IN_INPUTS: RowInputs = (TokenIds, Positions)
+"""What every model reads."""
+
+ROW_INPUTS: Registry[type[RowInput]] = Registry(
+    "row input", "vllm_gaudi_ucm.row_inputs", token_ids=TokenIds, positions=Positions
+)
+
+
+def inputs_of(model: nn.Module) -> tuple[type[RowInput], ...]:
+    """Returns the registered inputs that a model reads.
+
+    Raises:
+        ValueError: the model's forward takes no such argument, or a name is no identifier.
+    """
+    found = [ROW_INPUTS.get(name) for name in ROW_INPUTS.names()]
+    found = [kind for kind in found if kind.is_read_by(model)]
+    for kind in found:
+        if kind not in BUILT_IN_INPUTS:
+            _check(kind, model)
+    return tuple(found)
+
+
+def _check(kind: type[RowInput], model: nn.Module) -> None:
+    if not kind.name.isidentifier():
+        raise ValueError(f"row input {kind.__qualname__}: found the name {kind.name!r}, expected a Python identifier")
+    taken = inspect.signature(model.forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        return
+    missing = [name for name in kind.kwargs(None) if name not in taken]
+    if missing:
+        raise ValueError(
+            f"row input {kind.name!r}: found no argument {', '.join(missing)} of {type(model).__name__}.forward, "
+            f"expected one; {kind.__qualname__}.is_read_by has to return False for models that do not read it"
+        )
