@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.machine import describe_machine
 from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, SteadyPlanner, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
@@ -169,7 +169,9 @@ def _timed(plan: Callable[[BatchInput], UnifiedPlan], turn: Sequence[BatchInput]
 
 def difference(ours: UnifiedPlan, theirs: UnifiedPlan) -> str | None:
     """The first field in which two plans decide differently; the order of the shared blocks is nobody's concern."""
-    for name in UnifiedPlan._fields:
+    for name in (*UnifiedPlan._fields, *GroupPlan._fields):
+        if name == "groups":
+            continue
         one, other = getattr(ours, name), getattr(theirs, name)
         if name == "shared":
             one, other = _shared_content(ours), _shared_content(theirs)

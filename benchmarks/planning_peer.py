@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, UnifiedPlan
 from vllm_gaudi_ucm.batch.causal_plan import CausalPlan
 from vllm_gaudi_ucm.batch.sharing import SharedPlan, UniquePlan
 
@@ -39,13 +39,17 @@ def plan_plainly(batch: BatchInput, block_size: int, causal_slice: int = 512) ->
         table_rows=requests,
         row_requests=row_requests,
         positions=positions,
-        slots=slots,
         num_single=int(is_single.sum()),
-        causal=_causal(new, query_start, causal_slice),
-        shared=_shared(users[shared], blocks[shared], hi[shared], query_start) if shared.any() else None,
-        unique=unique if len(unique.blocks) else None,
         logits_requests=requests[yields],
         logits_rows=query_start[1:][yields] - 1,
+        groups=(
+            GroupPlan(
+                slots,
+                _causal(new, query_start, causal_slice),
+                _shared(users[shared], blocks[shared], hi[shared], query_start) if shared.any() else None,
+                unique if len(unique.blocks) else None,
+            ),
+        ),
     )
 
 

@@ -39,10 +39,10 @@ def test_groups_are_planned_by_their_own_tables(step: Step, tokens: int, chunked
     first = step.batch_input()
     batch = first._replace(others=tuple(freed(first, group, 1000 * group.number) for group in groups[1:]))
     plan = GroupPlanner(groups, 3).plan(batch)
-    assert_same(plan._replace(others=()), plan_batch(first, step.block_size, 3))
-    for group, tables, found in zip(groups[1:], batch.others, plan.others, strict=True):
-        assert_same(found, plan_batch(first._replace(block_tables=tables), group.block_size, 3, window=group.window))
-        assert np.array_equal(found.row_requests, plan.row_requests)
+    assert_same(plan._replace(groups=plan.groups[:1]), plan_batch(first, step.block_size, 3))
+    for group, tables, found in zip(groups[1:], batch.others, plan.groups[1:], strict=True):
+        alone = plan_batch(first._replace(block_tables=tables), group.block_size, 3, window=group.window)
+        assert_same(plan._replace(groups=(found,)), alone)
         most = group.most_blocks
         assert most is not None
         if found.unique is not None:
@@ -90,5 +90,6 @@ def test_groups_that_see_as_far_have_equal_plans_but_for_blocks(
         if len(batch.num_computed) > 1 and rng.random() < 0.3:
             tables[2][1, :1] = tables[2][0, :1]
         plan = planner.plan(batch._replace(others=tuple(tables)))
-        for own, found in zip(tables, plan.others, strict=True):
-            assert_same(found, plan_batch(batch._replace(block_tables=own), block_size, 3, window=window))
+        for own, found in zip(tables, plan.groups[1:], strict=True):
+            alone = plan_batch(batch._replace(block_tables=own), block_size, 3, window=window)
+            assert_same(plan._replace(groups=(found,)), alone)

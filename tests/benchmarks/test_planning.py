@@ -15,7 +15,7 @@ from benchmarks import planning
 from benchmarks.planning import PlansDiffer, Workload, difference, main, measure
 from benchmarks.planning_peer import plan_plainly
 from tests.batch.batches import Request, Step, lay_out, steps
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, UnifiedPlan, plan_batch
 
 SMALL = Workload("small", requests=5, context=600, prefix=256, prefixes=2, steady=True, goal_ms=1.0)
 
@@ -44,11 +44,18 @@ def changed(value: Any) -> Any:
     return value + 1 if isinstance(value, int) else value[:-1]
 
 
+def replaced(plan: UnifiedPlan, **changes: Any) -> UnifiedPlan:
+    """The plan with other fields, of its own or of its only group."""
+    of_group = {name: changes.pop(name) for name in GroupPlan._fields if name in changes}
+    (group,) = plan.groups
+    return plan._replace(groups=(group._replace(**of_group),), **changes)
+
+
 @pytest.mark.parametrize("name", ["requests", "query_start", "row_requests", "positions", "slots", "num_single"])
 def test_a_difference_in_rows_is_seen(name: str) -> None:
     plan = a_plan()
     assert difference(plan, plan) is None
-    assert difference(plan, plan._replace(**{name: changed(getattr(plan, name))})) == name
+    assert difference(plan, replaced(plan, **{name: changed(getattr(plan, name))})) == name
 
 
 @pytest.mark.parametrize(
@@ -70,8 +77,8 @@ def test_a_difference_in_a_part_is_seen(part: str, field: str) -> None:
     plan = a_plan()
     value = getattr(plan, part)
     other = value._replace(**{field: changed(getattr(value, field))})
-    assert difference(plan, plan._replace(**{part: other})) == part
-    assert difference(plan, plan._replace(**{part: None})) == part
+    for wrong in (other, None):
+        assert difference(plan, replaced(plan, **{part: wrong})) == part
 
 
 def test_the_order_of_shared_blocks_is_no_difference() -> None:
@@ -81,7 +88,7 @@ def test_the_order_of_shared_blocks_is_no_difference() -> None:
     count = len(blocks)
     turned = [(rows, count - end, count - begin) for rows, begin, end in groups[::-1]]
     shared = plan.shared._replace(blocks=blocks[::-1], lo=lo[:, ::-1], hi=hi[:, ::-1], groups=turned)
-    assert difference(plan, plan._replace(shared=shared)) is None
+    assert difference(plan, replaced(plan, shared=shared)) is None
 
 
 def test_every_step_of_both_sides_is_timed() -> None:
@@ -115,7 +122,7 @@ def test_a_chunk_stays_the_same_and_is_a_prompt() -> None:
 def test_a_peer_that_plans_otherwise_ends_the_measurement() -> None:
     def wrong(batch: BatchInput, block_size: int) -> UnifiedPlan:
         plan = plan_plainly(batch, block_size)
-        return plan._replace(slots=plan.slots + 1)
+        return replaced(plan, slots=plan.slots + 1)
 
     with pytest.raises(PlansDiffer, match=r"small, step 19: the plans differ in slots"):
         measure(SMALL, 30, wrong)

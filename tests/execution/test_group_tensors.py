@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch.batches import POISON_BLOCK, Step, steps
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import GroupPlan
 from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
@@ -35,10 +35,10 @@ def limits_of(step: Step) -> Limits:
 
 
 def attention(
-    slots: torch.Tensor, parts: AttentionParts, plan: UnifiedPlan, block_size: int, local: bool
+    slots: torch.Tensor, parts: AttentionParts, plan: GroupPlan, block_size: int, local: bool
 ) -> torch.Tensor:
     """[real rows, heads, dim]. Blocks that the plan does not use hold NaN, and so do new tokens of padded rows."""
-    rows, real = len(slots), plan.num_rows
+    rows, real = len(slots), len(plan.slots)
     random = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, real, 2, 4, generator=random)
     pad = query.new_full((rows - real, 2, 4), float("nan"))
@@ -77,7 +77,7 @@ def test_groups_in_a_bucket_attend_as_at_true_shapes(step: Step, tokens: int, da
     padded = inputs.split(inputs.fill(shape, PlannedStep.of_tokens(plan, token_ids)), shape)
 
     assert len(exact.groups) == len(padded.groups) == 2
-    for group, own, one, other in zip(groups[1:], plan.others, exact.groups, padded.groups, strict=True):
+    for group, own, one, other in zip(groups[1:], plan.groups[1:], exact.groups, padded.groups, strict=True):
         local = group.window is not None
         expected = attention(one.slots, one.parts, own, size, local)
         found = attention(other.slots, other.parts, own, size, local)

@@ -51,6 +51,21 @@ class BatchInput(NamedTuple):
         return BatchInput(computed, scheduled, tokens, tables, tuple(others), rows)
 
 
+class GroupPlan(NamedTuple):
+    """What the rows of a step write and read in one KV-cache group.
+
+    slots: int64 [rows] in the cache (block id * block size + offset).
+    causal, shared, unique: the parts of attention; None: no row has this part.
+    selection: the blocks that a sparse method chooses among.
+    """
+
+    slots: NDArray[np.int64]
+    causal: CausalPlan | None
+    shared: SharedPlan | None
+    unique: UniquePlan | None
+    selection: SelectionPlan | None = None
+
+
 class UnifiedPlan(NamedTuple):
     """A step, decided. Rows are query tokens in the flat batch; single rows (one new token) come first.
 
@@ -58,10 +73,11 @@ class UnifiedPlan(NamedTuple):
     query_start: [requests + 1] first row of each request in flat order.
     table_rows: [requests] row of the request table that each request in flat order has.
     row_requests: [rows] position in `requests` of the request a row belongs to.
-    positions, slots: [rows] position in the sequence; slot in the cache (block id * block size + offset).
+    positions: [rows] position in the sequence.
     num_single: rows [0, num_single) are the single rows.
     logits_requests, logits_rows: requests (indices into the BatchInput) that yield a token, and their rows.
-    others: the same rows in the other KV-cache groups, which differ in slots, causal slices, shared and unique blocks.
+    groups: the same rows in each KV-cache group, at least one. The sizes of buckets, sparse methods and the record of
+        a step speak of the first one, whose parts have properties of their own here.
     """
 
     requests: NDArray[np.int64]
@@ -69,15 +85,30 @@ class UnifiedPlan(NamedTuple):
     table_rows: NDArray[np.int64]
     row_requests: NDArray[np.int64]
     positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
     num_single: int
-    causal: CausalPlan | None
-    shared: SharedPlan | None
-    unique: UniquePlan | None
     logits_requests: NDArray[np.int64]
     logits_rows: NDArray[np.int64]
-    selection: SelectionPlan | None = None
-    others: tuple[UnifiedPlan, ...] = ()
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        return self.groups[0].slots
+
+    @property
+    def causal(self) -> CausalPlan | None:
+        return self.groups[0].causal
+
+    @property
+    def shared(self) -> SharedPlan | None:
+        return self.groups[0].shared
+
+    @property
+    def unique(self) -> UniquePlan | None:
+        return self.groups[0].unique
+
+    @property
+    def selection(self) -> SelectionPlan | None:
+        return self.groups[0].selection
 
     @property
     def num_rows(self) -> int:
@@ -138,6 +169,7 @@ def plan_batch(
     else:
         cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size)
         shared, unique = cached._replace(left_out=left_out, window=within).plan()
+    causal = plan_causal(num_single, row_requests, query_start, causal_slice, within)
     yields = computed + new >= batch.num_tokens[requests]
     return UnifiedPlan(
         requests=requests,
@@ -145,14 +177,10 @@ def plan_batch(
         table_rows=requests if batch.table_rows is None else batch.table_rows[requests],
         row_requests=row_requests,
         positions=positions,
-        slots=slots,
         num_single=num_single,
-        causal=plan_causal(num_single, row_requests, query_start, causal_slice, within),
-        shared=shared,
-        unique=unique,
         logits_requests=requests[yields],
         logits_rows=query_start[1:][yields] - 1,
-        selection=chosen,
+        groups=(GroupPlan(slots, causal, shared, unique, chosen),),
     )
 
 
@@ -242,8 +270,8 @@ class _SteadyDecode:
         hi = unique.hi.copy()
         hi[self._tail_blocks] += 1
         rows = self._plan.requests if batch.table_rows is None else batch.table_rows
-        moved = UniquePlan(*unique[:3], hi)
-        self._plan = self._plan._replace(table_rows=rows, positions=positions, slots=slots, unique=moved)
+        moved = GroupPlan(slots, None, self._plan.shared, UniquePlan(*unique[:3], hi))
+        self._plan = self._plan._replace(table_rows=rows, positions=positions, groups=(moved,))
         return self._plan
 
     def _continues(self, batch: BatchInput, positions: NDArray[np.int64]) -> bool:

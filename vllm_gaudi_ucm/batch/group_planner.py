@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, SteadyPlanner, UnifiedPlan
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput
 from vllm_gaudi_ucm.batch.window import Window
 
 
 class GroupPlanner:
-    """Plans of several groups as one: that of the first, with the others behind it.
+    """Plans of several groups as one.
 
     Args:
         groups: the first is that of `BatchInput.block_tables`, the others those of `BatchInput.others`.
@@ -30,27 +30,27 @@ class GroupPlanner:
         """selection: of the first group; a group with a window has none."""
         plan = self._planners[0].plan(batch, selection)
         others = (batch._replace(block_tables=tables, others=()) for tables in batch.others)
-        found: list[UnifiedPlan] = []
-        alike: dict[tuple[int, Window | None], UnifiedPlan] = {}
+        found = [*plan.groups]
+        alike: dict[tuple[int, Window | None], GroupPlan] = {}
         for group, planner, one in zip(self._groups[1:], self._planners[1:], others, strict=True):
             kind = (group.block_size, group.window)
             leader = alike.get(kind)
-            own = None if leader is None else with_tables(leader, one.block_tables, group)
-            found.append(planner.plan(one) if own is None else own)
+            own = None if leader is None else with_tables(plan, leader, one.block_tables, group)
+            found += planner.plan(one).groups if own is None else (own,)
             alike.setdefault(kind, found[-1])
-        return plan._replace(others=tuple(found))
+        return plan._replace(groups=tuple(found))
 
 
-def with_tables(plan: UnifiedPlan, tables: NDArray[np.int32], group: KvGroup) -> UnifiedPlan | None:
+def with_tables(plan: UnifiedPlan, leader: GroupPlan, tables: NDArray[np.int32], group: KvGroup) -> GroupPlan | None:
     """The plan of a step of single rows that share nothing, for another group that sees as far: its blocks differ.
 
     A model with five windows for each layer of full attention has five such groups, and planning one anew costs five
     times as much. None where rows share a block, or a request has several rows.
 
-    tables: int32 [requests, width] of the other group.
+    leader: of the group that is planned. tables: int32 [requests, width] of the other group.
     """
-    unique = plan.unique
-    if unique is None or plan.shared is not None or plan.causal is not None:
+    unique = leader.unique
+    if unique is None or leader.shared is not None or leader.causal is not None:
         return None
     count = np.bincount(unique.rows, minlength=plan.num_rows)
     first: NDArray[np.int64] | int = 0
@@ -63,7 +63,7 @@ def with_tables(plan: UnifiedPlan, tables: NDArray[np.int32], group: KvGroup) ->
         return None
     last = tables[plan.requests, plan.positions // group.block_size].astype(np.int64)
     slots = last * group.block_size + plan.positions % group.block_size
-    return plan._replace(slots=slots, unique=unique._replace(blocks=blocks.astype(np.int64)))
+    return leader._replace(slots=slots, unique=unique._replace(blocks=blocks.astype(np.int64)))
 
 
 def make_planner(groups: Sequence[KvGroup], causal_slice: int, batches: int = 1) -> SteadyPlanner | GroupPlanner:

@@ -200,7 +200,7 @@ class BucketedExecution:
         plan = step.plan
         true = true_shape(plan, self._unique_blocks(plan))
         self._graphs = self._graphs_of(plan)
-        needed = held_by_groups(true, plan, self._groups.groups) if plan.others else true
+        needed = held_by_groups(true, plan, self._groups.groups) if len(plan.groups) > 1 else true
         lockstep = self._decoder.lockstep
         padded = self._lookup(needed if lockstep is None else agreed_bucket(lockstep, needed))
         self._graphs.fill(padded.forward, step)

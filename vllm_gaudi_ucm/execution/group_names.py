@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import GroupPlan
 
 Parts = tuple[str | None, ...]
 
@@ -16,10 +16,10 @@ def group_suffix(number: int) -> str:
     return f".{number}" if number else ""
 
 
-def parts_of_others(plans: Sequence[UnifiedPlan]) -> Parts:
+def parts_of_others(groups: Sequence[GroupPlan]) -> Parts:
     """What a step has of the groups behind the first, see `StepArrays.parts`."""
     found: list[str | None] = []
-    for number, plan in enumerate(plans, 1):
+    for number, plan in enumerate(groups[1:], 1):
         has = {
             "shared": plan.shared is not None,
             "unique": plan.unique is not None,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import GroupPlan, UnifiedPlan
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInputs
 from vllm_gaudi_ucm.execution.group_names import group_suffix
@@ -96,13 +96,13 @@ def _entries(number: int, group: KvGroup) -> list[StepTensor]:
     ) -> StepTensor:
         """path: to the values in the group's plan."""
         get, parts = attrgetter(path), ("rows" if part is None else part + end,)
-        return StepTensor(name + end, lambda step: get(step.plan.others[number - 1]), size, pad, parts, dtype)
+        return StepTensor(name + end, lambda step: get(step.plan.groups[number]), size, pad, parts, dtype)
 
     def of_rows(name: str, path: str, size: Size, part: str) -> StepTensor:
         get = attrgetter(path)
         return StepTensor(
             name + end,
-            lambda step: of_window(get(step.plan.others[number - 1])),
+            lambda step: of_window(get(step.plan.groups[number])),
             size,
             0,
             (part + end,),
@@ -114,7 +114,13 @@ def _entries(number: int, group: KvGroup) -> list[StepTensor]:
     entries = [
         entry("slots", "slots", size.rows, DUMMY_BLOCK),
         entry("shared_blocks", "shared.blocks", size.shared, DUMMY_BLOCK, "shared"),
-        entry("row_spans", "row_requests", size.shared_rows, lambda sizes: sizes.spans - 1, "shared"),
+        StepTensor(
+            "row_spans" + end,
+            attrgetter("plan.row_requests"),
+            size.shared_rows,
+            lambda sizes: sizes.spans - 1,
+            ("shared" + end,),
+        ),
         entry("shared_lo", "shared.lo", never if whole else size.ranges, 0, "shared", np.int32),
         entry("shared_hi", "shared.hi", size.ranges, 0, "shared", np.int32),
         entry("unique_blocks", "unique.blocks", size.unique, DUMMY_BLOCK, "unique"),
@@ -135,10 +141,10 @@ def never(sizes: Sizes) -> None:
 
 def held_by_groups(true: Bucket, plan: UnifiedPlan, groups: Sequence[KvGroup]) -> Bucket:
     """The true shape of a step, raised until buckets that hold it have room for all of its groups."""
-    others = [(_blocks(one), group.most_blocks) for one, group in zip(plan.others, groups[1:], strict=True)]
+    others = [(_blocks(one), group.most_blocks) for one, group in zip(plan.groups[1:], groups[1:], strict=True)]
     return with_groups(true, others)
 
 
-def _blocks(plan: UnifiedPlan) -> GroupBlocks:
+def _blocks(plan: GroupPlan) -> GroupBlocks:
     shared = 0 if plan.shared is None else len(plan.shared.blocks)
     return GroupBlocks(shared, 0 if plan.unique is None else len(plan.unique.blocks))

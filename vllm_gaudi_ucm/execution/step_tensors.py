@@ -80,7 +80,7 @@ class StepArrays(NamedTuple):
             "summaries" if len(self.summary_blocks) else None,
             None if plan.selection is None else "selection",
         )
-        return common if not plan.others else (*common, *parts_of_others(plan.others))
+        return common if len(plan.groups) == 1 else (*common, *parts_of_others(plan.groups))
 
 
 @dataclass(frozen=True)

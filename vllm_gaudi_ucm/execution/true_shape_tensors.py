@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import GroupPlan, UnifiedPlan
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.execution.group_names import Parts, of_group
@@ -78,8 +78,11 @@ class TrueShapeTensors:
         shape = true_shape(plan, unique_blocks)
         step = StepArrays(planned, shape.forward, block_ids)
         tensors = {entry.name: self._tensor(entry.at_true_shape(step)) for entry in self._entries_of(step.parts)}
-        others = [self._parts(one, of_group(tensors, number)) for number, one in enumerate(plan.others, 1)]
-        return StepInputs.of(tensors, self._parts(plan, tensors), choices, self._inputs, others), shape
+        first, *others = (
+            self._parts(plan, group, of_group(tensors, number) if number else tensors)
+            for number, group in enumerate(plan.groups)
+        )
+        return StepInputs.of(tensors, first, choices, self._inputs, others), shape
 
     def _entries_of(self, parts: Parts) -> list[StepTensor]:
         found = self._entries.get(parts)
@@ -106,28 +109,28 @@ class TrueShapeTensors:
             reads_slice = slice_len <= SLICE_READ_LIMIT * len(blocks)
         return (blocks, slice_len) if reads_slice else (None, len(blocks))
 
-    def _parts(self, plan: UnifiedPlan, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
-        """Of one KV-cache group: its plan, and its tensors by their plain names."""
+    def _parts(self, plan: UnifiedPlan, group: GroupPlan, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
+        """The parts of one KV-cache group. tensors: of the group, by their plain names."""
         causal = shared = unique = None
-        if plan.causal is not None:
-            slices = tuple(CausalSlice(*bounds) for bounds in plan.causal.slices)
-            causal = CausalPart(tensors["groups"], slices, first_rows=self._of_rows(plan.causal.first_rows))
-        if plan.shared is not None:
-            groups = tuple(SharedGroup(self._tensor(rows), lo, hi) for rows, lo, hi in plan.shared.groups)
+        if group.causal is not None:
+            slices = tuple(CausalSlice(*bounds) for bounds in group.causal.slices)
+            causal = CausalPart(tensors["groups"], slices, first_rows=self._of_rows(group.causal.first_rows))
+        if group.shared is not None:
+            groups = tuple(SharedGroup(self._tensor(rows), lo, hi) for rows, lo, hi in group.shared.groups)
             ranges = tensors["shared_lo"], tensors["shared_hi"]
             shared = SharedPart(
                 tensors["shared_blocks"],
                 tensors["row_spans"],
                 *ranges,
                 groups,
-                rise=self._of_rows(plan.shared.rise),
-                most_of_span=plan.shared.most_of_request,
+                rise=self._of_rows(group.shared.rise),
+                most_of_span=group.shared.most_of_request,
             )
-        if plan.unique is not None:
+        if group.unique is not None:
             ranges = tensors["unique_lo"], tensors["unique_hi"]
-            count = int((plan.unique.hi - plan.unique.lo).sum()) if self._by_token else None
+            count = int((group.unique.hi - group.unique.lo).sum()) if self._by_token else None
             blocks, rows = tensors.get("unique_blocks"), tensors["unique_rows"]
-            most = int(np.bincount(plan.unique.rows).max(initial=0))
+            most = int(np.bincount(group.unique.rows).max(initial=0))
             unique = UniquePart(blocks, rows, *ranges, plan.num_single, num_tokens=count, most_of_row=most)
         return AttentionParts(causal, shared, unique, positions=tensors["positions"])
 
