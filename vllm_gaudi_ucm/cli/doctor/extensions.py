@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel
 
+from vllm_gaudi_ucm.batch.row_input import ROW_INPUTS
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
@@ -19,7 +20,16 @@ from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS
 from vllm_gaudi_ucm.store.factory import STORES
 
 EXTENSIONS = "extensions"
-REGISTRIES: Sequence[Registry[Any]] = (SPARSE_METHODS, STRATEGIES, STORES, ATTENTION, KV_CACHE, BLOCK_SELECTION, MOE)
+REGISTRIES: Sequence[Registry[Any]] = (
+    SPARSE_METHODS,
+    STRATEGIES,
+    STORES,
+    ROW_INPUTS,
+    ATTENTION,
+    KV_CACHE,
+    BLOCK_SELECTION,
+    MOE,
+)
 
 
 @runtime_checkable
