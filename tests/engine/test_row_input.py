@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.serving import Engine, answer_of
+from tests.engine.serving import Answer, Engine, answer_of
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.engine.voiced_llama import ARCHITECTURE, NUM_VOICES, VoicedReference, install, register
 from tests.engine.worker_processes import EngineOfWorkers
@@ -51,14 +51,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def check(engine: Engine, model: Path) -> None:
-    """Every prompt in every voice, all at once, against a model that computes them alone."""
+def check(engine: Engine, model: Path, *, salted: bool = False) -> list[Answer]:
+    """Every prompt in every voice, all at once, against a model that computes them alone. salted: by voice."""
     asked = [(prompt, voice) for prompt in PROMPTS for voice in range(NUM_VOICES)]
     params = [
         SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2, extra_args={"voice": voice})
         for _, voice in asked
     ]
-    answers = [answer_of(output) for output in engine.generate([prompt for prompt, _ in asked], params)]
+    prompts: list[Any] = [
+        {"prompt_token_ids": prompt, **({"cache_salt": f"voice {voice}"} if salted else {})} for prompt, voice in asked
+    ]
+    answers = [answer_of(output) for output in engine.llm.generate(prompts, params, use_tqdm=False)]
     reference = VoicedReference(model)
     for voice in range(NUM_VOICES):
         reference.voice = voice
@@ -66,6 +69,14 @@ def check(engine: Engine, model: Path) -> None:
         reference.assert_greedy(PROMPTS, mine)
     # a number that did not arrive would not be noticed if it made no difference
     assert len({tuple(answer.tokens) for answer in answers[-NUM_VOICES:]}) == NUM_VOICES
+    return answers
+
+
+def test_a_salt_keeps_cached_blocks_of_different_numbers_apart(model: Path) -> None:
+    with Engine(model, {}, **{**OPTIONS, "enable_prefix_caching": True, "num_gpu_blocks_override": 400}) as engine:
+        check(engine, model, salted=True)
+        again = check(engine, model, salted=True)
+    assert all(answer.cached_tokens > 0 for answer in again[-NUM_VOICES:])
 
 
 @pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])

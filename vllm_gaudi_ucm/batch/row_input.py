@@ -26,6 +26,10 @@ class RowInput:
     A subclass in `ROW_INPUTS` is served: at true shapes, padded to buckets, in every stage of a pipeline, and for
     rows that verify drafts. The request table makes one object of it, which keeps numbers of the live requests.
 
+    Prefix caching does not know row inputs. If a number changes the keys and values of a row, requests with different
+    numbers need a different `cache_salt` each, which stores and other KV connectors know, too. Without a KV connector,
+    `--no-enable-prefix-caching` does as well.
+
     name: a Python identifier. The model's forward has an argument of this name, unless `kwargs` says otherwise.
     dtype: of the tensor at true shapes. In a bucket all tensors are int64, because they are pieces of one.
     columns: numbers of each row, so that arrays are [columns, rows]; None: one number, and arrays are [rows].
