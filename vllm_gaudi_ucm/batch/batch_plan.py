@@ -52,7 +52,7 @@ class BatchInput(NamedTuple):
 
 
 class GroupPlan(NamedTuple):
-    """What the rows of a step write and read in one KV-cache group.
+    """The reads and writes of a step's rows in one KV-cache group.
 
     slots: int64 [rows] in the cache (block id * block size + offset).
     causal, shared, unique: the parts of attention; None: no row has this part.

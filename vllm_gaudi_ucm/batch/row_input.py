@@ -1,4 +1,4 @@
-"""What a model's forward reads of each row of a step, beside attention: token ids, positions, and what others add."""
+"""Inputs that a model's forward reads for each row of a step: token ids, positions, and inputs from other packages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RowInput:
 
     @classmethod
     def is_read_by(cls, model: nn.Module) -> bool:
-        """Returns whether the forward of this model takes the input. A draft model is asked, too."""
+        """Returns whether the forward of this model, which may be a draft model, takes the input."""
         return True
 
     def add(self, row: int, new: NewRequestData) -> None:
@@ -127,7 +127,7 @@ class Positions(RowInput):
 RowInputs = Sequence[type[RowInput]]
 
 BUILT_IN_INPUTS: RowInputs = (TokenIds, Positions)
-"""What every model reads."""
+"""Every model reads these."""
 
 ROW_INPUTS: Registry[type[RowInput]] = Registry(
     "row input", "vllm_gaudi_ucm.row_inputs", token_ids=TokenIds, positions=Positions

@@ -69,7 +69,7 @@ class DecoderModel(Protocol):
 
 
 class DecoderStep(NamedTuple):
-    """What one forward of a model takes, on its device.
+    """The arguments of one forward of a model, on its device.
 
     rows: tensors of the `RowInput`s that the model reads, by name; `token_ids` is among them.
     metadata: what attention reads; None: nothing is attended, in a memory measurement or a step of other engines.
@@ -209,7 +209,7 @@ class Decoder:
         return DecoderStep(inputs, None, self.received(rows, device), longest)
 
     def _arguments(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the model's forward takes of each row."""
+        """Returns the arguments of the model's forward that are made of rows."""
         found: dict[str, torch.Tensor] = {}
         for kind in self.inputs:
             found.update(kind.kwargs(rows[kind.name]))

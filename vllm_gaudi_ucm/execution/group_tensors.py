@@ -30,7 +30,7 @@ ONE_GROUP = (KvGroup(0, 1),)
 
 
 def step_table(groups: Sequence[KvGroup], inputs: RowInputs = BUILT_IN_INPUTS) -> tuple[StepTensor, ...]:
-    """What a step of these groups has, for a model that reads these inputs.
+    """Returns the tensors of a step of these groups, for a model that reads these inputs.
 
     Raises:
         ValueError: an input has the name of another tensor.

@@ -255,7 +255,7 @@ def _input_tensor(kind: type[RowInput]) -> StepTensor:
 
 
 STEP_TENSORS = (*input_tensors(BUILT_IN_INPUTS), *PLAN_TENSORS)
-"""Of a model in one KV-cache group that reads token ids and positions alone."""
+"""The tensors of a model with one KV-cache group that reads only token ids and positions."""
 
 
 def input_names(table: Sequence[StepTensor]) -> list[str]:
