@@ -83,7 +83,7 @@ def quality(model: Path, context: int, sampled: int, sizes: Sequence[int], budge
 
 
 def mean_over_group(own: Tensor) -> Tensor:
-    """As `RankMean` does, without an engine's groups."""
+    """Like `RankMean`, without an engine's groups."""
     mean = own / dist.get_world_size()
     dist.all_reduce(mean)
     return mean

@@ -16,7 +16,7 @@ def _on_card(tensor: Tensor) -> bool:
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Whether a device converts and multiplies them: a GPU of compute capability 8.9 or newer; others by torch."""
+    """True if a device converts and multiplies them: a GPU of compute capability 8.9 or newer; others by torch."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

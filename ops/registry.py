@@ -48,7 +48,7 @@ class Implementation(Generic[SpecT]):
         return f"it is for {', '.join(sorted(self.devices))}, got tensors on {device}"
 
     def supports(self, spec: SpecT) -> bool:
-        """Whether it computes what `spec` describes."""
+        """True if it computes what `spec` describes."""
         return True
 
 
@@ -151,7 +151,7 @@ class Implementations(Registry[type[ImplementationT]]):
 
 @cache
 def has_folders(device: str) -> bool:
-    """Whether this installation has the folders named after a device, such as `ops/cuda` and `ops/moe/impl/cuda`.
+    """True if this installation has the folders named after a device, such as `ops/cuda` and `ops/moe/impl/cuda`.
 
     Without them the references compute there.
     """
@@ -179,5 +179,5 @@ def why_not_triton(device: str) -> str | None:
 
 
 def has_kernels(device: str) -> bool:
-    """Whether computations on this type of device launch kernels that Triton compiles."""
+    """True if computations on this type of device launch kernels that Triton compiles."""
     return device == "cuda" and why_not_triton(device) is None

@@ -63,7 +63,7 @@ def observed(name: str) -> str | None:
 
 
 def lazy_mode() -> bool:
-    """Whether Gaudi's bridge accumulates operators; by default it runs them eagerly and compiles with torch.compile.
+    """True if Gaudi's bridge accumulates operators; by default it runs them eagerly and compiles with torch.compile.
 
     Source: the vendor's documentation, Runtime Flags.
     """

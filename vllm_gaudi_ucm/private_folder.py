@@ -67,17 +67,17 @@ def foreign(status: os.stat_result) -> str:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether it belongs to the user of this process."""
+    """True if it belongs to the user of this process."""
     return status.st_uid == os.geteuid()
 
 
 def others_may_write(status: os.stat_result) -> bool:
-    """Whether its mode lets its group or everybody write."""
+    """True if its mode lets its group or everybody write."""
     return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def is_private(path: Path) -> bool:
-    """Whether it is a folder, not a link, that only this user can read and write."""
+    """True if it is a folder, not a link, that only this user can read and write."""
     try:
         status = path.lstat()
     except OSError:

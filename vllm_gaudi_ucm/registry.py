@@ -127,7 +127,7 @@ class Registry(Generic[T]):
 
 @cache
 def is_installed(module: str) -> bool:
-    """Whether a module is there to be imported, without importing it: the folders of a device may be left out."""
+    """True if a module is there to be imported, without importing it: the folders of a device may be left out."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -84,7 +84,7 @@ class CodeSpec:
         return self if rows == 1 else replace(self, block=(gcd(rows, inner), gcd(columns, inner)))
 
     def has_kernel(self, *inputs: int) -> bool:
-        """Whether a GPU multiplies matrices of so many inputs as codes: groups are multiples of 32 inputs."""
+        """True if a GPU multiplies matrices of so many inputs as codes: groups are multiples of 32 inputs."""
         return all(
             count % FEWEST_INPUTS == 0 and (self.block[1] >= count or self.block[1] % FEWEST_INPUTS == 0)
             for count in inputs

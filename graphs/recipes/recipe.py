@@ -302,7 +302,7 @@ class OperatorStream(TorchDispatchMode):
     def _is_hidden(
         self, operator: Operator, args: tuple[Any, ...], tensors: list[Tensor], before: list[int], after: list[int]
     ) -> bool:
-        """Whether the device would not see the operator."""
+        """True if the device would not see the operator."""
         if operator.metadata or not tensors or not (self._device_type == "cpu" or any(map(self._on_device, tensors))):
             return True
         source = None if operator.source is None else args[operator.source]

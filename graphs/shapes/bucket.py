@@ -81,7 +81,7 @@ class Bucket(NamedTuple):
         return ForwardShape(*self[:4], *self[5:])
 
     def to_list(self) -> list[str | int]:
-        """As `ForwardShape.to_list`."""
+        """Like `ForwardShape.to_list`."""
         return [self.phase, *written_sizes(self[1:])]
 
 
@@ -98,7 +98,7 @@ def least_prompt_tiles(shape: ForwardShape | Bucket) -> int:
 
 
 def dominates(bucket: Bucket, step: Bucket) -> bool:
-    """Whether `step` can run in `bucket`: every dimension is as large, and no part of its phase is missing.
+    """True if `step` can run in `bucket`: every dimension is as large, and no part of its phase is missing.
 
     A part that the bucket has and the step has not is legal: it runs over empty ranges.
     """

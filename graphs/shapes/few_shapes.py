@@ -33,7 +33,7 @@ def decodes_of_all_kinds(limits: Limits) -> ForwardShape:
 
 
 def lacks_sparse_decodes(buckets: BucketSet) -> bool:
-    """Whether decodes with chosen blocks may have to run in graphs of prompts, while dense decodes have some of their
+    """True if decodes with chosen blocks may have to run in graphs of prompts, while dense decodes have some of their
     own."""
     limits = buckets.limits
     if not limits.max_selected_blocks or all("c" in shape.phase for shape in buckets.forward):

@@ -139,7 +139,7 @@ class Limits:
         )
 
     def allows(self, causal: bool, query_len: int, shared: int, unique: int, selected: int = 0) -> bool:
-        """Whether a step of these sizes can occur at all.
+        """True if a step of these sizes can occur at all.
 
         A causal part has a request of two rows or more; a shared block has two rows; a unique block has a row of its
         own that is not the causal request's; the blocks are distinct blocks of one cache. Selected blocks go with any

@@ -45,5 +45,5 @@ def levels(rows: int, max_tiles: int) -> tuple[int, ...]:
 
 
 def is_bounded(rows: int, max_tiles: int) -> bool:
-    """Whether the bound saves enough. Near the tiles of all rows, slices cost less than tiles placed at run time."""
+    """True if the bound saves enough. Near the tiles of all rows, slices cost less than tiles placed at run time."""
     return 4 * max_tiles <= 3 * flat_tiles(rows)

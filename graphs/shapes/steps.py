@@ -84,7 +84,7 @@ class Steps:
 
     @property
     def has_prompt_tiles(self) -> bool:
-        """Whether any causal step is known to look back on fewer than all rows."""
+        """True if any causal step is known to look back on fewer than all rows."""
         return bool((self.prompt_tiles < _all_rows(self.forward)).any())
 
     @property

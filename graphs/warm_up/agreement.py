@@ -9,7 +9,7 @@ class Agreement(Protocol):
     """Every worker calls the same methods in the same order, and all get the same answer."""
 
     def all_of(self, is_true: bool) -> bool:
-        """Whether it is true for every worker."""
+        """True if it is true for every worker."""
 
     def most(self, value: int) -> int:
         """The largest value of all workers."""

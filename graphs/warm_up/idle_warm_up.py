@@ -140,7 +140,7 @@ class IdleWarmUp:
                 self._changed.notify_all()
 
     def _idle_for(self, last_seconds: float) -> bool:
-        """Whether a graph that takes about `last_seconds` may start; if not, after a wait for what may change that.
+        """True if a graph that takes about `last_seconds` may start; if not, after a wait for what may change that.
 
         With the lock held. While steps follow one another this thread wakes once in `rule.least`, not at every step.
         """

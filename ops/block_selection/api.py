@@ -77,7 +77,7 @@ def prepare_spans(
 
 
 def passes_over(device_type: str, *, implementation: str = AUTO) -> bool:
-    """Whether `block_scores` and a choice by it cost next to nothing for spans whose `num_rows` is 0."""
+    """True if `block_scores` and a choice by it cost next to nothing for spans whose `num_rows` is 0."""
     return _choose(implementation, device_type).passes_over
 
 
@@ -193,7 +193,7 @@ def keep_or_replace(
 
 
 def hands_over(most: int, device_type: str, *, implementation: str = AUTO) -> bool:
-    """Whether `take_choice` is to be called in place of `keep_or_replace`. most: ranks of a choice."""
+    """True if `take_choice` is to be called in place of `keep_or_replace`. most: ranks of a choice."""
     return _choose(implementation, device_type).hands_over(most)
 
 
@@ -236,7 +236,7 @@ def take_choice(
 
 
 def ranks_and_takes(most: int, device_type: str, *, implementation: str = AUTO) -> bool:
-    """Whether `rank_and_take` is to be called for `choose_blocks` and `take_choice`. most: ranks of a choice."""
+    """True if `rank_and_take` is to be called for `choose_blocks` and `take_choice`. most: ranks of a choice."""
     chosen = _choose(implementation, device_type)
     return chosen.ranks_and_takes and chosen.hands_over(most)
 

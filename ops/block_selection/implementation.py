@@ -65,15 +65,15 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         modes: Tensor,
         most: int,
     ) -> Prepared | None:
-        """As `prepare_spans`; None: there is nothing to compute in advance."""
+        """Like `prepare_spans`; None: there is nothing to compute in advance."""
         return None
 
     def write(self, key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> bool:
-        """As `write_summaries`; False: the reference does it."""
+        """Like `write_summaries`; False: the reference does it."""
         return False
 
     def hands_over(self, most: int) -> bool:
-        """Whether there is a `take_choice` for rankings of this length."""
+        """True if there is a `take_choice` for rankings of this length."""
         return False
 
     def take_choice(
@@ -89,7 +89,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         selected: int,
         checks: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """As `take_choice`."""
+        """Like `take_choice`."""
         raise NotImplementedError
 
     def rank_and_take(
@@ -108,7 +108,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         prepared: Prepared | None = None,
         target: SelectedList | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `rank_and_take`."""
+        """Like `rank_and_take`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -125,7 +125,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         kind: SummaryKind,
         prepared: Prepared | None = None,
     ) -> Tensor | None:
-        """As `block_scores`. prepared: by `prepare` of the same implementation, where that has been called."""
+        """Like `block_scores`. prepared: by `prepare` of the same implementation, where that has been called."""
 
     @abstractmethod
     def choose(
@@ -137,7 +137,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         most: int,
         prepared: Prepared | None = None,
     ) -> Tensor | None:
-        """As `choose_blocks`."""
+        """Like `choose_blocks`."""
 
     def keep_or_replace(
         self,
@@ -149,7 +149,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         width: int,
         prepared: Prepared | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As `keep_or_replace`; a few small operations, which the reference does well on a CPU."""
+        """Like `keep_or_replace`; a few small operations, which the reference does well on a CPU."""
         return None
 
 

@@ -23,7 +23,7 @@ def keep_freed_memory() -> bool:
 
 
 def keep_all_freed_memory() -> bool:
-    """As `keep_freed_memory`, for any size: call it once only steps make large allocations, since they repeat them.
+    """Like `keep_freed_memory`, for any size: call it once only steps make large allocations, since they repeat them.
 
     The result of a layer with 4096 tokens and 3072 outputs takes 50 MB; faulting in its pages took a tenth of the
     layer's time.

@@ -14,7 +14,7 @@ import torch
 
 @lru_cache(maxsize=16)
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start before its predecessor ends, and wait inside (Hopper and later)."""
+    """True if a kernel may start before its predecessor ends, and wait inside (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -17,10 +17,10 @@ class KvCacheImplementation(Implementation[None], ABC):
 
     @abstractmethod
     def write(self, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> bool:
-        """As `write_kv`, of validated tensors, in place."""
+        """Like `write_kv`, of validated tensors, in place."""
 
     def write_rows(self, tokens: Tensor, rows: Tensor, slots: Tensor) -> bool:
-        """As `write_rows` of the operation, of validated tensors, in place: as keys and values that are its halves."""
+        """Like `write_rows` of the operation, of validated tensors, in place: as keys and values that are its halves."""
         half = rows.shape[-1] // 2
         if not half:
             return False
@@ -28,7 +28,7 @@ class KvCacheImplementation(Implementation[None], ABC):
 
     @abstractmethod
     def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
-        """As `swap_blocks`, with validated caches; pairs: int64 [n, 2], contiguous."""
+        """Like `swap_blocks`, with validated caches; pairs: int64 [n, 2], contiguous."""
 
 
 KV_CACHE: Implementations[KvCacheImplementation] = Implementations(

@@ -68,7 +68,7 @@ def prepare_coded_experts(
 
 
 def are_codes_enough(weights: CodedExperts, spec: MoeSpec, *, captured: bool = False) -> bool:
-    """Whether the fastest implementation where these weights are takes codes in about the time of plain weights."""
+    """True if the fastest implementation where these weights are takes codes in about the time of plain weights."""
     chosen = MOE.choose(AUTO, weights.w13.codes.device.type, spec, captured=captured)
     return chosen.supports(replace(spec, weights=CODES)) and chosen.takes_codes(weights)
 

@@ -45,7 +45,7 @@ class ExpertCodes(NamedTuple):
 
     @property
     def for_kernels(self) -> bool:
-        """Whether inputs come in groups that a kernel multiplies at a time."""
+        """True if inputs come in groups that a kernel multiplies at a time."""
         return group_of(self.expert(0)) is not None
 
     def write_out(self, number: int, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ class MoeImplementation(Implementation[MoeSpec], ABC):
     """One way to compute the experts of a layer: prepares weights once, then computes rows."""
 
     def supports(self, spec: MoeSpec) -> bool:
-        """Whether the weights are plain; a subclass may support more, or less."""
+        """True if the weights are plain; a subclass may support more, or less."""
         return spec.weights == PLAIN
 
     def prepare(self, weights: ExpertWeights, spec: MoeSpec) -> Any:
@@ -39,11 +39,11 @@ class MoeImplementation(Implementation[MoeSpec], ABC):
         return weights
 
     def takes_codes(self, weights: CodedExperts) -> bool:
-        """Whether `compute` gets by with these weights as they are, in about the time that plain ones take."""
+        """True if `compute` gets by with these weights as they are, in about the time that plain ones take."""
         return False
 
     def prepare_codes(self, weights: CodedExperts, spec: MoeSpec) -> Any:
-        """As `prepare`, where `supports` says yes to a spec of `CODES`."""
+        """Like `prepare`, where `supports` says yes to a spec of `CODES`."""
         return weights
 
     @abstractmethod

@@ -45,7 +45,7 @@ class MoeSpec:
 
     @property
     def is_plain_gate(self) -> bool:
-        """Whether gates are `form` itself, all of them before the others."""
+        """True if gates are `form` itself, all of them before the others."""
         return not self.interleaved and (self.alpha, self.beta, self.limit) == (1.0, 0.0, None)
 
     def __str__(self) -> str:

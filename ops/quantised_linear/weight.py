@@ -42,7 +42,7 @@ class QuantisedWeight(NamedTuple):
 
     @property
     def by_channel(self) -> bool:
-        """Whether an output has one scale."""
+        """True if an output has one scale."""
         return self.block[1] >= self.inputs
 
     def check(self) -> None:

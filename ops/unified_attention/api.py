@@ -167,7 +167,7 @@ def choose_implementation(
 
 
 def choose_static_implementation(implementation: str, device_type: str, specs: Iterable[AttentionSpec] = ()) -> str:
-    """As `choose_implementation`, for a step that is captured as a graph or compiled at static shapes."""
+    """Like `choose_implementation`, for a step that is captured as a graph or compiled at static shapes."""
     return choose_implementation(implementation, device_type, specs, captured=True)
 
 

@@ -22,7 +22,7 @@ class AttentionImplementation(Implementation[AttentionSpec], ABC):
     """Whether `attend` writes `log_sums` for new tokens alone, and for cached blocks whose keys hold their values."""
 
     def supports(self, spec: AttentionSpec) -> bool:
-        """Whether it is plain attention; a subclass may support more."""
+        """True if it is plain attention; a subclass may support more."""
         return spec.is_plain
 
     def plan(self, parts: AttentionParts, block_size: int) -> Any:

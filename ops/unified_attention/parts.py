@@ -157,7 +157,7 @@ class AttentionParts(NamedTuple):
 
     @property
     def are_local(self) -> bool:
-        """Whether rows see less than their requests' contexts by a window or chunks."""
+        """True if rows see less than their requests' contexts by a window or chunks."""
         by_rows = self.causal is not None and self.causal.first_rows is not None
         return by_rows or (self.shared is not None and self.shared.rise is not None)
 

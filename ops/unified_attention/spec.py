@@ -43,7 +43,7 @@ class AttentionSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the softmax of scaled scores and nothing else, which every implementation supports."""
+        """True if it is the softmax of scaled scores and nothing else, which every implementation supports."""
         return self.logits_soft_cap is None and not (self.is_local or self.has_sinks or self.has_slopes)
 
     def __str__(self) -> str:

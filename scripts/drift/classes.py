@@ -161,7 +161,7 @@ class Class:
 
     @property
     def is_data(self) -> bool:
-        """Whether its fields are the parameters of its constructor."""
+        """True if its fields are the parameters of its constructor."""
         return any(
             any(name in _DATA_DECORATORS for name in decorators(one.node))
             or any(last_name(base) in _DATA_BASES for base in one.node.bases)

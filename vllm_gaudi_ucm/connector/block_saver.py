@@ -151,7 +151,7 @@ class SaveQueue:
             self._has_watcher = False
 
     def _is_due(self) -> bool:
-        """Whether the first block of the queue is due, with the lock held."""
+        """True if the first block of the queue is due, with the lock held."""
         return (
             bool(self._flushing)
             or self._is_closed

@@ -43,7 +43,7 @@ class Lookup:
 
     @property
     def is_open(self) -> bool:
-        """Whether an answer may still come."""
+        """True if an answer may still come."""
         return self.hits is None and not self.is_late
 
 
@@ -87,7 +87,7 @@ class LookupThread:
         self._grace = GRACE_SECONDS
 
     def is_late(self, lookup: Lookup) -> bool:
-        """Whether the question is past its deadline."""
+        """True if the question is past its deadline."""
         return self._clock() - lookup.asked >= self._deadline
 
     def close(self, timeout: float = 1.0) -> None:

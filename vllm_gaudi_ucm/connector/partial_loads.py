@@ -112,7 +112,7 @@ class PartialLoads:
         return num_tokens - len(keys) * self._block_size <= self._offload.max_remainder
 
     def may_be_repeated(self, request_id: str) -> bool:
-        """Whether the step that is being scheduled may be computed once more, with other blocks: what it computes is
+        """True if the step that is being scheduled may be computed once more, with other blocks: what it computes is
         not stored, or the better blocks would be taken for stored ones."""
         return self._offload.is_guess(request_id)
 

@@ -104,12 +104,12 @@ class ConnectorSetup:
 
     @property
     def offloads(self) -> bool:
-        """Whether KV offload is on, with which loads may leave blocks in the store."""
+        """True if KV offload is on, with which loads may leave blocks in the store."""
         return resolve_config(self.vllm_config.additional_config).memory_mode.enabled
 
     @property
     def loads_partly(self) -> bool:
-        """Whether loads leave blocks in the store, with KV offload: where all layers have one block table."""
+        """True if loads leave blocks in the store, with KV offload: where all layers have one block table."""
         return self.options.loads_partly and len(self.groups) == 1
 
     @cached_property

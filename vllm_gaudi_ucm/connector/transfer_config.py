@@ -71,12 +71,12 @@ class ConnectorOptions(Section):
 
     @property
     def loads_partly(self) -> bool:
-        """Whether loads may leave blocks in the store, where there is memory mode."""
+        """True if loads may leave blocks in the store, where there is memory mode."""
         return self.partial_loads and self.load_failure == "recompute"
 
     @property
     def asks_for_partial_loads(self) -> bool:
-        """Whether the option was given, and not only its default."""
+        """True if the option was given, and not only its default."""
         return self.loads_partly and "partial_loads" in self.model_fields_set
 
     @field_validator("store", mode="before")
@@ -107,7 +107,7 @@ class ConfiguredConnector(NamedTuple):
 
     @property
     def needs_one_tensor(self) -> bool:
-        """Whether it is one of vLLM's own that reads a layer's keys and values from one tensor, as all do but one, of
+        """True if it is one of vLLM's own that reads a layer's keys and values from one tensor, as all do but one, of
         which we have our own form."""
         return self.module is None and self.name not in (None, OURS, OFFLOADING)
 
@@ -139,12 +139,12 @@ def _unfold(one: ConfiguredConnector) -> Iterator[ConfiguredConnector]:
 
 
 def is_ours_among(config: KVTransferConfig | None) -> bool:
-    """Whether our connector is on, by itself or as a child."""
+    """True if our connector is on, by itself or as a child."""
     return any(one.name == OURS for one in configured_connectors(config))
 
 
 def loads_partly(vllm_config: VllmConfig) -> bool:
-    """Whether our connector is on and may leave blocks in its store, where there is memory mode."""
+    """True if our connector is on and may leave blocks in its store, where there is memory mode."""
     config = vllm_config.kv_transfer_config
     if config is None or config.kv_connector != OURS or not config.is_kv_consumer:
         return False

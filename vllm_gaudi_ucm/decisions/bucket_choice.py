@@ -69,7 +69,7 @@ def server_limits(
 
 
 def reads_own_blocks(config: UcmConfig, device: str) -> bool:
-    """Whether attention of a request reads the shared blocks that it uses alone. device: `cpu`, `cuda` or `hpu`."""
+    """True if attention of a request reads the shared blocks that it uses alone. device: `cpu`, `cuda` or `hpu`."""
     return device == "cuda" and config.attention.implementation in (AUTO, "cuda")
 
 

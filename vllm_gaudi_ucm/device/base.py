@@ -21,7 +21,7 @@ class Fence(Protocol):
         """Makes what this thread launches from now on run after the fence; the host does not wait."""
 
     def query(self) -> bool:
-        """Whether the device has passed the fence, in any thread; raises the error of a device that has failed."""
+        """True if the device has passed the fence, in any thread; raises the error of a device that has failed."""
 
 
 class Device(Protocol):
@@ -88,4 +88,4 @@ class Device(Protocol):
 
     @property
     def pins_host_memory(self) -> bool:
-        """Whether copies from pinned host memory run beside the host's own work."""
+        """True if copies from pinned host memory run beside the host's own work."""

@@ -67,7 +67,7 @@ def _decide_auto() -> Decision:
 
 
 def has_gaudi_software() -> bool:
-    """Whether Gaudi's PyTorch bridge could be imported; it is not: the bridge sets up the device on import."""
+    """True if Gaudi's PyTorch bridge could be imported; it is not: the bridge sets up the device on import."""
     try:
         return importlib.util.find_spec(GAUDI_SOFTWARE) is not None
     except ModuleNotFoundError:
@@ -88,7 +88,7 @@ def _is_gaudi(root: Path, node: str) -> bool:
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a GPU. `device_count` asks NVML; `is_available` would start CUDA and break forked workers."""
+    """True if torch sees a GPU. `device_count` asks NVML; `is_available` would start CUDA and break forked workers."""
     import torch
 
     return torch.version.cuda is not None and torch.cuda.device_count() > 0

@@ -34,7 +34,7 @@ class GaudiSoftware:
 
     @property
     def has_its_torch(self) -> bool:
-        """Whether torch is the one that the release ships, by its minor version."""
+        """True if torch is the one that the release ships, by its minor version."""
         return self.expected_torch is not None and minor_version(self.torch) == self.expected_torch
 
     def __str__(self) -> str:

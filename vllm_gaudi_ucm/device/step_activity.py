@@ -30,7 +30,7 @@ class StepActivity:
         self._is_running = False
 
     def is_idle(self) -> bool:
-        """Whether no step runs, and none has just ended."""
+        """True if no step runs, and none has just ended."""
         return not self._is_running and self._clock() - self._ended >= IDLE_SECONDS
 
 

@@ -93,7 +93,7 @@ class DeviceWatch:
         self._fence = self._device.fence()
 
     def look(self) -> bool:
-        """Whether the device works; tells of it if it does not."""
+        """True if the device works; tells of it if it does not."""
         try:
             if self._fence is not None:
                 self._fence.query()

@@ -59,7 +59,7 @@ class Ranks:
 
     @property
     def reports(self) -> bool:
-        """Whether this worker keeps the phase log and the metrics: one of all does."""
+        """True if this worker keeps the phase log and the metrics: one of all does."""
         return self.rank == self.output_rank
 
     def least(self, value: int) -> int:
@@ -80,7 +80,7 @@ class Ranks:
         return -self.least(-value)
 
     def all_of(self, is_true: bool) -> bool:
-        """Whether it is true on every rank."""
+        """True if it is true on every rank."""
         return bool(self.least(int(is_true)))
 
     def texts(self, own: str) -> list[str]:

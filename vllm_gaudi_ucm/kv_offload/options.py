@@ -69,7 +69,7 @@ class MemoryModeOptions(Section):
 
     @property
     def is_in_host_memory(self) -> bool:
-        """Whether copies lie in this process, where nothing can be brought nearer to the device."""
+        """True if copies lie in this process, where nothing can be brought nearer to the device."""
         return self.store is None or self.store.ends_with_process
 
     def open_options(self, max_copies: int, block_bytes: int) -> StoreOptions:

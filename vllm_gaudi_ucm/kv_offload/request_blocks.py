@@ -52,7 +52,7 @@ class RequestBlocks:
         return self._lists.get(request_id, [])
 
     def is_owned_alone(self, request_id: str, number: int) -> bool:
-        """Whether releasing the block would free it."""
+        """True if releasing the block would free it."""
         block = self._lists[request_id][number]
         return not block.is_null and block.ref_cnt == 1
 

@@ -99,12 +99,12 @@ class OffloadScheduler:
         return dispensable_blocks(full, missing, self._block_size, self._options.resident_ratio, self.method)
 
     def has_gaps(self, request_id: str, num_rows: int) -> bool:
-        """Whether a step of `num_rows` rows, of a prompt too, is sparse because the request has offloaded blocks."""
+        """True if a step of `num_rows` rows, of a prompt too, is sparse because the request has offloaded blocks."""
         state = self._states.get(request_id)
         return state is not None and bool(state.offloaded) and num_rows <= self.max_remainder
 
     def is_guess(self, request_id: str) -> bool:
-        """Whether the next step of a request may be repeated."""
+        """True if the next step of a request may be repeated."""
         state = self._states.get(request_id)
         return state is not None and state.is_guess
 

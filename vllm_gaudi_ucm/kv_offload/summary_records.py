@@ -50,7 +50,7 @@ class SummaryRecords:
         self._pad_row = len(scorer.offloaded[0]) - 1
 
     def are_ready(self, blocks: Sequence[int]) -> bool:
-        """Whether all of these blocks have a summary."""
+        """True if all of these blocks have a summary."""
         return bool(self._ready.ready[list(blocks)].all())
 
     @torch.inference_mode()

@@ -120,7 +120,7 @@ class PhaseLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether steps are written; False after a failed write."""
+        """True if steps are written; False after a failed write."""
         return self._file is not None
 
     def append(self, record: StepRecord) -> None:

@@ -47,7 +47,7 @@ BYTES_NOTE = "bytes, or text such as 4GiB"
 
 
 class NameOf:
-    """As `Annotated[str, NameOf(registry, "auto")]`: a name of the registry, or one of the others."""
+    """Like `Annotated[str, NameOf(registry, "auto")]`: a name of the registry, or one of the others."""
 
     def __init__(self, registry: Registry[Any], *others: str) -> None:
         self._registry = registry
@@ -78,7 +78,7 @@ def hide_passwords(text: str) -> str:
 
 
 def may_hold_password(text: str) -> bool:
-    """Whether it looks like a URL more than like the path of a file."""
+    """True if it looks like a URL more than like the path of a file."""
     return "://" in text or hide_passwords(text) != text
 
 

@@ -40,7 +40,7 @@ class Synchronous(NamedTuple):
 
 
 def _decides_by_counts(config: UcmConfig) -> bool:
-    """Whether there is no sparse method, or one that workers may have decide."""
+    """True if there is no sparse method, or one that workers may have decide."""
     name = config.ucm_sparse_method
     if name is None:
         return True
@@ -118,7 +118,7 @@ def reasons(vllm_config: VllmConfig, config: UcmConfig, device: str) -> list[Syn
 
 
 def schedules_ahead(vllm_config: VllmConfig, config: UcmConfig, device: str) -> bool:
-    """Whether an engine does: `async_scheduling`, as vLLM has made it of its flags, if nothing speaks against it.
+    """True if an engine does: `async_scheduling`, as vLLM has made it of its flags, if nothing speaks against it.
 
     The answer is the same when vLLM comes a second time, with a copy of its configuration. device: its kind.
     """

@@ -45,7 +45,7 @@ def refuse_beside_compaction(vllm_config: VllmConfig) -> None:
 
 
 def keeps_one_block_table(vllm_config: VllmConfig, config: UcmConfig) -> bool:
-    """Whether vLLM's hybrid KV-cache manager has to be off, beside what knows one block table for all layers: windows
+    """True if vLLM's hybrid KV-cache manager has to be off, beside what knows one block table for all layers: windows
     are then computed as ever, and their KV cache takes what full attention takes. vLLM does so itself beside connectors
     that know one table, and logs a warning where the model has windows.
 

@@ -271,7 +271,7 @@ class Dispatcher(Settlement):
         return load
 
     def _make_room(self, task: PrefetchTask) -> bool:
-        """Whether a prefetch may be pending beside the others, for which one of a lower priority may have to go.
+        """True if a prefetch may be pending beside the others, for which one of a lower priority may have to go.
 
         Loads with `deliver` do not count: their requests have blocks on the device already, which bounds them.
         """

@@ -50,7 +50,7 @@ class PrefetchHandle:
         return self._dispatcher.wait(self.task, timeout)
 
     def cancel(self) -> bool:
-        """Whether it was pending until now."""
+        """True if it was pending until now."""
         return self._dispatcher.cancel(self.task)
 
     def __repr__(self) -> str:

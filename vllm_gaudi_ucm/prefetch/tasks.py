@@ -109,7 +109,7 @@ class PrefetchTask:
 
     @property
     def is_open(self) -> bool:
-        """Whether its blocks are still wanted."""
+        """True if its blocks are still wanted."""
         return self.settling is None
 
     @property

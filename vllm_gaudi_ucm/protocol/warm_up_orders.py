@@ -29,7 +29,7 @@ def order_warm_up(scheduler_output: SchedulerOutput) -> None:
 
 
 def orders_warm_up(scheduler_output: SchedulerOutput) -> bool:
-    """Whether a graph is to be warmed with this step."""
+    """True if a graph is to be warmed with this step."""
     return getattr(scheduler_output, _ORDER, False)
 
 

@@ -24,7 +24,7 @@ yet."""
 
 
 def reads_tokens(params: SamplingParams) -> bool:
-    """Whether what is allowed depends on the tokens that a request has: bad words of several tokens."""
+    """True if what is allowed depends on the tokens that a request has: bad words of several tokens."""
     return any(len(word) > 1 for word in params.bad_words_token_ids or ())
 
 
@@ -41,7 +41,7 @@ class AllowedTokens:
         self._none = np.full(num_words(vocab_size), ALL_ALLOWED, np.int32)
 
     def forbids(self, slots: Sequence[LiveRequest]) -> bool:
-        """Whether any of these requests must not get some token."""
+        """True if any of these requests must not get some token."""
         return any(_is_limited(request) for request in slots)
 
     def changing(self, slots: Sequence[LiveRequest]) -> tuple[Changing, ...]:
@@ -49,7 +49,7 @@ class AllowedTokens:
         return tuple(self._changing(request) for request in slots)
 
     def depends_on_grammar(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> bool:
-        """Whether a request with a grammar must not stop yet, unless its grammar allows nothing else."""
+        """True if a request with a grammar must not stop yet, unless its grammar allows nothing else."""
         return any(
             must_go_on and request.sampling_params.structured_outputs is not None
             for request, (_, must_go_on) in zip(slots, changing, strict=True)

@@ -37,7 +37,7 @@ class HostRows(NamedTuple):
 
 
 def has_processors_of_batches(batch: SamplingBatch) -> bool:
-    """Whether a custom logits processor must see all rows at once, or sees them where the device is in the middle."""
+    """True if a custom logits processor must see all rows at once, or sees them where the device is in the middle."""
     custom = (p for p in batch.metadata.logitsprocs.all if type(p) not in BUILTIN_LOGITS_PROCESSORS)
     return any(not isinstance(p, AdapterLogitsProcessor) or p.is_argmax_invariant() for p in custom)
 

@@ -68,7 +68,7 @@ class SamplingBatch:
 
     @property
     def wants_likeliest(self) -> bool:
-        """Whether the next tokens of all slots are the likeliest ones, whatever was sampled before, and nothing else is
+        """True if the next tokens of all slots are the likeliest ones, whatever was sampled before, and nothing else is
         wanted of the logits."""
         return self._is_likeliest and all(
             request.sampling_params.min_tokens <= len(request.output_token_ids) for request in self._held_back

@@ -71,7 +71,7 @@ class TokensInFlight:
 
     @property
     def are_waited_for(self) -> bool:
-        """Whether the host has yet to read them, which nobody has counted."""
+        """True if the host has yet to read them, which nobody has counted."""
         return self._found is None
 
     def wait(self) -> None:

@@ -175,7 +175,7 @@ def load_draft_model(vllm_config: VllmConfig) -> nn.Module | None:
 
 
 def is_draft_layer(name: str) -> bool:
-    """Whether an attention layer is the draft model's."""
+    """True if an attention layer is the draft model's."""
     return name.startswith(f"{DRAFT_PREFIX}.")
 
 

@@ -180,7 +180,7 @@ def seal(record: memoryview, key: bytes) -> None:
 
 
 def is_intact(record: memoryview, key: bytes) -> bool:
-    """Whether `record` is a complete, unchanged record of this key."""
+    """True if `record` is a complete, unchanged record of this key."""
     if len(record) < HEADER_BYTES:
         return False
     magic, version = _BEFORE_CRC.unpack_from(record, 0)

@@ -77,7 +77,7 @@ def write_whole(descriptor: int, data: memoryview) -> None:
 
 
 def remove_file(name: str, at: int | None = None) -> bool:
-    """Whether it was there."""
+    """True if it was there."""
     try:
         os.unlink(name, dir_fd=at)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def remove_file(name: str, at: int | None = None) -> bool:
 
 
 def remove_unless_locked(name: str, at: int) -> bool:
-    """Whether it was there and no living process holds its lock."""
+    """True if it was there and no living process holds its lock."""
     descriptor = open_file(name, at)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

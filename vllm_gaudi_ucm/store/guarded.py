@@ -58,7 +58,7 @@ class Breaker:
             return self._state()
 
     def allow(self) -> bool:
-        """Whether a call may go through; after True exactly one of `succeeded`, `failed` must follow."""
+        """True if a call may go through; after True exactly one of `succeeded`, `failed` must follow."""
         with self._lock:
             state = self._state()
             if state == "half_open" and not self._trying:
@@ -146,7 +146,7 @@ class CallGuard:
         return result
 
     def call_unhurried(self, function: Callable[[], Result]) -> Result | None:
-        """As `call`, in the caller's thread and without a deadline: for what takes as long as there are blocks."""
+        """Like `call`, in the caller's thread and without a deadline: for what takes as long as there are blocks."""
         self.check_open()
         try:
             return function()

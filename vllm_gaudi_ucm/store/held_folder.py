@@ -140,7 +140,7 @@ class HeldFolder:
         weakref.finalize(self, opened.pop_all().close)
 
     def is_at(self, path: str) -> bool:
-        """Whether the folder at a path is this one: not removed, moved or replaced."""
+        """True if the folder at a path is this one: not removed, moved or replaced."""
         try:
             return _identity(os.stat(f"{path}/{BLOCKS}", follow_symlinks=False)) == self._identity
         except (FileNotFoundError, NotADirectoryError):
@@ -152,7 +152,7 @@ class HeldFolder:
         return found.st_mtime_ns if found is not None and self._is_record(block, found.st_mode) else None
 
     def is_whole(self, block: StoredBlock) -> bool:
-        """Whether its record is there, in full length."""
+        """True if its record is there, in full length."""
         found = self._stat(block)
         return (
             found is not None
@@ -161,7 +161,7 @@ class HeldFolder:
         )
 
     def read(self, block: StoredBlock, record: memoryview) -> int | None:
-        """As `Medium.peek`."""
+        """Like `Medium.peek`."""
         found = self._stat(block)
         if found is None:
             return None
@@ -201,12 +201,12 @@ class HeldFolder:
             os.fsync(leaf)
 
     def in_the_way(self, block: StoredBlock) -> bool:
-        """Whether a stranger lies in a block's place."""
+        """True if a stranger lies in a block's place."""
         found = self._stat(block)
         return found is not None and not self._is_record(block, found.st_mode)
 
     def remove(self, block: StoredBlock) -> bool:
-        """Whether its record was there."""
+        """True if its record was there."""
         found = self._stat(block)
         if found is None or not self._is_record(block, found.st_mode):
             return False

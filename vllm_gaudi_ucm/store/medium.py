@@ -88,7 +88,7 @@ class Medium(ABC):
 
     @abstractmethod
     def keep(self, key: bytes, block_bytes: int) -> bool:
-        """As `lookup` of one key, which counts as a use of the block."""
+        """Like `lookup` of one key, which counts as a use of the block."""
 
     @abstractmethod
     def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
@@ -100,14 +100,14 @@ class Medium(ABC):
 
     @abstractmethod
     def peek(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
-        """As `read`, without counting as a use: order of use and time to live stay as they are."""
+        """Like `read`, without counting as a use: order of use and time to live stay as they are."""
 
     def strangers(self) -> list[str]:
         """Things met in the place of a block that are none, in words; they are left alone."""
         return []
 
     def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
-        """As `read` for each key and its record, one by one as the results are consumed."""
+        """Like `read` for each key and its record, one by one as the results are consumed."""
         for key, record in zip(keys, records, strict=True):
             yield self.read(key, block_bytes, record)
 

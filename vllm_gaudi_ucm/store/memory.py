@@ -364,7 +364,7 @@ class SharedMemoryStore(ConfiguredStore):
         return self._closed_with or self._used.stats()
 
     def check_integrity(self) -> None:
-        """As `MemoryStore.check_integrity`."""
+        """Like `MemoryStore.check_integrity`."""
         self._used.check_integrity()
 
     def close(self) -> None:

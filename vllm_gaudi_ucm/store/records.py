@@ -45,7 +45,7 @@ class RecordPool:
 
 
 def can_pin() -> bool:
-    """Whether there is a device that copies faster from page-locked memory."""
+    """True if there is a device that copies faster from page-locked memory."""
     from vllm_gaudi_ucm.device import get_device
     from vllm_gaudi_ucm.device.detect import detect_device
 
@@ -92,7 +92,7 @@ class RecordReader:
                     self._records.give(record)
 
     def _is_whole(self, key: bytes, record: memoryview, size: int | None) -> bool:
-        """Whether the record is the block that was saved; a corrupt one is removed."""
+        """True if the record is the block that was saved; a corrupt one is removed."""
         if size == REFUSED:
             self._counts.add(errors=1)
         if size is None or size == REFUSED:

@@ -59,7 +59,7 @@ def _is_socket(parts: SplitResult) -> bool:
 
 
 def _ends_well(parts: SplitResult) -> bool:
-    """Whether the query names a database at most: other client parameters, such as time-outs, would override ours."""
+    """True if the query names a database at most: other client parameters, such as time-outs, would override ours."""
     query = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     return not parts.fragment and all(name == "db" and value[-1].isdigit() for name, value in query.items())
 
@@ -253,7 +253,7 @@ class RedisMedium(Medium):
         raise answer
 
     def _touched(self, answer: Any) -> bool:
-        """Whether the value whose time to live was renewed still exists."""
+        """True if the value whose time to live was renewed still exists."""
         if isinstance(answer, self._refused):
             self.untouched += 1
             if self.untouched == 1:

@@ -100,7 +100,7 @@ class ShardLookups:
         self._shards = tuple(dict.fromkeys(shards))
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """As `KvStore.lookup`; a block that one shard lacks is not asked for further."""
+        """Like `KvStore.lookup`; a block that one shard lacks is not asked for further."""
         wanted = list(range(len(keys)))
         for shard in self._shards:
             found = self._stores[shard.block_bytes].lookup([shard.key(keys[index]) for index in wanted])
@@ -109,7 +109,7 @@ class ShardLookups:
         return [index in there for index in range(len(keys))]
 
     def clear(self) -> int:
-        """As `KvStore.clear`, of all sizes; the number of parts."""
+        """Like `KvStore.clear`, of all sizes; the number of parts."""
         return sum(store.clear() for store in self._stores.values())
 
     def close(self) -> None:

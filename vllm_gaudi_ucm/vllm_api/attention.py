@@ -62,7 +62,7 @@ def chunk_of(backend: type[AttentionBackend]) -> int | None:
 
 
 def asks_for_narrow_cache(quant_config: object) -> bool:
-    """Whether a checkpoint asks for a KV cache of 8-bit floats.
+    """True if a checkpoint asks for a KV cache of 8-bit floats.
 
     Reason: `CompressedTensorsConfig` alone says it, and vLLM's `Attention` looks for it where a layer is made.
     Remove when: `CacheConfig.cache_dtype` has the answer before a model is made.

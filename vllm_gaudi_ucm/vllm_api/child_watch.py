@@ -151,7 +151,7 @@ def failed_children() -> list[str]:
 
 
 def outputs_ended_as_asked() -> bool:
-    """Whether the engines of a server that can no longer read their outputs were asked to end; else they have failed.
+    """True if the engines of a server that can no longer read their outputs were asked to end; else they have failed.
 
     Reason: vLLM's log does not tell an engine that was asked to end from one that died. A server asks one that died to
     end, too, and kills it by that while it closes its workers.

@@ -33,7 +33,7 @@ logger = plugin_logger(__name__)
 
 
 def is_engine_process() -> bool:
-    """Whether vLLM started this process for an engine.
+    """True if vLLM started this process for an engine.
 
     Reason: vLLM tells it by the process's name only, `EngineCore` or `EngineCore_DP<rank>`.
     Remove when: vLLM has a function for it.
@@ -42,7 +42,7 @@ def is_engine_process() -> bool:
 
 
 def is_worker_process() -> bool:
-    """Whether vLLM started this process for one worker of an engine with several.
+    """True if vLLM started this process for one worker of an engine with several.
 
     Reason: vLLM tells it by the process's name only, `VllmWorker-<rank>`.
     Remove when: vLLM has a function for it.

@@ -190,7 +190,7 @@ def _parts_of_call(given: dict[str, Any]) -> Iterator[Part]:
 
 
 def _has_default(module: nn.Module, name: str, weight: nn.Parameter) -> bool:
-    """Whether a checkpoint may lack it: a placeholder without elements, a scale of the KV cache, and biases that a
+    """True if a checkpoint may lack it: a placeholder without elements, a scale of the KV cache, and biases that a
     layer of experts has for a checkpoint which says more than its configuration."""
     if isinstance(module, RoutedExperts) and name.endswith("_bias"):
         return not module.moe_config.has_bias

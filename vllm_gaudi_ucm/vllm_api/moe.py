@@ -37,7 +37,7 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 """Weights float32 [rows, chosen], and ids."""
 
 Choose = Callable[..., Choice]
-"""As `ops.moe.choice.choose_experts`."""
+"""Like `ops.moe.choice.choose_experts`."""
 
 
 def padded_rows() -> torch.Tensor | None:

@@ -107,7 +107,7 @@ def client_error(message: str) -> Exception:
 
 
 def uses_older_ray_executor(vllm_config: VllmConfig) -> bool:
-    """Whether workers on Ray are driven by the older of vLLM's two executors.
+    """True if workers on Ray are driven by the older of vLLM's two executors.
 
     Reason: that one calls the model runner of its own worker instead of the worker, and moves tensors by Ray's compiled
     graph, which knows CUDA alone. Only an environment variable tells which of the two it is. vLLM 0.33 has neither that
@@ -121,7 +121,7 @@ def uses_older_ray_executor(vllm_config: VllmConfig) -> bool:
 
 
 def has_heads_of_several_sizes(model_config: ModelConfig | None) -> bool:
-    """Whether attention layers of the model differ in the size of their heads (Gemma 4).
+    """True if attention layers of the model differ in the size of their heads (Gemma 4).
 
     Reason: vLLM answers for one layer at a time.
     Remove when: `ModelConfig` has a property that says it.

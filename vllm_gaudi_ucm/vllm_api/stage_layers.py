@@ -19,7 +19,7 @@ _WHOLE = "full_attention"
 
 
 def names_layer_kinds(vllm_config: VllmConfig) -> bool:
-    """Whether the model's configuration says for each layer how far it sees.
+    """True if the model's configuration says for each layer how far it sees.
 
     Reason: vLLM knows of a layer what the worker that has it says.
     Remove when: `KVCacheConfig` has the layers of all stages in the scheduler, and in each worker.

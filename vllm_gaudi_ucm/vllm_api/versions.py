@@ -26,7 +26,7 @@ class Window:
     prereleases_count: bool = False
 
     def holds(self, version: str) -> bool:
-        """Whether a version is inside; a local suffix (`+cpu`, `+empty`) says how it was built, and does not count."""
+        """True if a version is inside; a local suffix (`+cpu`, `+empty`) says how it was built, and does not count."""
         parsed = Version(version)
         compared = parsed.base_version if self.prereleases_count else parsed.public
         return SpecifierSet(self.versions).contains(compared, prereleases=True)

@@ -108,7 +108,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> _Job:
 
 
 def _has_finished(job: _Job) -> bool:
-    """Whether a compiler has ended. Raises BuildError or CacheError if it has failed."""
+    """True if a compiler has ended. Raises BuildError or CacheError if it has failed."""
     compiler = str(job.process.args[0])  # type: ignore[index]  # a list, as it was given
     status = job.process.poll()
     if status is None:

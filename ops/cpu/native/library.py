@@ -188,7 +188,7 @@ def _open_library() -> tuple[ctypes.CDLL, str]:
 
 
 def is_rows(x: Tensor) -> bool:
-    """Whether x is fp32 [rows, columns] on the CPU with dense rows; there may be gaps between rows."""
+    """True if x is fp32 [rows, columns] on the CPU with dense rows; there may be gaps between rows."""
     return x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1 and x.is_cpu
 
 

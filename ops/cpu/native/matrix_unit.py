@@ -18,7 +18,7 @@ _REASONS = (
 
 
 def available() -> bool:
-    """Whether the kernels can use it in this process. The first call may build them."""
+    """True if the kernels can use it in this process. The first call may build them."""
     return not why_not()
 
 
@@ -36,7 +36,7 @@ def use(wanted: bool) -> None:
 
 
 def in_use() -> bool:
-    """Whether it is available and enabled."""
+    """True if it is available and enabled."""
     library = native()
     return library is not None and bool(library.ucm_uses_matrix_tiles())
 

@@ -62,7 +62,7 @@ class PackedWeight(NamedTuple):
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether packing makes products with a weight of this dtype and device fast, with this torch and CPU."""
+    """True if packing makes products with a weight of this dtype and device fast, with this torch and CPU."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or weight.dtype in HALF_TYPES
@@ -146,13 +146,13 @@ def _way(kind: Kind, rows: int, tiles: bool, onednn: bool) -> Way:
 
 
 def multiplies_pairs() -> bool:
-    """Whether this CPU has instructions for pairs of bfloat16."""
+    """True if this CPU has instructions for pairs of bfloat16."""
     kernels = native()
     return kernels is not None and bool(kernels.ucm_multiplies_bf16())
 
 
 def has_pair_tiles(inputs: int) -> bool:
-    """Whether the matrix unit multiplies pairs of so many inputs: whole tiles, which it reads where they lie."""
+    """True if the matrix unit multiplies pairs of so many inputs: whole tiles, which it reads where they lie."""
     return inputs % 32 == 0 and matrix_unit.in_use()
 
 
@@ -173,14 +173,14 @@ def multiply_pairs(x: Tensor, weight: Panels, bias: Tensor | None, tiles: bool) 
 
 
 def _has_units_for(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes in this dtype here, and not much more slowly than in fp32."""
+    """True if oneDNN computes in this dtype here, and not much more slowly than in fp32."""
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _enough_alone(inputs: int) -> bool:
-    """Whether native kernels multiply a weight of this size as fast as oneDNN, for any number of rows."""
+    """True if native kernels multiply a weight of this size as fast as oneDNN, for any number of rows."""
     if matrix_unit.in_use():
         return True
     kernels = native()
@@ -189,7 +189,7 @@ def _enough_alone(inputs: int) -> bool:
 
 
 def _needs_onednn(pairs: Panels, inputs: int) -> bool:
-    """Whether a weight in pairs needs a copy for oneDNN, too, for steps of many rows."""
+    """True if a weight in pairs needs a copy for oneDNN, too, for steps of many rows."""
     if matrix_unit.in_use() or not stays_in_cache(pairs.width * inputs * 2):
         return True  # with the unit oneDNN orders the products of large weights better than a small one's times tell
     times = times_of(Kind.PAIRS)
@@ -197,7 +197,7 @@ def _needs_onednn(pairs: Panels, inputs: int) -> bool:
 
 
 def stays_in_cache(size: int) -> bool:
-    """Whether a panel of so many bytes stays in the second cache of a core, with as much room for rows."""
+    """True if a panel of so many bytes stays in the second cache of a core, with as much room for rows."""
     return 2 * size <= second_cache()
 
 
@@ -217,7 +217,7 @@ def _is_float16(form: Compact | Panels) -> bool:
 
 
 def _fits(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
-    """Whether sizes and dtypes match; if not, oneDNN gets them, and raises the error."""
+    """True if sizes and dtypes match; if not, oneDNN gets them, and raises the error."""
     return is_rows(x) and _sizes_fit(x, weight, bias)
 
 

@@ -55,7 +55,7 @@ class Compact(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """As `Compact`, with one row per output."""
+    """Like `Compact`, with one row per output."""
 
     codes: Tensor
     scales: Tensor
@@ -201,7 +201,7 @@ def _fitting_widths(weight: Tensor, address: int, size: int) -> list[int]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether all values are equal. NaN equals NaN here, or a broken weight would look like another format."""
+    """True if all values are equal. NaN equals NaN here, or a broken weight would look like another format."""
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 

@@ -95,7 +95,7 @@ class Times(NamedTuple):
         return seconds * WORTH_A_GRAPH if self.kind in SAME_BYTES and Way.TILES not in ways else inf
 
     def needs_onednn(self, ways: Collection[Way]) -> bool:
-        """Whether a weight needs a copy for oneDNN: native products of many rows are slower by more than a tenth."""
+        """True if a weight needs a copy for oneDNN: native products of many rows are slower by more than a tenth."""
         if any(way not in self.seconds for way in ways):
             return True
         native = min(self.seconds[way][-1] for way in ways if way is not Way.ONEDNN)

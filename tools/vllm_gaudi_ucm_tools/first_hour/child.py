@@ -84,7 +84,7 @@ def run(say: Say, request: Mapping[str, Any]) -> None:
 
 
 def is_upstream_torch() -> bool:
-    """Whether the installed torch is not the vendor's, whose version has the suffix `+git`. Does not import it."""
+    """True if the installed torch is not the vendor's, whose version has the suffix `+git`. Does not import it."""
     return "+git" not in metadata.version("torch")
 
 

@@ -50,7 +50,7 @@ def fused_kernel() -> Iterator[None]:
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False, *_: Any
 ) -> Tensor:
-    """As `FusedSDPA.apply` is called."""
+    """Like `FusedSDPA.apply` is called."""
     result: Tensor = torch.ops.gaudi_ucm_op_cost.fused_sdpa(q, k, v, mask, causal)
     return result
 

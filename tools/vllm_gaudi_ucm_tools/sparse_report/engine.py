@@ -32,7 +32,7 @@ class EngineSettings:
 
     @property
     def serves_true_shapes(self) -> bool:
-        """Whether a server would run steps at their true shapes there."""
+        """True if a server would run steps at their true shapes there."""
         return self.device == "cpu"
 
 

@@ -78,7 +78,7 @@ def case_name(case: Case, summaries: bool) -> str:
 
 
 def several_summaries(rows: Sequence[Measurement]) -> bool:
-    """Whether one method was measured with more than one."""
+    """True if one method was measured with more than one."""
     pairs = {(row.case.method, row.case.summary) for row in rows}
     return len(pairs) > len({method for method, _ in pairs})
 

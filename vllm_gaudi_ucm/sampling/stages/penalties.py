@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def has_penalty(params: SamplingParams) -> bool:
-    """Whether any of the three does something."""
+    """True if any of the three does something."""
     return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
 
 

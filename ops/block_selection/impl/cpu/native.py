@@ -36,7 +36,7 @@ class Choosing(ctypes.Structure):
 
 
 def covers(summaries: Tensor, kind: SummaryKind) -> bool:
-    """Whether kernels exist and can read these summaries."""
+    """True if kernels exist and can read these summaries."""
     return (
         native() is not None
         and kind is not SummaryKind.HASH
@@ -72,7 +72,7 @@ def scores(
     scale: float,
     kind: SummaryKind,
 ) -> Tensor | None:
-    """As `scores` of the reference; None for `hash`, and for summaries that are not dense.
+    """Like `scores` of the reference; None for `hash`, and for summaries that are not dense.
 
     Raises IndexError for a block, span or row outside its tensor.
     """
@@ -95,7 +95,7 @@ def scores(
 
 
 def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor | None:
-    """As `choose` of the reference; None without kernels. Raises IndexError for a place outside the table."""
+    """Like `choose` of the reference; None without kernels. Raises IndexError for a place outside the table."""
     library = native()
     if library is None or not scores.is_cpu:
         return None

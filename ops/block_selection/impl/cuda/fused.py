@@ -45,7 +45,7 @@ RANKING = 3  # its programs on a multiprocessor, whose registers have room for n
 
 
 class CudaFusedBlockSelection(CudaBlockSelection):
-    """As `cuda`, which computes what is not a decode or a verification, and `minmax`."""
+    """Like `cuda`, which computes what is not a decode or a verification, and `minmax`."""
 
     priority = 21
     ranks_and_takes = True
@@ -76,7 +76,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
         kind: SummaryKind,
         prepared: Prepared | None = None,
     ) -> Tensor | None:
-        """As `block_scores`; None where `cuda` does not score either."""
+        """Like `block_scores`; None where `cuda` does not score either."""
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import streamed_scores as kernels
 
         heads, dim = query.shape[1:]
@@ -159,7 +159,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
 
 
 def _early(prepared: Prepared | None, device: torch.device) -> bool:
-    """Whether kernels may start early: what is the step's has to be there, as it is once spans were prepared."""
+    """True if kernels may start early: what is the step's has to be there, as it is once spans were prepared."""
     return isinstance(prepared, TicketedRanges) and starts_early(device)
 
 

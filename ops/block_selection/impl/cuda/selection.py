@@ -73,7 +73,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         kind: SummaryKind,
         prepared: Prepared | None = None,
     ) -> Tensor | None:
-        """As `block_scores`; None for `hash`, for strided heads, and for heads or groups that are too large."""
+        """Like `block_scores`; None for `hash`, for strided heads, and for heads or groups that are too large."""
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import scores as kernels
 
         heads, dim = query.shape[1:]

@@ -35,7 +35,7 @@ class NativeKvCache(KvCacheImplementation):
 
 
 def can_write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> bool:
-    """Whether `write` covers these tensors here: on a CPU, dense heads, no cast, native kernels built."""
+    """True if `write` covers these tensors here: on a CPU, dense heads, no cast, native kernels built."""
     return (
         slots.device.type == "cpu"
         and native() is not None
@@ -80,7 +80,7 @@ def _bytes(strides: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> Arra
 
 
 def can_swap(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Whether `swap` covers these: on a CPU, blocks contiguous and in the same order, and the kernels are built."""
+    """True if `swap` covers these: on a CPU, blocks contiguous and in the same order, and the kernels are built."""
     source, target = sources[0], targets[0]
     return (
         source.device.type == "cpu"
@@ -115,7 +115,7 @@ def swap(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) ->
 
 
 def _is_dense(cache: Tensor) -> bool:
-    """Whether the elements of a block lie in one run, in whatever order of axes."""
+    """True if the elements of a block lie in one run, in whatever order of axes."""
     expected = 1
     for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
         if size == 1:

@@ -72,7 +72,7 @@ def from_host(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tenso
 
 
 def can_write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> bool:
-    """Whether `write` covers these tensors: elements of a head side by side, one slot and head in both caches."""
+    """True if `write` covers these tensors: elements of a head side by side, one slot and head in both caches."""
     dense = all(tensor.stride(-1) == 1 for tensor in (key, value, key_rows, value_rows))
     return dense and key_rows.shape[:2] == value_rows.shape[:2]
 
@@ -105,7 +105,7 @@ def write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slot
 
 
 def can_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Whether `copy` covers these caches [blocks, ...]: one device, a block one run of memory in one order."""
+    """True if `copy` covers these caches [blocks, ...]: one device, a block one run of memory in one order."""
     source, target = sources[0], targets[0]
     expected = 1
     for stride, size in sorted(zip(source.stride()[1:], source.shape[1:], strict=True)):

@@ -15,7 +15,7 @@ LARGEST = 2048
 
 
 def can_choose(logits: Tensor, bias: Tensor | None) -> bool:
-    """Whether `cuda_choose` covers these tensors."""
+    """True if `cuda_choose` covers these tensors."""
     fits = logits.dim() == 2 and 0 < logits.shape[1] <= LARGEST and logits.stride(1) == 1
     return fits and (bias is None or bias.is_contiguous())
 

@@ -29,7 +29,7 @@ class CpuInt8:
 
     @staticmethod
     def covers(weight: QuantisedWeight) -> bool:
-        """Whether the checkpoint has rows rounded, and this CPU multiplies integers fast."""
+        """True if the checkpoint has rows rounded, and this CPU multiplies integers fast."""
         if weight.rounding is None or weight.codes.dtype != torch.int8 or weight.zeros is not None:
             return False
         if not (weight.by_channel and weight.block[0] == 1 and weight.inputs <= MOST_INPUTS):

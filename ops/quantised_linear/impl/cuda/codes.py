@@ -49,7 +49,7 @@ class CudaFp8:
 
     @staticmethod
     def covers(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-        """Whether torch's product takes this weight here: it wants sizes of 16 and results in bfloat16."""
+        """True if torch's product takes this weight here: it wants sizes of 16 and results in bfloat16."""
         is_e4m3 = weight.codes.dtype == torch.float8_e4m3fn and weight.zeros is None
         by_output = weight.by_channel and weight.block[0] == 1
         sizes = weight.outputs % 16 == 0 and weight.inputs % 16 == 0
@@ -80,7 +80,7 @@ class CudaCodes:
 
     @staticmethod
     def covers(weight: QuantisedWeight) -> bool:
-        """Whether the kernel runs here and takes these blocks."""
+        """True if the kernel runs here and takes these blocks."""
         if why_not_triton(weight.codes.device.type) is not None or group_of(weight) is None:
             return False
         return weight.codes.dtype != torch.float8_e4m3fn or has_e4m3(weight.codes.device)
@@ -209,5 +209,5 @@ def _compute_type(dtype: torch.dtype) -> Any:
 
 
 def is_packable(weight: QuantisedWeight) -> bool:
-    """Whether codes are unsigned integers of 4 bits."""
+    """True if codes are unsigned integers of 4 bits."""
     return weight.codes.dtype == torch.uint8 and int(weight.codes.amax()) < 16

@@ -28,7 +28,7 @@ class CudaInt8:
 
     @staticmethod
     def covers(weight: QuantisedWeight) -> bool:
-        """Whether the checkpoint has rows rounded, and the kernels run here."""
+        """True if the checkpoint has rows rounded, and the kernels run here."""
         if weight.rounding is None or weight.codes.dtype != torch.int8 or weight.zeros is not None:
             return False
         by_output = weight.by_channel and weight.block[0] == 1
@@ -83,7 +83,7 @@ class CudaInt8:
 
 
 def round_rows(rows: Tensor, symmetric: bool, fixed: Tensor | None) -> RoundedRows:
-    """As `rounding.round_rows`. rows: [rows, inputs]. fixed: as of `RowRounding.fixed`."""
+    """Like `rounding.round_rows`. rows: [rows, inputs]. fixed: as of `RowRounding.fixed`."""
     from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.triton import int8
 
     if rows.stride(1) != 1:

@@ -44,7 +44,7 @@ class GaudiFp8:
 
     @staticmethod
     def covers(weight: QuantisedWeight) -> bool:
-        """Whether this form holds the weight, and this machine has the operators."""
+        """True if this form holds the weight, and this machine has the operators."""
         is_e4m3 = weight.codes.dtype == torch.float8_e4m3fn and weight.zeros is None
         return is_e4m3 and weight.by_channel and weight.block[0] == 1 and _has_fp8()
 
@@ -82,7 +82,7 @@ class GaudiUint4:
 
     @staticmethod
     def covers(weight: QuantisedWeight) -> bool:
-        """Whether this form holds the weight, and this machine has the operator."""
+        """True if this form holds the weight, and this machine has the operator."""
         if weight.zeros is None or weight.codes.dtype != torch.uint8 or weight.block[0] != 1:
             return False
         fits = weight.outputs % 8 == 0 and weight.inputs % weight.block[1] == 0

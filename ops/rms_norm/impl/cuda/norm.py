@@ -18,7 +18,7 @@ PROGRAM, THREAD = 1024, 8
 
 
 def can_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None = None) -> bool:
-    """Whether `cuda_rms_norm` covers these tensors, on their device."""
+    """True if `cuda_rms_norm` covers these tensors, on their device."""
     return (
         why_not_triton(x.device.type) is None
         and _is_covered(x)

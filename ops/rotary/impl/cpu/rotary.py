@@ -9,7 +9,7 @@ from vllm_gaudi_ucm.ops.cpu.native.library import HALF_TYPES, is_half_rows, is_r
 
 
 def can_rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor) -> bool:
-    """Whether `rotate` supports these tensors here: rows of one dtype on a CPU, and built native kernels."""
+    """True if `rotate` supports these tensors here: rows of one dtype on a CPU, and built native kernels."""
     return (
         not torch.compiler.is_compiling()
         and native() is not None

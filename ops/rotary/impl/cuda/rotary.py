@@ -16,7 +16,7 @@ PROGRAM, THREAD = 512, 8
 
 
 def can_rotate(query: Tensor, key: Tensor | None, positions: Tensor, angles: Tensor, head_size: int) -> bool:
-    """Whether `cuda_rotate` covers these tensors, on their device."""
+    """True if `cuda_rotate` covers these tensors, on their device."""
     return (
         why_not_triton(query.device.type) is None
         and all(_is_covered(x, head_size, len(positions)) for x in (query, key) if x is not None)

@@ -21,7 +21,7 @@ Form = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def can_gate(x: Tensor) -> bool:
-    """Whether `cuda_gate` covers this tensor, on its device."""
+    """True if `cuda_gate` covers this tensor, on its device."""
     return (
         why_not_triton(x.device.type) is None
         and x.dtype in DTYPES

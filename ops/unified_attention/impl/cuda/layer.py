@@ -56,7 +56,7 @@ class Layer:
 
     @property
     def wide(self) -> bool:
-        """Whether arithmetic is fp32: if the inputs are, or if the dtypes of query and cache differ.
+        """True if arithmetic is fp32: if the inputs are, or if the dtypes of query and cache differ.
 
         8-bit floats are exact in either half precision.
         """
@@ -65,7 +65,7 @@ class Layer:
 
     @property
     def huge(self) -> bool:
-        """Whether heads are so large that tiles of few rows fill the registers."""
+        """True if heads are so large that tiles of few rows fill the registers."""
         return max(self.query.shape[2], self.value_dim) > LARGEST_COPIED
 
     def sizes(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether the GPU can copy tiles by descriptor (Hopper and later); so can the interpreter."""
+    """True if the GPU can copy tiles by descriptor (Hopper and later); so can the interpreter."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 

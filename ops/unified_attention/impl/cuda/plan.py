@@ -131,12 +131,12 @@ SCATTERED = 1.35
 
 
 def _reads_blocks(part: UniquePart, block_size: int) -> bool:
-    """Whether blocks are read as a whole, and no slots by themselves."""
+    """True if blocks are read as a whole, and no slots by themselves."""
     return part.num_tokens is None or part.num_tokens * SCATTERED > part.rows.shape[0] * block_size
 
 
 def _joins(parts: AttentionParts, block_size: int) -> bool:
-    """Whether there are a unique and a selected part, and every choice is one row's."""
+    """True if there are a unique and a selected part, and every choice is one row's."""
     unique, selected = parts.unique, parts.selected
     if unique is None or selected is None or not unique.num_rows or not unique.rows.numel():
         return False
@@ -144,7 +144,7 @@ def _joins(parts: AttentionParts, block_size: int) -> bool:
 
 
 def _joins_own(parts: AttentionParts, selected: SelectedPart) -> bool:
-    """Whether there are choices for several rows, and blocks beside them that may be these rows' own.
+    """True if there are choices for several rows, and blocks beside them that may be these rows' own.
 
     Not under a window, whose rows see different tokens, and not where slopes need the distance of every block.
     """
@@ -338,7 +338,7 @@ def programs_of(layer: Layer, entries: int, beside: bool = False, flat: bool = F
 
 
 def merges_early(layer: Layer, programs: int) -> bool:
-    """Whether the merge starts before this many programs per KV head have ended: for one row, if both fit on the GPU.
+    """True if the merge starts before this many programs per KV head have ended: for one row, if both fit on the GPU.
 
     H200: 512 tokens 8.3 -> 8.0 us, 2560 tokens 9.5 -> 9.2. On a full GPU the merge displaces the programs that it waits
     for (8704 tokens 0.016 -> 0.019 ms, two requests of 4096 tokens 13.4 -> 15.6 us).

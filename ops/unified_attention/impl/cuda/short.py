@@ -16,7 +16,7 @@ FINAL_OF_MANY, FILLED = 1152, 3
 
 
 def is_short(layer: Layer, tokens: int, of_row: int) -> bool:
-    """Whether a program per row and kv head is faster than even shares and a merge.
+    """True if a program per row and kv head is faster than even shares and a merge.
 
     of_row: no row has more tokens; 0: not known.
     """

@@ -43,7 +43,7 @@ def window_tile(layer: Layer) -> Tile:
 
 
 def fits_one_launch(layer: Layer, plan: CudaPlan) -> bool:
-    """Whether a program per tile and kv head, straight to the result, is faster than even shares and a merge."""
+    """True if a program per tile and kv head, straight to the result, is faster than even shares and a merge."""
     part, unique = plan.parts.shared, plan.parts.unique
     if part is None or part.rise is None or plan.starts is None or part.most_of_span is None:
         return False
@@ -83,7 +83,7 @@ def one_launch(layer: Layer, plan: CudaPlan, part: SharedPart) -> Work:
 
 
 def takes_requests(layer: Layer, part: SharedPart) -> bool:
-    """Whether tiles have rows of one request; not where their lists are too large."""
+    """True if tiles have rows of one request; not where their lists are too large."""
     tiles = most_tiles(layer.rows, part.hi.shape[0], window_tile(layer).block_m // layer.group)
     return BY_REQUEST and layer.rows <= FEW_ROWS and tiles * part.blocks.shape[0] <= MOST_LISTED
 

@@ -72,7 +72,7 @@ def compile_only(bench: Bench) -> None:
 
 
 def _left_on(setting: Any, run: Any, x: Tensor, expected: Tensor) -> bool:
-    """Whether the mode is on after an exception inside; it is off when this returns."""
+    """True if the mode is on after an exception inside; it is off when this returns."""
     guard: AbstractContextManager[None] = setting(COMPILE_ONLY, True)
     try:
         with guard:

@@ -116,7 +116,7 @@ def estimate_boxes(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As `estimate_blocks` for boxes, in matrix products: grid (tiles of BLOCK_C candidates x KV heads).
+    """Like `estimate_blocks` for boxes, in matrix products: grid (tiles of BLOCK_C candidates x KV heads).
 
     Pads are left as they are. A program reads the summaries of its candidates once, and multiplies them with the query
     heads of its KV head, of as many rows as BLOCK_N has room for at once, span by span: mostly a tile belongs to one.

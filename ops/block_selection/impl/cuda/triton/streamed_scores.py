@@ -46,7 +46,7 @@ def stream_boxes(
     VECTORS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `estimate_boxes`, where BLOCK_N lines hold all ROWS rows of a span: grid (programs x KV heads).
+    """Like `estimate_boxes`, where BLOCK_N lines hold all ROWS rows of a span: grid (programs x KV heads).
 
     Each program has an even share of the tiles of all spans, whatever span they belong to, and copies the summaries of
     the next tiles while it multiplies one. The query of a span stays in registers for all tiles of the span.

@@ -79,7 +79,7 @@ def multiply_gated_codes(
     COLUMNS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """As `multiply_gated`."""
+    """Like `multiply_gated`."""
     pieces = tl.cdiv(size, COLUMNS)
     expert, pair, present = find_tile(ids, order, starts, tl.program_id(0) // pieces, EXPERTS, SPREAD, APART, ROWS)
     if (expert < 0) | (expert >= EXPERTS):
@@ -145,7 +145,7 @@ def multiply_shared_codes(
     COLUMNS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """As `multiply_shared`."""
+    """Like `multiply_shared`."""
     pieces = tl.cdiv(size, COLUMNS)
     expert, pair, present = find_tile(ids, order, starts, tl.program_id(0) // pieces, EXPERTS, SPREAD, APART, ROWS)
     if (expert < 0) | (expert >= EXPERTS):
