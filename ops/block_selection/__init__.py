@@ -1,1 +1,3 @@
-"""Which cached blocks a sparse request attends to: summaries of blocks, their scores for a query, and the choice."""
+"""Chooses the cached blocks that a sparse request attends to: block summaries, their scores for a query, and the
+choice.
+"""

@@ -28,7 +28,7 @@ _CACHED = (*_FLOATS, E4M3)
 def new_summaries(key_cache: Tensor, kind: SummaryKind, *, narrow: bool = False) -> Tensor:
     """Zeros [blocks, vectors, kv_heads, width] for a key cache [blocks, block_size, kv_heads, dim], on its device.
 
-    Float summaries have the dtype of the keys, or are 8-bit floats (narrow), which codes of `hash` ignore. Call it
+    Float summaries have the dtype of the keys, or are 8-bit floats (`narrow`; ignored by the codes of `hash`). Call it
     before any capture: it also creates the projection and the tables of `hash` on the device.
     """
     if kind is SummaryKind.HASH:
@@ -41,13 +41,13 @@ def new_summaries(key_cache: Tensor, kind: SummaryKind, *, narrow: bool = False)
 def write_summaries(
     key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind, *, implementation: str = AUTO
 ) -> None:
-    """Writes the summaries of full blocks, in place. A full block holds no draft that may still be rejected.
+    """Writes the summaries of full blocks, in place. A full block never holds a draft that may still be rejected.
 
     key_cache: [num_blocks, block_size, kv_heads, dim]; may be a strided view. Summaries are in units of the cache: the
-        query that scores them is multiplied by the scale of the keys, where these have one.
+        query that scores them is multiplied by the scale of the keys, if the keys have one.
     blocks: int64 [n] physical block ids. Pads are the dummy block 0; they may repeat, and its summary is never used.
     summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; floats, uint8 for `hash`. 8-bit floats are
-        rounded once, and what is beyond their range is at its end.
+        rounded once; values beyond their range are clamped to it.
     implementation: as in `block_scores`.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
@@ -70,8 +70,10 @@ def prepare_spans(
     *,
     implementation: str = AUTO,
 ) -> Prepared | None:
-    """What the layers of a step would each compute, once: for `block_scores`, `choose_blocks` and `keep_or_replace`
-    with the same arguments and implementation. None where that implementation has nothing to compute in advance."""
+    """Computes once what each layer of a step would compute again: for `block_scores`, `choose_blocks` and
+    `keep_or_replace` with the same arguments and implementation. Returns None if that implementation has nothing to
+    compute in advance.
+    """
     chosen = _choose(implementation, spans.device.type)
     return chosen.prepare(spans, first_rows, num_rows, max_rows, counts, modes, most)
 
@@ -99,19 +101,19 @@ def block_scores(
 
     A softmax of the estimated scores over the blocks of a span, separately for each row and query head, then averaged
     over rows and heads. The candidates may include blocks that are attended anyway: they take their share of the
-    softmax, as in attention. A block with an estimate that is not finite gets score 1, and is left out of the softmax
-    of the others.
+    softmax, as in attention. A block with an estimate that is not finite gets score 1, and the softmax of the others
+    leaves it out.
 
     query: [rows, heads, dim], rows > 0; head h uses KV head h // (heads / kv_heads).
     summaries: [num_blocks, vectors, kv_heads, width].
     blocks, spans: int64 [candidates] physical block id and span. A pad is block 0 with a span whose num_rows is 0; it
         scores 0.
     first_rows, num_rows: int64 [spans]; span i has the rows from `first_rows[i]` to `first_rows[i] + num_rows[i]`.
-    max_rows: on the host; no span has more rows.
+    max_rows: the most rows of any span, known on the host.
     implementation: a name in `BLOCK_SELECTION`, or `auto` for the fastest available one: `native` on a CPU, `cuda`
-        (Triton) on a GPU, `hpu` on Gaudi, which takes equal scores in any order. The reference computes what these do
-        not cover.
-    prepared: by `prepare_spans`.
+        (Triton) on a GPU, `hpu` on Gaudi, which breaks ties in any order. The reference computes what these do not
+        cover.
+    prepared: the result of `prepare_spans`.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
@@ -133,15 +135,15 @@ def choose_blocks(
     implementation: str = AUTO,
     prepared: Prepared | None = None,
 ) -> Tensor:
-    """The best blocks of each span: int64 [num_spans, most] logical block numbers, padded with -1.
+    """Returns the best blocks of each span: int64 [num_spans, most] logical block numbers, padded with -1.
 
-    Sorted by descending score, equal scores by block number. A NaN comes first, so that a broken candidate is not
-    overlooked.
+    Blocks are sorted by descending score; ties are broken by block number. A NaN comes first, so that a broken
+    candidate is not overlooked.
 
     scores: floats [candidates].
     places: int64 [candidates]: span * width + logical block number, each at most once, or num_spans * width for a
         candidate that must not be chosen. A span may have fewer candidates than `most`.
-    implementation, prepared: as in `block_scores`; by candidates that are of the spans that `places` say.
+    implementation, prepared: as in `block_scores`; `prepared` must be for candidates of the spans that `places` names.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
@@ -166,13 +168,13 @@ def keep_or_replace(
     implementation: str = AUTO,
     prepared: Prepared | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The ranking of each span from now on: (chosen int64 [spans, most], kept bool [spans], replaced bool [spans]).
+    """Returns the new ranking of each span: (chosen int64 [spans, most], kept bool [spans], replaced bool [spans]).
 
     stored, fresh: int64 [spans, most] rankings from `choose_blocks`; entries outside [0, width) are empty.
     counts: int64 [spans]: how many blocks of a ranking are attended.
-    modes: int64 [spans]. 0 takes the fresh ranking, 1 the stored one. 2 checks: it takes the stored ranking if that has
+    modes: int64 [spans]. 0 takes the fresh ranking, 1 the stored one. 2 checks: it keeps the stored ranking if that has
         `counts` blocks, and if the first `counts` blocks of the two, as sets, differ in at most `thresholds` blocks
-        (added + removed). `kept` and `replaced` give the outcome of a check, and are False in other modes.
+        (added + removed). `kept` and `replaced` give the outcome of a check, and are False in the other modes.
     thresholds: int64 [spans].
     width: logical block numbers are below it.
     implementation, prepared: as in `block_scores`.
@@ -193,7 +195,7 @@ def keep_or_replace(
 
 
 def hands_over(most: int, device_type: str, *, implementation: str = AUTO) -> bool:
-    """True if `take_choice` is to be called in place of `keep_or_replace`. most: ranks of a choice."""
+    """True if `take_choice` is to be called instead of `keep_or_replace`. most: ranks of a choice."""
     return _choose(implementation, device_type).hands_over(most)
 
 
@@ -211,17 +213,18 @@ def take_choice(
     *,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """`keep_or_replace` with the stored rankings in their table, and the blocks that attention reads, at once.
+    """Does `keep_or_replace` on the table of stored rankings, and returns the blocks that attention reads.
 
-    Returns the rankings from now on, int64 [spans, most], which are in the table then, and int64 [selected] physical
-    blocks: the first `counts` of each span's ranking, span after span, then 0. `hands_over` says where there is it.
+    Returns the new rankings, int64 [spans, most], also written to the table, and int64 [selected] physical blocks: the
+    first `counts` of each span's ranking, span after span, then 0. Only for implementations for which `hands_over` is
+    true.
 
     fresh: int64 [spans, most] contiguous, from `choose_blocks`.
-    stored: int64 [slots, most] contiguous, the table, which is written. slots: int64 [spans] rows of it; spans with the
-        same row have no `counts`, and leave anything there.
+    stored: int64 [slots, most] contiguous, the table, updated in place. slots: int64 [spans] rows of it. Spans that
+        share a row must have `counts` of 0; the content of that row is then undefined.
     counts, modes, thresholds, width: as in `keep_or_replace`; `counts` add up to at most `selected`.
     block_table: int64 [spans * width + 1] physical block of each place.
-    checks: int64 [2] to which checks are added: those that kept the stored ranking, and those that replaced it.
+    checks: int64 [2] counters: how many checks kept the stored ranking, and how many replaced it.
     Raises ValueError if shapes, dtypes or devices do not match.
     """
     operation, spans, device = "take_choice", fresh.shape[0], fresh.device
@@ -236,7 +239,7 @@ def take_choice(
 
 
 def ranks_and_takes(most: int, device_type: str, *, implementation: str = AUTO) -> bool:
-    """True if `rank_and_take` is to be called for `choose_blocks` and `take_choice`. most: ranks of a choice."""
+    """True if `rank_and_take` is to be called instead of `choose_blocks` and `take_choice`. most: ranks of a choice."""
     chosen = _choose(implementation, device_type)
     return chosen.ranks_and_takes and chosen.hands_over(most)
 
@@ -258,11 +261,11 @@ def rank_and_take(
     prepared: Prepared | None = None,
     target: SelectedList | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`choose_blocks` and `take_choice` at once: the rankings from now on, and the blocks that attention reads.
+    """`choose_blocks` and `take_choice` in one call: the new rankings, and the blocks that attention reads.
 
-    scores, places: as in `choose_blocks`. stored and what follows: as in `take_choice`.
-    prepared: by `prepare_spans` of the same implementation.
-    target: also gets the blocks, at its places, and holds what is returned, if the implementation wrote there.
+    scores, places: as in `choose_blocks`. stored and all that follow: as in `take_choice`.
+    prepared: the result of `prepare_spans` for the same implementation.
+    target: the blocks are also written there. If the implementation did so, the returned blocks are a view of it.
     Raises ValueError if shapes, dtypes or devices do not match.
     """
     operation, device = "rank_and_take", scores.device
@@ -291,7 +294,7 @@ def _check_taken(
     block_table: Tensor,
     checks: Tensor,
 ) -> None:
-    """What `take_choice` and `rank_and_take` read and write of spans."""
+    """Checks the tensors of spans that `take_choice` and `rank_and_take` read and write."""
     device, spans = stored.device, counts.shape[0]
     of_spans = {"slots": slots, "counts": counts, "modes": modes, "thresholds": thresholds}
     for name, tensor in of_spans.items():
@@ -304,11 +307,13 @@ def _check_taken(
 
 
 def chosen_implementation(device_type: str, implementation: str = AUTO) -> str:
-    """The name of what is taken on a device, `auto` resolved: traced code cannot ask, so who is compiled names it."""
+    """Returns the name of the implementation for a device, with `auto` resolved. Traced code cannot ask the
+    registry, so compiled code is given this name.
+    """
     return BLOCK_SELECTION.choose(implementation, device_type).name
 
 
-# To choose is nothing that torch.compile can trace, and what is compiled for a Gaudi is traced for it alone.
+# torch.compile cannot trace the choice. Code compiled for a Gaudi is traced for a Gaudi only.
 _TRACED = {name: BLOCK_SELECTION.make(name) for name in ("reference", "hpu") if name in BLOCK_SELECTION}
 
 

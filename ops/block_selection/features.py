@@ -18,8 +18,8 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.narrow_floats import widened
 
 BITS_PER_BYTE = 8
-# Boxes of a block, all but one of a single key: at least so many, and more in larger blocks. With a fixed number a
-# look-up in a block of 128 tokens failed in a quarter of cases; with one for eight tokens in none of 128.
+# The fewest boxes of a block, all but one of a single key; larger blocks have more. With a fixed number, a look-up in a
+# block of 128 tokens failed in a quarter of cases; with one box for eight tokens, in none of 128.
 _LEAST_BOXES = {"box_mean": 4, "hash": 8}
 _TOKENS_PER_BOX = 8
 
@@ -45,7 +45,7 @@ class SummaryKind(StrEnum):
         return min(block_size, max(_LEAST_BOXES[self.value], block_size // _TOKENS_PER_BOX))
 
     def width(self, dim: int) -> int:
-        """Elements per vector: those of a key; for HASH the bytes of a code, plus one for its gain."""
+        """Elements per vector: the elements of a key; for HASH the bytes of a code, plus one for its gain."""
         return -(-dim // BITS_PER_BYTE) + 1 if self is SummaryKind.HASH else dim
 
     def shape(self, num_blocks: int, block_size: int, kv_heads: int, dim: int) -> tuple[int, int, int, int]:
@@ -54,19 +54,19 @@ class SummaryKind(StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that summaries are computed in; floats are stored in that of the keys or of 8 bits."""
+        """The dtype that summaries are computed in; floats are stored in the dtype of the keys or in 8 bits."""
         return torch.uint8 if self is SummaryKind.HASH else torch.float32
 
 
 _SEED = 20_250_117
 _made: dict[tuple[int, torch.device], Tensor] = {}
 _latest: dict[int, Tensor] = {}
-# None: of the latest call.
+# None is the device of the latest call.
 _tables: dict[torch.device | None, CodeTables] = {}
 
 
 class CodeTables(NamedTuple):
-    """What a byte of a summary means. signs: fp32 [256, 8] of a code's byte. gains: fp32 [256] of a gain's byte.
+    """The meaning of each byte of a summary. signs: fp32 [256, 8] of a code's byte. gains: fp32 [256] of a gain's byte.
 
     places: uint8 [8] powers of two.
     """
@@ -77,7 +77,9 @@ class CodeTables(NamedTuple):
 
 
 def code_tables(device: torch.device) -> CodeTables:
-    """The first call for a device copies to it, and compiled code takes the latest, as with `projection`."""
+    """Returns the tables on a device. The first call for a device copies them to it; compiled code takes the latest,
+    as with `projection`.
+    """
     if torch.compiler.is_compiling():
         return _tables[None]
     if device not in _tables:
@@ -94,7 +96,7 @@ def projection(dim: int, device: torch.device) -> Tensor:
     """fp32 [bits, dim] with orthonormal columns, bits = dim rounded up to whole bytes.
 
     The first call for a device copies to it, so it must not happen inside a capture: `new_summaries` makes that call.
-    Compiled code takes what the last such call gave, and so makes nothing while it is traced.
+    Compiled code takes the result of the latest such call, so tracing creates no tensor.
     Orthonormal directions estimate a product with less noise than independent ones (RaBitQ, arXiv 2405.12497).
     """
     if torch.compiler.is_compiling():
@@ -109,16 +111,17 @@ def projection(dim: int, device: torch.device) -> Tensor:
     return _made[key]
 
 
-# The byte of a gain: steps of 2^(1/16), so an error of 2 %; the sign code's own error is larger.
+# The byte of a gain: steps of 2^(1/16), which is an error of 2 %; the sign code's own error is larger.
 _STEPS_PER_OCTAVE = 16
 _BYTE_OF_ONE = 128
 
-# How far `minmax` goes from the middle to the bound, which no key reaches in every element. Measured as attention found
-# in SmolLM2's layers: 0.5 beats 1 at blocks of 16, 64 and 128 (10 % of the blocks of 16: 89.6 % to 88.6 %).
+# How far `minmax` goes from the middle to the bound, which no key reaches in every element. Measured as the share of
+# attention found in the layers of SmolLM2: 0.5 beats 1 at blocks of 16, 64 and 128 (10 % of the blocks of 16: 89.6 % to
+# 88.6 %).
 TOWARDS_BOUND = 0.5
 
-# The box of the rest counts as so many keys. Measured at blocks of 16, 64 and 128: 32 and 64 find within 0.2 % of what
-# the true number finds, so summaries need not carry it.
+# The box of the rest counts as so many keys. Measured at blocks of 16, 64 and 128: 32 and 64 give results within 0.2 %
+# of the true number's, so summaries need not carry it.
 REST_WEIGHT = 32
 
 
@@ -179,7 +182,7 @@ def _encode(vectors: Tensor) -> Tensor:
     bits = (rotated >= 0).unflatten(-1, (-1, BITS_PER_BYTE)) * code_tables(vectors.device).places
     # The columns are orthonormal, so the rotated vector is as long as the vector.
     gain = rotated.square().sum(-1, keepdim=True) / rotated.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-    # no gain is level 0, whose logarithm is below all others; with a half more, what is cut off rounds
+    # No gain is level 0, whose logarithm is below all others. Adding a half turns truncation into rounding.
     level = _STEPS_PER_OCTAVE * gain.log2() + (_BYTE_OF_ONE + 0.5)
     return torch.cat((bits.sum(-1), level.clamp(0, 255)), dim=-1).to(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""What an implementation of block selection is, and the registry of those that there are."""
+"""The interface of an implementation of block selection, and the registry of implementations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class PreparedSpans(NamedTuple):
-    """What `scores` and `keep_or_replace` read of the spans of a step, the same in every layer.
+    """Tensors of a step's spans that `scores` and `keep_or_replace` read, the same in every layer.
 
-    rows: int64 [candidates * max_rows] rows of the query of each candidate, one repeated where there are fewer.
+    rows: int64 [candidates * max_rows] query rows of each candidate, one repeated if there are fewer.
     seen, hidden: bool [candidates, max_rows, 1] whether such a row is a real one, and whether it is not.
     attended: bool [spans, most] ranks that are attended. checked, reused: bool [spans] by mode.
     """
@@ -31,27 +31,33 @@ class PreparedSpans(NamedTuple):
 
 
 class CandidateRanges(NamedTuple):
-    """int32 [spans, 2]: the first candidate of each span and one behind its last; where it has no rows, none."""
+    """int32 [spans, 2]: the first candidate of each span and one past its last; an empty range if the span has no
+    rows.
+    """
 
     ranges: Tensor
 
 
 class TicketedRanges(NamedTuple):
-    """ranges: as of CandidateRanges. tickets: int32 [spans], 0 between layers: how many programs have ranked."""
+    """ranges: as in CandidateRanges. tickets: int32 [spans], 0 between layers: the number of programs that have
+    ranked.
+    """
 
     ranges: Tensor
     tickets: Tensor
 
 
 Prepared = PreparedSpans | CandidateRanges | TicketedRanges
-"""What an implementation computes of the spans of a step once, for itself."""
+"""Data that an implementation computes once for the spans of a step, for its own use."""
 
 
 class BlockSelectionImplementation(Implementation[None], ABC):
-    """The operations of `block_selection.api`, of validated tensors. None: the reference computes them."""
+    """The operations of `block_selection.api`, on validated tensors. A method returns None to leave the work to the
+    reference.
+    """
 
     ranks_and_takes: ClassVar[bool] = False
-    """Whether there is a `rank_and_take`, where there is a `take_choice`."""
+    """True if there is a `rank_and_take`, provided that there is a `take_choice`."""
     passes_over: ClassVar[bool] = False
     """Whether to score and to rank the candidates of a span without rows costs next to nothing."""
 
@@ -65,11 +71,11 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         modes: Tensor,
         most: int,
     ) -> Prepared | None:
-        """Like `prepare_spans`; None: there is nothing to compute in advance."""
+        """Like `prepare_spans`; Returns None if there is nothing to compute in advance."""
         return None
 
     def write(self, key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> bool:
-        """Like `write_summaries`; False: the reference does it."""
+        """Like `write_summaries`; Returns False to leave it to the reference."""
         return False
 
     def hands_over(self, most: int) -> bool:
@@ -125,7 +131,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         kind: SummaryKind,
         prepared: Prepared | None = None,
     ) -> Tensor | None:
-        """Like `block_scores`. prepared: by `prepare` of the same implementation, where that has been called."""
+        """Like `block_scores`. prepared: the result of `prepare` of the same implementation, if it was called."""
 
     @abstractmethod
     def choose(

@@ -1,1 +1,1 @@
-"""What several operations on a CPU share."""
+"""Code that several operations share on a CPU."""

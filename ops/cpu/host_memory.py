@@ -2,20 +2,20 @@
 
 A prompt chunk of 2048 tokens allocates about 80 MB per layer. glibc returns such memory to the kernel when it is freed;
 the next allocation gets it back, and the kernel has to zero it first. This took 0.3 of the 8 seconds of a prefill of
-4096 tokens, in one thread while the others waited.
+4096 tokens, in one thread while the others were idle.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-# mallopt's parameters, from glibc's malloc.h
+# Parameters of mallopt, from glibc's malloc.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MOST_MAPPED = -1, -3, -4
-LARGEST_KEPT = 32 << 20  # bytes; the largest threshold that glibc takes
+LARGEST_KEPT = 32 << 20  # bytes; the largest threshold that glibc accepts
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc's allocator keep freed memory, for the whole process. False if the allocator is another one.
+    """Makes glibc's allocator keep freed memory, for the whole process. Returns False for other allocators.
 
     Allocations above `LARGEST_KEPT` still go back to the kernel, such as those made while a model is loaded.
     """
@@ -23,7 +23,8 @@ def keep_freed_memory() -> bool:
 
 
 def keep_all_freed_memory() -> bool:
-    """Like `keep_freed_memory`, for any size: call it once only steps make large allocations, since they repeat them.
+    """Like `keep_freed_memory`, for any size: call it once only steps make large allocations, because steps repeat
+        theirs.
 
     The result of a layer with 4096 tokens and 3072 outputs takes 50 MB; faulting in its pages took a tenth of the
     layer's time.

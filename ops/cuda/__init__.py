@@ -1,1 +1,1 @@
-"""What several operations on a GPU share."""
+"""Code that several operations share on a GPU."""

@@ -1,8 +1,8 @@
 """Kernels that start before the one ahead of them on the stream has ended: CUDA's programmatic dependent launch.
 
-Such a kernel waits inside (`gdc_wait`) before it reads what the others write, and before it writes anything. Its
-launch, and what it does until then, take no time of their own. It may start once every program of the kernel ahead has
-ended, or has said so (`gdc_launch_dependents`). Every program waits: so where a kernel has ended, all before it have.
+Such a kernel waits inside (`gdc_wait`) before it reads what the others write, and before it writes anything. Its launch
+and its work until then add no time. It may start once every program of the kernel ahead has ended, or has signalled it
+(`gdc_launch_dependents`). Every program waits, so when a kernel has ended, all kernels before it have ended too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Compiles the Triton kernels of a computation side by side, before it runs: in turn they take half a minute."""
+"""Compiles the Triton kernels of a computation in parallel, before it runs: one after the other, they take half a
+minute.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Told how many kernels are compiled, and of how many; by any thread."""
+"""Called with the number of kernels that are compiled, and of all; from any thread."""
 
 _UNWRITTEN = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -27,7 +29,7 @@ _UNWRITTEN = frozenset(
 
 
 class _NothingUnwritten(TorchDispatchMode):
-    """New memory holds zeros, which are valid as indices: kernels that would write it are not launched."""
+    """New memory holds zeros, which are valid as indices: the kernels that would write it are not launched."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -38,7 +40,7 @@ class _NothingUnwritten(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One that Triton has described, but not compiled. function: its `JITFunction`."""
+    """A kernel that Triton has described but not compiled. function: its `JITFunction`."""
 
     function: Any
     described: str
@@ -48,33 +50,34 @@ class _Kernel:
 
         found = self.function.preload(self.described)
         if isinstance(found, FutureKernel) and found.future is not None:
-            # by the thread that has compiled it
+            # set by the thread that has compiled it
             found.future.add_done_callback(_make_launcher)
 
     @property
     def length(self) -> int:
-        """Of its code, for want of the time that it takes."""
+        """Length of its source, as an estimate of the time that compiling takes."""
         return len(self.function.fn.__code__.co_code)
 
 
 def _make_launcher(compiled: Future[Any]) -> None:
-    """Triton 3.6 has the machine's C compiler make what launches a kernel, for each list of types, when one is launched
-    first: a third of a second each, in turn. Made here, it is on disk then. Later releases make none."""
+    """Builds the launcher of a kernel in advance. Triton 3.6 compiles one in C for each list of types at the first
+    launch: a third of a second each, one after the other. Built here, it is already on disk. Later releases need none.
+    """
     from triton.runtime import driver
 
     if compiled.exception() is not None:
         return
     try:
         driver.active.launcher_cls(compiled.result().src, compiled.result().metadata)
-    except Exception as error:  # whatever Triton's release wants: the launch makes it
-        logger.debug("what launches a kernel is made when it is launched: %s", error)
+    except Exception as error:  # any error of any Triton release: the launch builds it then
+        logger.debug("the launcher of a kernel is built at its first launch: %s", error)
 
 
 @dataclass
 class FoundKernels:
-    """What a computation launches that this process had not compiled.
+    """The kernels that a computation launches and this process had not compiled.
 
-    compiled: how many of them no earlier process had left on disk either; known when all are compiled.
+    compiled: how many of them were not on disk from an earlier process either; known once all are compiled.
     """
 
     kernels: dict[str, _Kernel] = field(default_factory=dict)
@@ -85,8 +88,10 @@ class FoundKernels:
         return len(self.kernels)
 
     def mark(self) -> Path:
-        """A file beside the kernels on disk, by what has been found so far: whether it exists tells what was done with
-        just these before. It goes with Triton's folder; sources, sizes, Triton and the GPU are in its name."""
+        """Returns the path of a marker file next to the kernels on disk, named after the kernels found so far. If it
+        exists, these kernels were handled before. It is deleted with Triton's folder; its name covers sources, sizes,
+        Triton and the GPU.
+        """
         from triton import knobs
         from triton.runtime import driver
 
@@ -102,11 +107,11 @@ def _nobody_watches(done: int, total: int) -> None:
 
 @contextmanager
 def compiled_side_by_side(progress: Progress = _nobody_watches) -> Iterator[FoundKernels]:
-    """Within, kernels that are not compiled yet are not launched, so what is computed is worth nothing; on leaving all
-    of them have been compiled, by as many threads as there are cores.
+    """Inside this context, kernels that are not compiled yet are not launched, so results are meaningless. When it
+    exits, all of them have been compiled, by one thread per core.
 
     Threads are enough: the compiler holds Python's lock for a tenth of its time, and processes would each import torch.
-    One that cannot be compiled so is compiled when it is launched. Only where `has_kernels`.
+    A kernel that cannot be compiled this way is compiled when it is launched. Requires `has_kernels`.
     """
     from triton import knobs
 
@@ -114,7 +119,7 @@ def compiled_side_by_side(progress: Progress = _nobody_watches) -> Iterator[Foun
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **others: Any) -> bool:  # Triton's names
         found.kernels[f"{fn.name} {key}"] = _Kernel(fn.jit_function, compile["specialization_data"])
-        # it is not compiled now, and not launched
+        # it is neither compiled now nor launched
         return True
 
     before = knobs.runtime.jit_cache_hook
@@ -132,7 +137,7 @@ def compiled_side_by_side(progress: Progress = _nobody_watches) -> Iterator[Foun
 
 @contextmanager
 def _missing_on_disk() -> Iterator[list[str]]:
-    """Names of the kernels that are really compiled within."""
+    """Yields the names of the kernels that are actually compiled inside the context."""
     from triton import knobs
 
     names: list[str] = []
@@ -152,7 +157,7 @@ def _missing_on_disk() -> Iterator[list[str]]:
 
 
 class _Threads(ThreadPoolExecutor):
-    """As many as there are cores; each kernel that ends is reported."""
+    """A pool of one thread per core that reports each compiled kernel."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         super().__init__(os.cpu_count())
@@ -175,9 +180,9 @@ def _compile(found: FoundKernels, progress: Progress) -> None:
 
     progress(0, found.count)
     with _Threads(found.count, progress) as pool, AsyncCompileMode(pool, ignore_errors=True):
-        # what takes longest first, or it would end alone
+        # the longest first, or it would finish alone
         for kernel in sorted(found.kernels.values(), key=lambda kernel: kernel.length, reverse=True):
             try:
                 kernel.compile()
-            except Exception as error:  # whatever Triton's release says of the description: the launch compiles it
+            except Exception as error:  # any error of any Triton release about the description: the launch compiles it
                 logger.debug("a kernel is compiled when it is launched: %s", error)

@@ -1,1 +1,1 @@
-"""What several operations on a Gaudi share."""
+"""Code that several operations share on a Gaudi."""

@@ -1,7 +1,7 @@
-"""Operators of Gaudi's software that we call: whether this machine has each of them, with the schema that we rely on.
+"""Looks up the operators of Gaudi's software that we call, and checks the schema that we rely on.
 
-Gaudi's software is closed, and its operators change between versions. Each is looked up once at start. What is missing,
-or takes other arguments than ours, is computed by torch's own operators instead.
+Gaudi's software is closed, and its operators change between versions. Each is looked up once at start. If it is missing
+or takes other arguments, torch's own operators compute it instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Call = Callable[..., Any]
 
 BRIDGE = "habana_frameworks.torch"
 OPERATORS = "torch.ops.hpu"
-# A parameter of this type takes what we pass: torch's name of `Scalar`.
+# A parameter of this type accepts our argument: torch's name for `Scalar`.
 _NUMBER = "number"
 
 
 class Resolution(NamedTuple):
-    """call: the operator; None where torch's own operators compute it. why: what was found, or why not it."""
+    """call: the operator; None if torch's own operators compute it. why: what was found, or why it is not used."""
 
     call: Call | None
     why: str
 
 
 class Parameter(NamedTuple):
-    """One that an operator declares. type: "" where Python does not say it."""
+    """A parameter that an operator declares. type: "" if Python does not tell it."""
 
     name: str
     type: str
@@ -40,7 +40,7 @@ class Parameter(NamedTuple):
 
 
 class _NotUsableError(Exception):
-    """Why an operator cannot be used here."""
+    """Raised with the reason why an operator cannot be used here."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,12 @@ class GaudiOperator:
     """An operator as we call it.
 
     title: what it computes.
-    module, name: where it is: `torch.ops.hpu`, or a module of the bridge's Python wrappers.
-    arguments: what we pass, in order, as "TYPE NAME"; "A|B": it has been called both. Wrappers declare no types.
+    module, name: its place: `torch.ops.hpu`, or a module of the bridge's Python wrappers.
+    arguments: what we pass, in order, as "TYPE NAME"; "A|B" if the name differs between versions. Wrappers declare no
+        types.
     results: tensors that it returns; wrappers do not declare any.
-    overload: of an operator that has several.
-    by_name: what we pass by name, likewise.
+    overload: for an operator that has several.
+    by_name: what we pass by keyword, likewise.
     instead: what computes it without this operator.
     """
 
@@ -71,12 +72,12 @@ class GaudiOperator:
 
     @property
     def signature(self) -> str:
-        """How we call it, for people."""
+        """Our call of it, for messages."""
         arguments = (argument.partition("|")[0] for argument in (*self.arguments, *self.by_name))
         return f"{self.place}({', '.join(arguments)})"
 
     def resolve(self) -> Resolution:
-        """Looks it up. Imports the bridge; without one nothing is found."""
+        """Looks the operator up. Imports the bridge; without it, no operator is found."""
         try:
             call, declared = self._find()
             parameters = list(declared)
@@ -109,7 +110,7 @@ class GaudiOperator:
         return operator
 
     def _check(self, parameters: Sequence[Parameter]) -> None:
-        """Whether what we pass arrives where it should, and nothing else is needed."""
+        """Checks that our arguments match the parameters and that no others are required."""
         by_place = [parameter for parameter in parameters if not parameter.by_name_only]
         for place, argument in enumerate(self.arguments):
             kind, _, text = argument.rpartition(" ")
@@ -133,7 +134,7 @@ class GaudiOperator:
             passed.append(declared[name])
         missing = [parameter.name for parameter in parameters if parameter.required and parameter not in passed]
         if missing:
-            raise _NotUsableError(f"{self.place} also needs {', '.join(missing)}, which is not known here")
+            raise _NotUsableError(f"{self.place} also needs {', '.join(missing)}, which this plugin does not pass")
 
 
 def _import(module: str) -> Any:
@@ -152,10 +153,14 @@ def _of_schema(operator: OpOverload) -> Iterator[Parameter]:
 
 
 def _of_python(function: Call, skip: int = 0) -> Iterator[Parameter]:
-    """skip: parameters that the caller does not pass, such as the context of an autograd function."""
+    """Reads the parameters of a Python function. skip: parameters that the caller does not pass, such as the context of
+    an autograd function.
+    """
     for parameter in list(inspect.signature(function).parameters.values())[skip:]:
         if parameter.kind is parameter.VAR_POSITIONAL:
-            raise _NotUsableError(f"{function.__qualname__} takes *{parameter.name}, which says nothing of it")
+            raise _NotUsableError(
+                f"{function.__qualname__} takes *{parameter.name}, which does not name its parameters"
+            )
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         required = parameter.default is parameter.empty

@@ -23,15 +23,16 @@ NEG_INF = float("-inf")
 # Modes of `keep_or_replace`; 0 selects anew.
 REUSE, CHECK = 1, 2
 
-# Up to so many spans every query is multiplied with every block and the span's own products are kept: cheaper than to
-# copy the query to each of its blocks, because a product is smaller than a query head by the head's dimension.
+# Up to this many spans, every query is multiplied with every block and only the span's own products are kept. This is
+# cheaper than copying the query to each of its blocks, because a product is smaller than a query head by the head's
+# dimension.
 FEW_SPANS = 32
 # Elements of the largest intermediate tensor: memory is bounded however many candidates there are.
 TILE = 1 << 24
 
 
 class ReferenceBlockSelection(BlockSelectionImplementation):
-    """Any tensors, on any device."""
+    """The reference: computes any tensors on any device."""
 
     def scores(
         self,
@@ -84,17 +85,17 @@ def scores(
     estimates = _estimates(features, summaries, blocks, spans, kind)
 
     seen = (step < num_rows[:, None])[spans][:, :, None]
-    # What is not a number must neither spread to the span's other blocks nor be overlooked: see below.
+    # A value that is not a number must neither spread to the span's other blocks nor go unnoticed: see below.
     broken = seen & ~estimates.isfinite()
     estimates = estimates.masked_fill(~seen | broken, NEG_INF)
     nothing = estimates.new_zeros((num_rows.shape[0], *estimates.shape[1:]))
     top = index_maximum_(nothing + NEG_INF, spans, estimates)
     weights = torch.exp(estimates - torch.where(top == NEG_INF, 0.0, top)[spans])
     total = nothing.index_add_(0, spans, weights)
-    # One row's heads at most see nothing in a span: a sum of 0 means that the row is a pad.
+    # A sum of 0 means that the row is a pad, since a real row sees something in its span.
     share = 1.0 / (torch.where(total == 0, 1.0, total) * (num_rows.clamp(min=1) * query.shape[1])[:, None, None])
     mass = (weights * share[spans]).flatten(1).sum(1)
-    # A broken block is chosen first, so its request's output is broken too, and detected.
+    # A broken block is chosen first, so the output of its request breaks too and the fault is detected.
     return torch.where(broken.flatten(1).any(1), 1.0, mass)
 
 
@@ -129,7 +130,7 @@ def _of_every_span(folded: Tensor, boxes: Tensor, spans: Tensor) -> Tensor:
 
 
 def _of_own_span(folded: Tensor, boxes: Tensor, spans: Tensor) -> Tensor:
-    """The same products by copying the features of its span to each block."""
+    """Computes the same products by copying the features of its span to each block."""
     return torch.einsum("trkgf,tbkf->tbrkg", folded[spans], boxes)
 
 
@@ -144,7 +145,7 @@ def _log_mean_exp(estimates: Tensor) -> Tensor:
 
 def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
     """Logical block numbers by descending score, then -1: int64 [num_spans, most]."""
-    # The last place takes what is not selectable. A candidate is above it whatever its score is.
+    # The last place takes what is not selectable. Any candidate is above it.
     table = scores.new_full((num_spans * width + 1,), NEG_INF, dtype=torch.float32)
     table.index_copy_(0, places, scores.float().clamp(min=torch.finfo(torch.float32).min))
     ranked, order = table[:-1].view(num_spans, width).sort(dim=1, descending=True, stable=True)
@@ -156,7 +157,7 @@ def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int
 def keep_or_replace(
     stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The ranking from now on, and the spans for which a check kept or replaced the stored one."""
+    """Returns the new ranking, and the spans for which a check kept or replaced the stored one."""
     first = torch.arange(stored.shape[1], device=stored.device) < counts[:, None]
     old, old_valid = _members(stored, first, width)
     new, _ = _members(fresh, first, width)

@@ -1,1 +1,1 @@
-"""Kernels in C++ for the CPU: a wheel brings them, or the compiler that is there builds them once per machine."""
+"""C++ kernels for the CPU. A wheel contains them; otherwise a compiler builds them once per machine."""

@@ -23,8 +23,9 @@ from vllm_gaudi_ucm.private_folder import foreign, make_private_folder
 
 COMPILERS = ("g++", "c++")
 TIMEOUT_S = 120.0
-MOST_AT_ONCE = 4  # a compiler takes some 200 MB, while the model is loaded
-# Where GCC and the linker look for headers, libraries and their own parts, what they add, and what a run writes beside.
+MOST_AT_ONCE = 4  # a compiler takes some 200 MB, and the model loads at the same time
+# Variables from which GCC and the linker take paths of headers, libraries and their own parts, options to add, and
+# extra output files.
 NOT_PASSED = (
     "CPATH",
     "C_INCLUDE_PATH",
@@ -40,7 +41,7 @@ NOT_PASSED = (
 )
 _NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
-# What to do about a BuildError, and about a CacheError.
+# Remedies for a BuildError and for a CacheError.
 INSTALL = "install a C++ compiler that works, such as the package g++"
 KEEP = "set XDG_CACHE_HOME to a folder that this user may write to, with free space, on a mount without noexec"
 
@@ -50,7 +51,7 @@ class BuildError(RuntimeError):
 
 
 class CacheError(BuildError):
-    """This folder cannot hold a build, or be loaded from; another may. The message names the remedy."""
+    """This folder cannot hold a build or be loaded from; another folder may. The message names the remedy."""
 
 
 class _Job(NamedTuple):
@@ -101,7 +102,7 @@ def run(commands: Sequence[Sequence[str]], work: Path) -> None:
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> _Job:
-    # in memory: on a full disk it could not say that the disk is full
+    # the output stays in memory: on a full disk the compiler could not write that the disk is full
     said = os.fdopen(os.memfd_create("said"), "w+b")
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     return _Job(process, said, time.monotonic() + TIMEOUT_S)
@@ -138,7 +139,7 @@ def seal(library: Path) -> None:
 
 
 def fault(library: Path) -> str:
-    """Why a file must not be loaded, in words; empty if it may be. Raises OSError if it cannot be read."""
+    """Returns why a file must not be loaded, in words; empty if it may be. Raises OSError if it cannot be read."""
     try:
         descriptor = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -150,7 +151,7 @@ def fault(library: Path) -> str:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            return "it is no file"
+            return "it is not a file"
         if found := foreign(status):
             return f"it {found}"
         with open(descriptor, "rb", closefd=False) as file:
@@ -170,15 +171,15 @@ def _checksum(library: Path, content: bytes) -> bytes:
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("source")
-# -ffast-math is left out: NaN and Inf must survive. Errno and traps of arithmetic are nobody's concern here.
+# -ffast-math is left out: NaN and Inf must survive. Errno and arithmetic traps do not matter here.
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 MARCH = ("-march=native",)
 # Linked without -fopenmp: OpenMP's symbols are found in the process, which has torch's OpenMP and must not get a second
 # one, with threads of its own.
 LINK_FLAGS = ("-shared",)
 _UNFINISHED = ".building-"
-STALE_S = 3600.0  # no build takes as long
-PATIENCE_S = 120.0  # for another process's build
+STALE_S = 3600.0  # longer than any build
+PATIENCE_S = 120.0  # while another process builds
 
 
 def build(cache: Path | None = None) -> Path:
@@ -201,7 +202,7 @@ def build(cache: Path | None = None) -> Path:
         library = folder / f"kernels-{_key(compiler)}.so"
         if fault(library):
             with alone(folder):
-                # another process may have built it meanwhile
+                # another process may have built it in the meantime
                 if found := fault(library):
                     _compile(compiler, library, found)
     except CacheError as error:
@@ -224,7 +225,7 @@ def _sweep(folder: Path) -> None:
         try:
             age = time.time() - work.stat().st_mtime
         except FileNotFoundError:
-            continue  # it was finished meanwhile
+            continue  # it was finished in the meantime
         if age > STALE_S:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -242,20 +243,20 @@ def alone(folder: Path) -> Iterator[None]:
 
 def _lock(descriptor: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:  # who holds it may have been stopped
+    while time.monotonic() < deadline:  # its holder may have been stopped
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             time.sleep(0.05)
         except OSError:
-            return  # a file system without locks, or NFS, which has none for folders
+            return  # a file system without locks, or NFS, which cannot lock folders
 
 
 def _compile(compiler: str, library: Path, found: str) -> None:
     """Compiles to a temporary file and moves it into place, so that no process ever loads half a library."""
     if os.path.lexists(library):
-        logger.warning("%s is not loaded: %s; it is built anew", library, found)
+        logger.warning("%s is not loaded: %s; rebuilding it", library, found)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=_UNFINISHED) as work:
         built = Path(work) / library.name
         compiles, link = commands(compiler, Path(work), built, MARCH)
@@ -267,7 +268,7 @@ def _compile(compiler: str, library: Path, found: str) -> None:
 
 
 def commands(compiler: str, work: Path, library: Path, march: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """The commands that compile each source for a CPU, the longest work first, and the one that links the library.
+    """The commands that compile each source for a CPU, the longest work first, and the command that links the library.
 
     work: the folder of the objects. Raises BuildError if there are no sources.
     """
@@ -290,7 +291,7 @@ def _write_through(folder: Path) -> None:
 
 
 def _sources(*patterns: str) -> list[Path]:
-    """Files that match; without hidden ones, which belong to editors."""
+    """Returns the files that match, without hidden ones, which belong to editors."""
     found = (path for pattern in patterns for path in SOURCE.glob(pattern))
     return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 
@@ -305,7 +306,7 @@ def _key(compiler: str) -> str:
 
 
 def cpu_features() -> str:
-    """What -march=native depends on: the lines of /proc/cpuinfo with the first CPU's model and features."""
+    """Returns what -march=native depends on: the lines of /proc/cpuinfo with the first CPU's model and features."""
     names = (
         "vendor_id",
         "cpu family",

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.ops.cpu.native.library import argument_types, native
 
 
 class Kernel(NamedTuple):
-    """number: as in source/replay.cpp. done: what it returns on success; 0 if it returns nothing."""
+    """number: as in source/replay.cpp. done: its return value on success; 0 if it returns nothing."""
 
     number: int
     done: int
@@ -49,7 +49,7 @@ class Call(Structure):
 class CallList:
     """Calls that run one after the other.
 
-    calls: in order. kept: objects that their addresses point into; the caller keeps the tensors.
+    calls: in order. kept: objects that their addresses point into, except tensors, which the caller keeps.
     """
 
     def __init__(self, calls: Sequence[Call], kept: Sequence[object] = ()) -> None:
@@ -65,12 +65,12 @@ class CallList:
         A call fails if it finds something that its caller has to handle: a bad index, a result that is not finite.
         """
         library = native()
-        assert library is not None, "recorded from kernels that are not there"
+        assert library is not None, "recorded from kernels that do not exist"
         return bool(library.ucm_replay(ctypes.byref(self._calls), len(self._calls)) < 0)
 
 
 def record_call(name: str, arguments: Sequence[Any], stand_ins: Mapping[int, Structure]) -> tuple[Call, list[object]]:
-    """A record of the call that was just made to a kernel of `KERNELS`, and the objects that must live as long as it.
+    """Records the call just made to a kernel of `KERNELS`. Returns the record and the objects that must live as long.
 
     Structures are copied as they are now, because callers reuse them. A structure whose id is in `stand_ins` is
     replaced by the one given there, whose contents may change from run to run.
@@ -92,7 +92,7 @@ def _word(argument: Any, kind: type, stand_ins: Mapping[int, Structure], kept: l
     if isinstance(argument, Array):
         kept.append(argument)
         return ctypes.addressof(argument)
-    # what ctypes.byref gives
+    # the result of ctypes.byref
     structure = argument._obj
     passed = stand_ins.get(id(structure))
     if passed is None:

@@ -1,5 +1,6 @@
-"""Portable builds of the kernels: one library for each level of x86-64 CPUs. A wheel brings them all, and a process
-loads the highest that its CPU can run."""
+"""Portable builds of the kernels: one library for each level of x86-64 CPUs. A wheel contains them all; a process loads
+the highest that its CPU can run.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from pathlib import Path
 from vllm_gaudi_ucm.ops.cpu.native import build
 
 PORTABLE = Path(__file__).with_name("portable")
-"""The libraries of an installed wheel; there is no such folder in a clone, or if no compiler was there."""
+"""The libraries of an installed wheel. The folder is missing in a clone, and if the wheel was built without a
+compiler.
+"""
 
 
 @dataclass(frozen=True)
 class Level:
     """CPUs with the same instructions.
 
-    march: the compiler's flags. adds: what /proc/cpuinfo calls the instructions that the level below it lacks.
+    march: the compiler's flags. adds: instructions that the level below lacks, as /proc/cpuinfo names them.
     """
 
     name: str
@@ -46,11 +49,11 @@ LEVELS = (
     # the matrix unit: Intel Sapphire Rapids
     Level("amx", (_V4, *_BFLOAT16, *_TILES), frozenset({"amx_tile", "amx_bf16"})),
 )
-"""From the lowest to the highest; each has the instructions of the one before it."""
+"""The levels, lowest first; each has the instructions of the one before it."""
 
 
 def instructions() -> frozenset[str]:
-    """What /proc/cpuinfo says that this CPU, and Linux on it, can run; empty if it does not say so."""
+    """Returns the instructions that this CPU and its Linux can run, from /proc/cpuinfo; empty if it does not tell."""
     lines = (line.partition(":") for line in build.cpu_features().splitlines())
     return next((frozenset(words.split()) for name, _, words in lines if name.strip() == "flags"), frozenset())
 
@@ -63,7 +66,7 @@ def runnable(there: frozenset[str] | None = None) -> tuple[Level, ...]:
 
 
 def find_level(folder: Path | None = None) -> tuple[Level, Path] | None:
-    """The highest level that this CPU can run and that a wheel has brought, and its library. folder: for tests."""
+    """The highest level that this CPU can run and that the wheel contains, and its library. folder: for tests."""
     folder = folder or PORTABLE
     if not folder.is_dir():
         return None
@@ -72,7 +75,7 @@ def find_level(folder: Path | None = None) -> tuple[Level, Path] | None:
 
 
 def why_not_buildable() -> str:
-    """Why no level can be built on this machine, in words; empty if all can, for a compiler that knows them."""
+    """Returns why no level can be built on this machine, in words; empty if a compiler that knows them could."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"portable kernels are for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
     try:
@@ -85,7 +88,7 @@ def why_not_buildable() -> str:
 def build_levels(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]:
     """Compiles these levels into a folder, up to four compilers at once: some 100 CPU seconds for all.
 
-    The libraries say nothing of the machine: no symbol tables, no paths, modes for every user.
+    The libraries reveal nothing about the machine: no symbol tables, no paths, file modes for every user.
 
     Raises BuildError if there is no compiler, or it fails.
     """

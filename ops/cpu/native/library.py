@@ -69,20 +69,21 @@ class _Outcome:
     library: ctypes.CDLL | None
     reason: str
     not_kept: str = ""
-    """Why it was built for this process alone."""
+    """Why the library was built for this process alone."""
     origin: str = ""
     """Who compiled it, and for which CPUs."""
 
 
 _lock = threading.Lock()
 _outcome: _Outcome | None = None
-# By thread: what it finds in place of the library while it records the kernels that it calls.
+# Per thread: the stand-in for the library while its kernel calls are recorded.
 _stand_ins: dict[int, object] = {}
 
 
 def native() -> ctypes.CDLL | None:
-    """The kernels; None if they cannot be built or loaded. Without those of a wheel the first call may take some
-    seconds, for a build. Raises ValueError if a variable asks for kernels that do not exist."""
+    """Returns the kernels; None if they cannot be built or loaded. If no wheel contains them, the first call may take
+    some seconds to build them. Raises ValueError if a variable asks for kernels that do not exist.
+    """
     global _outcome
     if _outcome is None:
         with _lock:
@@ -95,7 +96,7 @@ def native() -> ctypes.CDLL | None:
 
 @contextmanager
 def standing_in(stand_in: object) -> Iterator[None]:
-    """Makes `native()` return `stand_in` in this thread, to record the calls of kernels."""
+    """Makes `native()` return `stand_in` in this thread, to record kernel calls."""
     thread = threading.get_ident()
     _stand_ins[thread] = stand_in
     try:
@@ -110,28 +111,30 @@ def argument_types(name: str) -> tuple[type, ...]:
 
 
 def why_not_native() -> str:
-    """Why `native()` is None, in words for a log; empty if it is not None."""
+    """Returns why `native()` is None, in words for a log; empty if it is not None."""
     native()
     assert _outcome is not None
     return _outcome.reason
 
 
 def why_not_kept() -> str:
-    """Why each process builds the kernels anew, in words for a log; empty if a folder keeps them."""
+    """Returns why each process builds the kernels again, in words for a log; empty if a folder keeps them."""
     native()
     assert _outcome is not None
     return _outcome.not_kept
 
 
 def origin() -> str:
-    """Who compiled the kernels, and for which CPUs, in words; empty if there are none."""
+    """Returns who compiled the kernels, and for which CPUs, in words; empty if there are none."""
     native()
     assert _outcome is not None
     return _outcome.origin
 
 
 def identity() -> str:
-    """A name that differs if source, compiler or CPU of the kernels differ. Raises OSError if their file is gone."""
+    """Returns a name that differs if source, compiler or CPU of the kernels differ. Raises OSError if their file is
+    gone.
+    """
     library = native()
     assert library is not None, "there are none"
     path = Path(library._name)
@@ -177,7 +180,7 @@ def _open_library() -> tuple[ctypes.CDLL, str]:
     try:
         return ctypes.CDLL(str(build())), ""
     except CacheError as error:
-        alone = "Native CPU kernels are built for this process alone, and so at every start: %s; %s"
+        alone = "Native CPU kernels are built for this process only, at every start: %s; %s"
         logger.warning(alone, error, KEEP)
         unusable = error
     with tempfile.TemporaryDirectory(prefix="vllm-gaudi-ucm-") as folder:
@@ -193,9 +196,9 @@ def is_rows(x: Tensor) -> bool:
 
 
 HALF_TYPES = {torch.bfloat16: 1, torch.float16: 2}
-"""How kernels number them."""
+"""The numbers by which kernels know the dtypes."""
 
 
 def is_half_rows(x: Tensor) -> bool:
-    """The same of bfloat16 and float16."""
+    """The same for bfloat16 and float16."""
     return x.dtype in HALF_TYPES and x.dim() == 2 and x.stride(1) == 1 and x.is_cpu

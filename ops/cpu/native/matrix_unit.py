@@ -23,7 +23,7 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """Why `available()` is False, in words for a log; empty if it is True."""
+    """Returns why `available()` is False, in words for a log; empty if it is True."""
     library = native()
     return why_not_native() if library is None else _REASONS[library.ucm_matrix_tiles()]
 

@@ -1,16 +1,17 @@
 """Linear layers on a CPU with packed weights: by oneDNN, which is part of torch, or by faster native kernels.
 
 Why: on CPUs without a fast path in torch's default BLAS, `torch.nn.functional.linear` in fp32 reached a third of
-oneDNN's speed (all weights of SmolLM2-135M once, one thread of an AVX-512 core: 16 rows 100 ms against 34 ms, 1024
-rows 4.8 s against 1.0 s, 1 row 38 ms against 17 ms). With few rows memory bandwidth is the limit, and the native kernel
+oneDNN's speed (all weights of SmolLM2-135M once, one thread of an AVX-512 core: 16 rows 100 ms against 34 ms, 1024 rows
+4.8 s against 1.0 s, 1 row 38 ms against 17 ms). With few rows memory bandwidth is the limit, and the native kernel
 comes closer to it (another core: 1 row 42 ms against oneDNN's 50, 16 rows 60 ms against 70). A weight whose values fit
 in fewer bits is read from a compact copy (`packing.py`); its product differs only in the order of the sums. On a CPU
 with a matrix unit both forms are multiplied there, as sums of bfloat16 (`ops/cpu/native/source/tile_linear.cpp`), and a
-weight with a compact copy needs no other copy; neither does it with 512-bit vectors and panels that stay in the cache.
+weight with a compact copy needs no other copy; nor does it with 512-bit vectors and panels that stay in the cache.
 
 A bfloat16 weight is multiplied with bfloat16 rows in pairs if the CPU has instructions for that (`bf16_linear.cpp`), or
-from the same memory on the matrix unit (`bf16_tiles.cpp`); else a few rows of half precision are widened. All are
-native calls, which a graph can hold. Which way multiplies how many rows is measured once a CPU (`measured_ways.py`).
+from the same memory on the matrix unit (`bf16_tiles.cpp`); otherwise a few rows of half precision are widened. All are
+native calls, which a graph can hold. The fastest way for each number of rows is measured once per CPU
+(`measured_ways.py`).
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from vllm_gaudi_ucm.ops.cpu.packed_linear.way import MEASURED_ROWS, NATIVE_ROWS,
 PACK_FOR_ROWS = 16
 # A compact weight needs no copy for oneDNN on a CPU with this many lanes, which has registers for all of its sums.
 ALONE_LANES = 16
-# How the native kernel numbers fp32 panels, beside the values of `Form`.
+# Number of fp32 panels for the native kernel, in addition to the values of `Form`.
 _FLOAT32 = 3
 
 
 class PackedWeight(NamedTuple):
     """An opaque reordered weight [outputs, inputs], its panels for the native kernels, and its compact copy.
 
-    tensor: None if another form is kept alone.
-    pairs: of a bfloat16 weight, for instructions that multiply pairs.
-    is_fp32: products are computed in fp32, also of a weight in half precision where the CPU computes nothing in that.
+    tensor: None if only another form is kept.
+    pairs: a bfloat16 weight arranged for instructions that multiply pairs.
+    is_fp32: products are computed in fp32, even for a weight in half precision, if the CPU cannot compute in it.
     """
 
     tensor: Tensor | None
@@ -76,7 +77,7 @@ def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
     """
     plain = weight.detach().contiguous()
     if not _has_units_for(plain.dtype):
-        # exact, and products are fp32: without units for half precision torch multiplies five times as slowly
+        # exact, and products are fp32: without units for half precision torch takes five times as long
         plain, compact = plain.float(), True
     outputs, inputs = plain.shape
     pairs = find_pairs(plain)
@@ -91,7 +92,7 @@ def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
     panels = find_panels(plain, packed)
     if panels is None and is_fp32 and _enough_alone(inputs) and (own := panels_of(plain)) is not None:
-        # this release of oneDNN lays weights out in another way
+        # this release of oneDNN lays weights out differently
         return PackedWeight(None, outputs, inputs, own)
     return PackedWeight(packed, outputs, inputs, panels, found, is_fp32)
 
@@ -111,7 +112,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     form = weight.compact or weight.panels
     if form is not None and not torch.compiler.is_compiling() and _fits(x, weight, bias):
         tiles = matrix_unit.in_use() and not _is_float16(form)
-        # oneDNN's copy of another weight is not for fp32 rows
+        # oneDNN's copy of any other weight is not for fp32 rows
         way = _way(kind_of(form), x.shape[0], tiles, weight.tensor is not None and weight.is_fp32)
         if way is not Way.ONEDNN:
             return multiply_form(x, form, weight.outputs, bias, tiles=way is Way.TILES)
@@ -126,7 +127,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
 
 
 def _in_half(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | None:
-    """The product of rows in half precision by native kernels, or in fp32; None if it is oneDNN's."""
+    """Multiplies rows in half precision by native kernels, or in fp32; None if oneDNN is to do it."""
     if weight.pairs is not None:
         if not is_half_rows(x):
             x = x.contiguous()
@@ -152,7 +153,7 @@ def multiplies_pairs() -> bool:
 
 
 def has_pair_tiles(inputs: int) -> bool:
-    """True if the matrix unit multiplies pairs of so many inputs: whole tiles, which it reads where they lie."""
+    """True if the matrix unit multiplies pairs of this many inputs: whole tiles, read in place."""
     return inputs % 32 == 0 and matrix_unit.in_use()
 
 
@@ -184,26 +185,26 @@ def _enough_alone(inputs: int) -> bool:
     if matrix_unit.in_use():
         return True
     kernels = native()
-    # a panel is fp32, or written out so
+    # a panel is fp32, or is expanded to fp32
     return kernels is not None and kernels.ucm_lanes() >= ALONE_LANES and stays_in_cache(64 * inputs * 4)
 
 
 def _needs_onednn(pairs: Panels, inputs: int) -> bool:
     """True if a weight in pairs needs a copy for oneDNN, too, for steps of many rows."""
     if matrix_unit.in_use() or not stays_in_cache(pairs.width * inputs * 2):
-        return True  # with the unit oneDNN orders the products of large weights better than a small one's times tell
+        return True  # with the unit, oneDNN handles large weights better than the times of a small one suggest
     times = times_of(Kind.PAIRS)
     return bool(times.seconds) and times.needs_onednn(ways(tiles=False, onednn=True))
 
 
 def stays_in_cache(size: int) -> bool:
-    """True if a panel of so many bytes stays in the second cache of a core, with as much room for rows."""
+    """True if a panel of this size in bytes fits in half of a core's second-level cache; rows get the other half."""
     return 2 * size <= second_cache()
 
 
 @cache
 def second_cache() -> int:
-    """Bytes of a core's second cache; 1 MiB if the system does not say."""
+    """Returns the bytes of a core's second-level cache; 1 MiB if the system does not tell."""
     try:
         found = os.sysconf("SC_LEVEL2_CACHE_SIZE")
     except (OSError, ValueError):
@@ -212,24 +213,24 @@ def second_cache() -> int:
 
 
 def _is_float16(form: Compact | Panels) -> bool:
-    """A form that the matrix unit does not read."""
+    """True for a form that the matrix unit cannot read."""
     return isinstance(form, Compact) and form.form is Form.FLOAT16
 
 
 def _fits(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
-    """True if sizes and dtypes match; if not, oneDNN gets them, and raises the error."""
+    """True if sizes and dtypes match; if not, oneDNN gets them and raises the error."""
     return is_rows(x) and _sizes_fit(x, weight, bias)
 
 
 def _sizes_fit(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
-    """x: [rows, inputs], and a bias of its dtype for each output."""
+    """True if x is [rows, inputs] and the bias has an element of the same dtype for each output."""
     if x.shape[1] != weight.inputs:
         return False
     return bias is None or (bias.dtype == x.dtype and bias.shape == (weight.outputs,) and bias.is_contiguous())
 
 
 def multiply_form(x: Tensor, weight: Compact | Panels, outputs: int, bias: Tensor | None, tiles: bool) -> Tensor:
-    """The product by a native kernel. tiles: on the matrix unit, which is in use."""
+    """Multiplies by a native kernel. tiles: on the matrix unit, which must be in use."""
     kernels = native()
     assert kernels is not None, "these forms are found only for native kernels"
     out = x.new_empty((x.shape[0], outputs))

@@ -1,7 +1,7 @@
-"""Measures which way multiplies how many rows fastest: some milliseconds for each kind of weight, kept on disk.
+"""Measures the fastest way to multiply each number of rows: some milliseconds for each kind of weight, kept on disk.
 
 Every process of this user on this machine reads the same file, so all ranks of an engine choose alike. Without a folder
-for it nothing is measured, and the rule decides (`way.py`).
+for the file, nothing is measured and the rule in `way.py` decides.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ Product = Callable[[Tensor], Tensor]
 
 
 def learn_ways(kinds: Collection[Kind], folder: Path | None = None) -> None:
-    """Makes the times of these kinds known to this process: from disk, or measured. folder: instead of the user's.
+    """Loads the times of these kinds into this process from disk, or measures them. folder: replaces the user's.
 
-    The first process of several measures; the others wait for it. What cannot be kept is not measured either, because
-    another rank might find other times.
+    The first process of several measures; the others wait for it. Times that cannot be kept are not measured, because
+    another rank might get different ones.
     """
     if native() is None or not kinds:
         return
@@ -63,13 +63,13 @@ def learn_ways(kinds: Collection[Kind], folder: Path | None = None) -> None:
                 known |= {kind: measure(kind) for kind in missing}
                 _write(path, known)
     except (OSError, RuntimeError) as error:
-        logger.info("Products are not measured, because the times cannot be kept: %s", error)
+        logger.info("Products are not measured, because their times cannot be saved: %s", error)
         return
     set_times(known)
 
 
 def known_ways(folder: Path | None = None) -> dict[Kind, Times]:
-    """The times that are kept for this machine, without measuring; none where nothing was measured yet."""
+    """Returns the times saved for this machine, without measuring; empty if none were measured yet."""
     if native() is None:
         return {}
     try:
@@ -81,12 +81,12 @@ def known_ways(folder: Path | None = None) -> dict[Kind, Times]:
 
 
 def _key() -> str:
-    """CPU, compiler and source of the kernels, torch, and its threads."""
+    """Returns a key of CPU, compiler and source of the kernels, torch, and its threads."""
     return f"{identity()}-torch{torch.__version__}-{torch.get_num_threads()}"
 
 
 def measure(kind: Kind) -> Seconds:
-    """Seconds of a kind's products in each way that this machine has: of each the least of some repeats, in turns."""
+    """Times a kind's products in each way that this machine has: seconds, the least of several interleaved repeats."""
     products = _products(kind)
     x = torch.ones(MEASURED_ROWS[-1], INPUTS, dtype=torch.bfloat16 if kind is Kind.PAIRS else torch.float32)
     found: dict[Way, list[float]] = {way: [] for way in products}
@@ -96,7 +96,7 @@ def measure(kind: Kind) -> Seconds:
             for way, product in products.items():
                 begin = time.perf_counter()
                 product(x[:rows])
-                # the first turn is for the caches, and for what oneDNN compiles
+                # the first turn fills the caches, and lets oneDNN compile
                 least[way] = min(least[way], time.perf_counter() - begin if turn >= 0 else math.inf)
         for way, seconds in least.items():
             found[way].append(seconds)
@@ -110,7 +110,7 @@ def _products(kind: Kind) -> dict[Way, Product]:
     found: dict[Way, Product] = {}
     if kind is Kind.PAIRS:
         pairs = pairs_of(plain)
-        assert pairs is not None, "the sizes divide so"
+        assert pairs is not None, "the sizes divide evenly"
         found[Way.VECTORS] = lambda x: multiply_pairs(x, pairs, None, tiles=False)
         if matrix_unit.available():
             found[Way.TILES] = lambda x: multiply_pairs(x, pairs, None, tiles=True)
@@ -137,7 +137,7 @@ def _compact(form: Form) -> Compact:
 
 
 def _read(path: Path) -> dict[Kind, Seconds]:
-    """What a file holds; nothing of one that is missing, damaged, or open to others: it is written anew."""
+    """Returns the contents of a file; empty if it is missing, damaged, or open to others: it is then rewritten."""
     try:
         refuse_foreign(path)
         content = json.loads(path.read_text())
@@ -147,7 +147,7 @@ def _read(path: Path) -> dict[Kind, Seconds]:
 
 
 def _checked(seconds: Mapping[str, Any]) -> Seconds:
-    """Raises ValueError or TypeError if these are not times as `measure` gives them."""
+    """Checks times from a file. Raises ValueError or TypeError unless they have the form that `measure` returns."""
     found = {Way(way): tuple(float(one) for one in times) for way, times in seconds.items()}
     if Way.ONEDNN not in found:
         raise ValueError("the times of oneDNN are missing")
@@ -158,7 +158,7 @@ def _checked(seconds: Mapping[str, Any]) -> Seconds:
 
 
 def _write(path: Path, times: Mapping[Kind, Seconds]) -> None:
-    """Another process reads all of it or nothing."""
+    """Writes a file atomically: another process reads all of it or none."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".products-")
     with os.fdopen(descriptor, "w") as file:
         json.dump(times, file)
@@ -166,7 +166,7 @@ def _write(path: Path, times: Mapping[Kind, Seconds]) -> None:
 
 
 def kinds_of(weights: Collection[PackedWeight]) -> set[Kind]:
-    """Those that these weights are kept in."""
+    """Returns the kinds in which these weights are kept."""
     found = set()
     for weight in weights:
         if weight.pairs is not None:

@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.ops.cpu.native.library import native
 
 GROUP = 32
 COMPACT_WIDTHS = (64, 48, 32, 16, 8)
-# Outputs that are looked at first: a weight of another form is found out without a pass over all of it.
+# Outputs that are checked first, so that a weight of another form is rejected without a pass over all of it.
 SAMPLE = 16
 # Outputs encoded at a time, which bounds the scratch memory.
 CHUNK = 2048
@@ -139,17 +139,17 @@ _ENCODERS: dict[Form, Callable[[Tensor], _Encoded | None]] = {
 
 
 PANEL_WIDTHS = (64, 48, 32, 24, 16, 8)
-# Of pairs: the instructions have 16 lanes.
+# Lanes of instructions for pairs: always 16.
 PAIR_WIDTHS = (64, 48, 32, 16)
-# Panel width per weight shape, 0 where the format is another one. Only what a weight proves is kept: zeros look alike
-# in panels of any width and in plain memory.
+# Panel width per weight shape, 0 if the format is another one. A width is kept only if a weight proves it: zeros look
+# alike in panels of any width and in plain memory.
 _widths: dict[torch.Size, int] = {}
 
 
 class Panels(NamedTuple):
     """A weight [out, in] stored as [out / width, in, width] at `address`, in the memory of `owner`.
 
-    Pairs: as [out / width, in / 2, width, 2].
+    Pairs are stored as [out / width, in / 2, width, 2].
     """
 
     owner: Tensor
@@ -173,7 +173,9 @@ def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
 
 
 def panels_of(weight: Tensor) -> Panels | None:
-    """An fp32 weight in panels of our own, a copy; None without native kernels, or if its outputs do not divide so."""
+    """An fp32 weight in panels of our own, a copy; None without native kernels, or if its outputs do not divide
+    evenly.
+    """
     kernels = native()
     if kernels is None or weight.dtype != torch.float32:
         return None
@@ -201,7 +203,7 @@ def _fitting_widths(weight: Tensor, address: int, size: int) -> list[int]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """True if all values are equal. NaN equals NaN here, or a broken weight would look like another format."""
+    """True if all values are equal. NaN equals NaN here; otherwise a broken weight would look like another format."""
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -230,7 +232,7 @@ def find_pairs(weight: Tensor) -> Panels | None:
 
 
 def pairs_of(weight: Tensor) -> Panels | None:
-    """The same on any CPU."""
+    """Does the same on any CPU."""
     outputs, inputs = weight.shape
     width = next((width for width in PAIR_WIDTHS if outputs % width == 0), None)
     if width is None or inputs % 2:

@@ -1,9 +1,9 @@
-"""How a product is computed, and which way is the fastest for how many rows.
+"""The ways to compute a product, and which is fastest for each number of rows.
 
-Without measured times (`measured_ways.py`) a rule decides by what each way has to do. One row is bound by reading the
-weight. From two rows on the matrix unit needs the fewest instructions, unless it has to split the weight first, which
-pays from 65 rows on. More rows than that are bound by arithmetic: oneDNN orders it best for bfloat16, and does without
-the matrix unit for fp32.
+Without measured times (`measured_ways.py`) a rule decides by the work of each way. One row is bound by reading the
+weight. For two rows or more, the matrix unit needs the fewest instructions, unless it has to split the weight first,
+which pays off from 65 rows. Larger products are bound by arithmetic: oneDNN orders it best for bfloat16, and does
+without the matrix unit for fp32.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from itertools import combinations_with_replacement, pairwise
 from math import inf, prod
 from typing import NamedTuple
 
-# Rows of the products that are measured. Others are taken for the next one; for more the rule decides.
+# Numbers of rows whose products are measured. Other numbers use the next larger one; above all of them the rule
+# decides.
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-# Up to so many rows a step is a graph if all of its products are native calls, which saves the host's work for each.
+# Up to this many rows, a step is a graph if all of its products are native calls, which saves the host's work for each
+# call.
 NATIVE_ROWS = 64
-# So much faster is oneDNN when it is worth a graph, and so much a native product of more rows, which oneDNN orders
-# better the more there are.
+# How much faster oneDNN has to be to outweigh a graph, and a native product of more rows, where oneDNN's lead grows.
 WORTH_A_GRAPH, WORTH_MANY_ROWS = 1.4, 1.1
-# A slower way counts as so much slower at most: a few times that other programs disturbed cannot outvote the others.
+# The most by which a slower way counts as slower, so that a few disturbed measurements cannot outvote the others.
 MOST_LOSS = 1.5
 
 
 class Way(StrEnum):
     """How a product is computed: by native kernels with vectors, or on the matrix unit, or by oneDNN.
 
-    In the order of the rows that they are good for: few, some, many.
+    Members are in the order of the number of rows that they suit: few, some, many.
     """
 
     VECTORS = "vectors"
@@ -39,7 +40,7 @@ class Way(StrEnum):
 
 
 class Kind(StrEnum):
-    """How a weight is kept: bfloat16 in pairs, fp32, or in fewer bits."""
+    """How a weight is stored: bfloat16 in pairs, fp32, or in fewer bits."""
 
     PAIRS = "bfloat16"
     FLOAT32 = "float32"
@@ -49,8 +50,8 @@ class Kind(StrEnum):
     SYMMETRIC8 = "float32 kept in 8 bits"
 
 
-# Native kernels and oneDNN read as many bytes of these. oneDNN reads more of others: few rows wait for that, and
-# the times of one weight that stays in a cache do not show it.
+# Native kernels and oneDNN read the same number of bytes of these kinds. Of others oneDNN reads more: with few rows
+# that limits the speed, and times of a single weight that stays in a cache do not show it.
 SAME_BYTES = (Kind.PAIRS, Kind.FLOAT32)
 
 
@@ -61,7 +62,7 @@ class Times(NamedTuple):
     seconds: Mapping[Way, tuple[float, ...]]
 
     def fastest(self, rows: int, ways: Collection[Way]) -> Way:
-        """The way of so many rows, one of `ways`."""
+        """Returns the fastest way for this many rows, one of `ways`."""
         native = [way for way in ways if way is not Way.ONEDNN]
         if not native or rows == 0:
             return next(iter(ways))
@@ -70,10 +71,11 @@ class Times(NamedTuple):
         return self._chosen(ways)[bisect_left(MEASURED_ROWS, rows)]
 
     def _chosen(self, ways: Collection[Way]) -> tuple[Way, ...]:
-        """The way for each of `MEASURED_ROWS`: more rows never take a way that stands earlier in `Way`.
+        """The way for each of `MEASURED_ROWS`: a larger number of rows never takes an earlier member of `Way`.
 
-        Of all such choices the one that loses least against the best way of each number of rows. A time that other
-        programs disturbed does not decide then: oneDNN for one row by mistake would keep every decode out of graphs.
+        Among all such choices, it takes the one that loses least against the best way of each number of rows. So one
+        disturbed measurement does not decide: choosing oneDNN for one row by mistake would keep every decode out of
+        graphs.
         """
         in_order = [way for way in Way if way in ways]
         columns = [{way: self._time(way, column, ways) for way in in_order} for column in range(len(MEASURED_ROWS))]
@@ -85,13 +87,13 @@ class Times(NamedTuple):
         return min(combinations_with_replacement(in_order, len(MEASURED_ROWS)), key=loss)
 
     def _time(self, way: Way, column: int, ways: Collection[Way]) -> float:
-        """Seconds of a way at one of `MEASURED_ROWS`, with what else the choice of this way costs."""
+        """Seconds of a way at one of `MEASURED_ROWS`, plus the other costs of choosing this way."""
         seconds = self.seconds[way][column]
         if MEASURED_ROWS[column] > NATIVE_ROWS:
             return seconds * (1.0 if way is Way.ONEDNN else WORTH_MANY_ROWS)
         if way is not Way.ONEDNN:
             return seconds
-        # what the unit loses to oneDNN at so few rows, a graph saves
+        # at so few rows, a graph saves what the unit loses to oneDNN
         return seconds * WORTH_A_GRAPH if self.kind in SAME_BYTES and Way.TILES not in ways else inf
 
     def needs_onednn(self, ways: Collection[Way]) -> bool:
@@ -110,7 +112,7 @@ class Times(NamedTuple):
         return Way.VECTORS if few or not many_by_onednn else Way.ONEDNN
 
     def described(self, ways: Collection[Way]) -> str:
-        """Which way multiplies up to how many rows, in words."""
+        """Describes in words which way multiplies up to how many rows."""
         steps = [(self.fastest(rows, ways), rows) for rows in (*MEASURED_ROWS, MEASURED_ROWS[-1] + 1)]
         changes = [(way, rows) for (way, rows), (then, _) in pairwise(steps) if way is not then]
         named = [f"{way} up to {rows} row{'s' * (rows > 1)}" for way, rows in changes]
@@ -121,12 +123,12 @@ _known: dict[Kind, Times] = {}
 
 
 def times_of(kind: Kind) -> Times:
-    """What is known of a kind."""
+    """Returns the known times of a kind."""
     return _known.get(kind, Times(kind, {}))
 
 
 def set_times(times: Mapping[Kind, Mapping[Way, tuple[float, ...]]]) -> None:
-    """Makes measured times known to this process, in place of what it knew; none leave everything to the rule."""
+    """Makes measured times known to this process, instead of those it knew; empty leaves everything to the rule."""
     _known.clear()
     _known.update({kind: Times(kind, seconds) for kind, seconds in times.items()})
     fastest_way.cache_clear()
@@ -134,11 +136,15 @@ def set_times(times: Mapping[Kind, Mapping[Way, tuple[float, ...]]]) -> None:
 
 @cache
 def ways(tiles: bool, onednn: bool) -> tuple[Way, ...]:
-    """Those that a weight may be multiplied in. tiles: the matrix unit is in use. onednn: it has a copy for that."""
+    """Returns the ways in which a weight may be multiplied. tiles: the matrix unit is in use. onednn: the weight has a
+    copy for oneDNN.
+    """
     return (Way.VECTORS, *((Way.TILES,) if tiles else ()), *((Way.ONEDNN,) if onednn else ()))
 
 
 @cache
 def fastest_way(kind: Kind, rows: int, tiles: bool, onednn: bool) -> Way:
-    """The way of so many rows of a kind; more rows than are measured may be given as one more than these."""
+    """Returns the way for this many rows of a kind; larger numbers than measured may be given as the largest plus
+    one.
+    """
     return times_of(kind).fastest(rows, ways(tiles, onednn))

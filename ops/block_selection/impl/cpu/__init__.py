@@ -1,1 +1,1 @@
-"""Native kernels and torch's own, for a CPU."""
+"""Block selection on a CPU: native kernels and torch's own operators."""

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImpl
 from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
-LARGEST_HEAD = 576  # of summaries: that of latents, the longest keys
+LARGEST_HEAD = 576  # of summaries: the keys of latent attention are the longest
 OUTSIDE = 2  # status: an id is outside of its tensor
 
 
@@ -72,7 +72,7 @@ def scores(
     scale: float,
     kind: SummaryKind,
 ) -> Tensor | None:
-    """Like `scores` of the reference; None for `hash`, and for summaries that are not dense.
+    """Like `scores` of the reference; None for `hash`, or for summaries that are not dense.
 
     Raises IndexError for a block, span or row outside its tensor.
     """
@@ -111,7 +111,7 @@ def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int
 
 
 class NativeBlockSelection(BlockSelectionImplementation):
-    """C++ kernels, on a CPU on which they can be built."""
+    """Block selection by C++ kernels, on CPUs where they can be built."""
 
     devices = frozenset({"cpu"})
     priority = 20
@@ -193,8 +193,10 @@ class NativeSelection:
     """Block selection of the layers of a step, one after the other: they share the memory for results.
 
     Args:
-        candidates: of the step. A later step of the same shapes may overwrite the contents of the tensors.
-        chosen: int64, at least as many as are selected: where `choose` leaves the blocks; None: memory of its own.
+        candidates: the candidates of the step. A later step of the same shapes may overwrite the contents of the
+            tensors.
+        chosen: int64, at least as long as the selection: `choose` writes the blocks there. None: the object allocates
+            memory.
     """
 
     def __init__(self, candidates: StepCandidates, chosen: Tensor | None = None) -> None:
@@ -227,16 +229,17 @@ class NativeSelection:
         checks: Tensor,
         recall: Tensor | None = None,
     ) -> Tensor | None:
-        """The physical blocks of a layer: int64 [selected], valid until the next call; None if not covered.
+        """Returns the physical blocks that a layer attends to: int64 [selected], valid until the next call; None if not
+            covered.
 
         query: [rows, heads, dim]. summaries: [num_blocks, vectors, kv_heads, width].
         stored: int64 [slots, most], dense: rankings of the layer, used or replaced according to the modes.
-        checks: int64 [2]: adds the numbers of rankings that a check kept and replaced.
-        recall: float64 [2]: adds the estimated mass of the chosen and of all candidates; None to skip it.
+        checks: int64 [2]: the numbers of rankings that checks kept and replaced are added.
+        recall: float64 [2]: the estimated mass of the chosen and of all candidates is added; None skips this.
         Raises IndexError for an id outside its tensor.
         """
         query, task, library = readable(query, kind), self._task, native()
-        # the layers of a model are mostly alike
+        # most layers of a model are alike
         layer = (kind, summaries.dtype, *((t.shape, t.stride()) for t in (query, summaries, stored)))
         if layer != self._layer:
             if library is None or not covers(summaries, kind):
@@ -260,7 +263,7 @@ class NativeSelection:
 
     @property
     def task(self) -> ctypes.Structure:
-        """What the kernel is passed, the layer's part of it that of the last `choose`."""
+        """The arguments of the kernel; its layer-specific part is from the latest `choose`."""
         return self._task
 
     def _check(self, stored: Tensor) -> None:
@@ -270,7 +273,7 @@ class NativeSelection:
             )
 
 
-# Of `Scoring.sizes`: those of the step; the others are the layer's.
+# The sizes of the step in `Scoring.sizes`; all other sizes belong to the layer.
 _SIZES_OF_STEP = (9, 10)
 _OF_LAYER = ("stored", "checks", "recall", "num_slots")
 
@@ -278,10 +281,10 @@ _OF_LAYER = ("stored", "checks", "recall", "num_slots")
 class RecordedSelection:
     """Gives recorded calls of `NativeSelection.choose` the candidates of another step.
 
-    The steps must leave what is chosen in the same memory, as attention reads it there.
+    The steps must leave the choice in the same memory, because attention reads it there.
 
     Args:
-        kept: structures of recorded calls, those of other kernels among them.
+        kept: structures of recorded calls, including calls of other kernels.
     """
 
     def __init__(self, kept: Iterable[object]) -> None:
@@ -297,7 +300,7 @@ class RecordedSelection:
         ]
 
     def bind(self, selection: NativeSelection) -> None:
-        """Makes the recorded calls use this one, which must live as long as they run."""
+        """Points the recorded calls at `selection`, which must live as long as they run."""
         given = selection.task
         size, address = ctypes.sizeof(given), ctypes.addressof(given)
         counts = dict(zip(_SIZES_OF_STEP, given.choosing.sizes[:2], strict=True))

@@ -1,1 +1,1 @@
-"""Kernels in Triton, for a GPU."""
+"""Block selection on a GPU: kernels in Triton."""

@@ -1,6 +1,6 @@
 """Block selection on CUDA in fewer launches: two score, and one ranks, stores and writes the list that attention reads.
 
-What the kernels of `cuda` do one after the other; that stays for what these do not cover, and by name.
+It replaces the kernels of `cuda`, which remain for tensors that these do not cover, and when chosen by name.
 `python -m benchmarks.sparse_parts` times both in one run.
 """
 
@@ -35,17 +35,20 @@ from vllm_gaudi_ucm.ops.selected_list import SelectedList
 STREAMED, STREAMED_WIDE = 128, 32
 STAGES, PROGRAMS = 6, 2
 STAGES_NARROW, PROGRAMS_NARROW = 4, 4
-LEAST_LINES = 8  # of a product
+LEAST_LINES = 8  # inner length of a product
 MOST_LINES = 64  # rows of a span times query heads of a KV head: a decode, or a verification
-MOST_SPANS = 1024  # whose tiles a program counts
-SHARES, PARTS, PARTS_OF_FEW, FEW_SPANS = 32, 16, 64, 2  # of `share_blocks`
-FEW_LINES = 512  # rows of a span times heads, up to which sums of parts are added up by every tile
-RANKED_AT_ONCE, RANKED_BY = 8, 256  # candidates of a program of `rank_and_take`, and those it compares them with
-RANKING = 3  # its programs on a multiprocessor, whose registers have room for no more
+MOST_SPANS = 1024  # tiles that a program counts
+SHARES, PARTS, PARTS_OF_FEW, FEW_SPANS = 32, 16, 64, 2  # block size of `share_blocks`
+FEW_LINES = 512  # rows of a span times heads, up to which every tile adds up the sums of all parts
+# candidates that a program of `rank_and_take` ranks, and how many it compares them with at a time
+RANKED_AT_ONCE, RANKED_BY = 8, 256
+RANKING = 3  # programs on a multiprocessor, whose registers have room for no more
 
 
 class CudaFusedBlockSelection(CudaBlockSelection):
-    """Like `cuda`, which computes what is not a decode or a verification, and `minmax`."""
+    """Block selection in fused Triton kernels for decodes and verifications. `cuda` computes all other shapes, and
+    `minmax`.
+    """
 
     priority = 21
     ranks_and_takes = True
@@ -76,7 +79,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
         kind: SummaryKind,
         prepared: Prepared | None = None,
     ) -> Tensor | None:
-        """Like `block_scores`; None where `cuda` does not score either."""
+        """Like `block_scores`; None if `cuda` cannot score them either."""
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import streamed_scores as kernels
 
         heads, dim = query.shape[1:]
@@ -159,13 +162,15 @@ class CudaFusedBlockSelection(CudaBlockSelection):
 
 
 def _early(prepared: Prepared | None, device: torch.device) -> bool:
-    """True if kernels may start early: what is the step's has to be there, as it is once spans were prepared."""
+    """True if kernels may start early: the data of the step must be in place, as it is once spans were prepared."""
     return isinstance(prepared, TicketedRanges) and starts_early(device)
 
 
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU. For a CPU, where kernels are interpreted, a small number that still divides the work."""
+    """Returns the number of multiprocessors of a GPU; for a CPU, where kernels are interpreted, a small number that
+    still divides the work.
+    """
     if device.type != "cuda":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,5 +1,5 @@
-"""Block selection on CUDA in Triton: a launch summarises, three score, two rank and one hands the choice over, where
-torch needs about thirty.
+"""Block selection on CUDA in Triton: one launch summarises, three score, two rank and one hands the choice over; torch
+needs about thirty.
 
 A method returns None for tensors that its kernels do not cover, and the caller uses the reference. Nothing is read on
 the host. Kernels are imported where they are launched, because triton is optional.
@@ -26,20 +26,20 @@ from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 LARGEST_HEAD = 512
 LARGEST_GROUP = 32  # query heads per kv head
-ELEMENTS = 4096  # of the products that a program of `minmax` holds at once
-# Vectors of summaries that a program multiplies at once: 32 KiB of bf16 at heads of 128 are enough on their way for the
+ELEMENTS = 4096  # elements of the products that a program of `minmax` holds at once
+# Vectors of summaries that a program multiplies at once: 32 KiB of bf16 at heads of 128 in flight are enough for the
 # memory's bandwidth; products of fp32 are unrolled into single multiplications.
 PRODUCTS, PRODUCTS_WIDE = 128, 32
 LARGEST_BLOCK = 1 << 16  # tokens of a block, or elements of a head, squared, that a summarising program holds
-LINES, NEIGHBOURS = 4, 256  # of `span_sums`
-LOOKED_AT = 2048  # of `find_candidates`
-SHARED_LINES, SHARES = 32, 64  # of `block_shares`
+LINES, NEIGHBOURS = 4, 256  # block size of `span_sums`
+LOOKED_AT = 2048  # block size of `find_candidates`
+SHARED_LINES, SHARES = 32, 64  # block size of `block_shares`
 RANKED, COMPARED = 64, 128
 LONGEST_RANKING = 4096
 
 
 class CudaBlockSelection(BlockSelectionImplementation):
-    """Triton kernels on a GPU; if asked for by name, also on a CPU under Triton's interpreter."""
+    """Block selection by Triton kernels on a GPU; if chosen by name, also on a CPU under Triton's interpreter."""
 
     devices = frozenset({"cuda"})
     priority = 20
@@ -73,7 +73,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         kind: SummaryKind,
         prepared: Prepared | None = None,
     ) -> Tensor | None:
-        """Like `block_scores`; None for `hash`, for strided heads, and for heads or groups that are too large."""
+        """Like `block_scores`; None for `hash`, strided heads, and heads or groups that are too large."""
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import scores as kernels
 
         heads, dim = query.shape[1:]
@@ -219,7 +219,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
 
 
 def ranges_of(prepared: Prepared | None, spans: Tensor, num_spans: int, num_rows: Tensor) -> Tensor:
-    """Those that were prepared for the step, or made now."""
+    """Returns the ranges prepared for the step, or computes them."""
     if isinstance(prepared, CandidateRanges | TicketedRanges):
         return prepared.ranges
     return _candidate_ranges(spans, num_spans, num_rows)
@@ -238,8 +238,9 @@ def _candidate_ranges(spans: Tensor, num_spans: int, num_rows: Tensor | None = N
 
 
 def _compute_type(query: Tensor, summaries: Tensor) -> Any:
-    """Of the products: that of both, where they have the same; their sums are float32 in any case. Every 8-bit float is
-    one of 16 bits."""
+    """Returns the dtype of products: the common dtype of both, if they have one; sums are always float32. Every
+    8-bit float is representable in 16 bits.
+    """
     import triton.language as tl
     from triton import knobs
 

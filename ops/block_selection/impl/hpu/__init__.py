@@ -1,1 +1,1 @@
-"""Operators of Gaudi's software, and torch's."""
+"""Block selection on a Gaudi: operators of Gaudi's software and torch's own."""

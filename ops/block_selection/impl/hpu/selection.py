@@ -1,7 +1,7 @@
 """Block selection in few operators that Gaudi has: no index of several dimensions, no stable sort, no integer `where`.
 
-A graph has the same operators whatever its sizes. What it computes is what the reference defines, but for equal scores,
-of which `topk` may take any.
+A graph has the same operators whatever its sizes. It computes what the reference defines, except for ties, of which
+`topk` may take any.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImpl
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum
 
 LOWEST = torch.finfo(torch.float32).min
-# A maximum of no estimate, from which what is not seen is so far away that its weight is 0.
+# The maximum if there is no estimate. Entries that are not seen are so far below it that their weight is 0.
 SEES_NOTHING = LOWEST / 2
 LEAST_SUM = 1e-30
 NEG_INF = float("-inf")
 
 
 class HpuBlockSelection(BlockSelectionImplementation):
-    """Made for Gaudi; by name on any device."""
+    """Block selection for Gaudi; runs on any device if chosen by name."""
 
     devices = frozenset({"hpu"})
     priority = 20
@@ -66,18 +66,19 @@ class HpuBlockSelection(BlockSelectionImplementation):
         features = (query_features(query, kind) * scale).index_select(0, rows)
         estimates = _estimates(features.unflatten(0, (count, max_rows)), block_features(summaries, kind, blocks))
 
-        # what is not a number must neither spread to the span's other blocks nor be overlooked: see below
+        # a value that is not a number must neither spread to the span's other blocks nor go unnoticed: see below
         numbers = estimates.nan_to_num(LOWEST, LOWEST, LOWEST)
         unknown = numbers != estimates
         estimates = numbers.masked_fill(hidden, LOWEST).flatten(1)
         top = index_maximum(estimates.new_full((num_rows.shape[0], max_rows * heads), SEES_NOTHING), spans, estimates)
         weights = torch.exp(estimates - top.index_select(0, spans))
-        # the largest weight of a row is 1, so what the sum begins with is lost in it, but in rows that see nothing
+        # the largest weight of a row is 1, so the initial value of the sum is lost in it, except in rows that see
+        # nothing
         total = torch.full_like(top, LEAST_SUM).index_add(0, spans, weights).index_select(0, spans)
         mass = (weights / total).mean(1)
         if max_rows > 1:
             mass = mass * (max_rows / num_rows.clamp(min=1)).index_select(0, spans)
-        # a broken block is chosen first, so its request's output is broken too, and detected
+        # a broken block is chosen first, so the output of its request breaks too and the fault is detected
         return mass.masked_fill((unknown & seen).flatten(1).any(1), 1.0)
 
     def choose(
@@ -92,7 +93,7 @@ class HpuBlockSelection(BlockSelectionImplementation):
         ranked = min(most, width)
         if not num_spans or not ranked:
             return places.new_full((num_spans, most), -1)
-        # the last place takes what is not selectable; a candidate is above it whatever its score is
+        # the last place takes what is not selectable; any candidate is above it
         table = scores.new_full((num_spans * width + 1,), NEG_INF, dtype=torch.float32)
         table = table.index_copy(0, places, scores.float().clamp(min=LOWEST))
         best, order = table[:-1].view(num_spans, width).topk(ranked)
@@ -141,7 +142,7 @@ def _estimates(features: Tensor, boxes: Tensor) -> Tensor:
 
 
 def _rows(spans: Tensor, first_rows: Tensor, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`rows`, `seen` and `hidden` of PreparedSpans."""
+    """Returns `rows`, `seen` and `hidden` of PreparedSpans."""
     if max_rows == 1:
         seen = (num_rows > 0).index_select(0, spans)[:, None, None]
         return first_rows.index_select(0, spans), seen, ~seen
@@ -152,6 +153,6 @@ def _rows(spans: Tensor, first_rows: Tensor, num_rows: Tensor, max_rows: int) ->
 
 
 def _rules(counts: Tensor, modes: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`attended`, `checked` and `reused` of PreparedSpans."""
+    """Returns `attended`, `checked` and `reused` of PreparedSpans."""
     attended = torch.arange(most, device=counts.device) < counts[:, None]
     return attended, modes == CHECK, modes == REUSE

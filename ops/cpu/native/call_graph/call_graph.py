@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     result: Tensor | None
 
     def run(self) -> None:
-        """Runs it again, and writes the result to the same memory."""
+        """Repeats the operation, and writes the result to the same memory."""
         found = self.function(*self.arguments, **self.named)
         if self.result is not None:
             self.result.copy_(found)
@@ -43,8 +43,8 @@ class Operation(NamedTuple):
 class Capture:
     """Runs a function and records it.
 
-    recorded: calls and operations in order. refused: why it cannot be replayed, or empty. stopped: a kernel did not
-    succeed, so that recording another run may. kept: objects that the addresses of the calls point into.
+    recorded: calls and operations in order. refused: why it cannot be replayed, or empty. stopped: a kernel failed, so
+    recording another run may succeed. kept: objects that the addresses of the calls point into.
 
     Args:
         pool: gives memory to the tensors that the function allocates.
@@ -61,7 +61,7 @@ class Capture:
         self._operations = 0
 
     def run(self, function: Callable[[], Tensor]) -> Tensor:
-        """The function's result. If the function raises, there is no graph."""
+        """Runs the function and returns its result. If the function raises, there is no graph."""
         with standing_in(_RecordingLibrary(self)), _Operations(self, self._pool):
             return function()
 
@@ -126,7 +126,7 @@ class _Operations(TorchDispatchMode):
         return self._note(function, arguments, named, found)
 
     def _note(self, function: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], found: Any) -> Any:
-        """What the operation returns to the function."""
+        """Records an operation, and returns what the function gets as its result."""
         results = found if isinstance(found, (tuple, list)) else (found,)
         if not all(isinstance(result, Tensor) for result in results):
             self._capture.refuse(f"it reads values on the host: {function}")
@@ -160,7 +160,7 @@ def _are_views(results: Any, arguments: tuple[Any, ...]) -> bool:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Its address; None if torch does not tell, as for oneDNN's packed weights."""
+    """Returns the address of a tensor; None if torch does not give one, as for oneDNN's packed weights."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
@@ -174,7 +174,7 @@ class CpuGraph:
     def __init__(self, captured: Capture, result: Tensor) -> None:
         self.result = result
         self.kept = tuple(captured.kept)
-        """What the addresses of its calls point into: structures as they were when they were passed."""
+        """The structures that the addresses of its calls point into, as they were when they were passed."""
         self._parts = _in_runs(captured)
 
     def replay(self) -> bool:
@@ -203,7 +203,7 @@ def _in_runs(captured: Capture) -> list[CallList | Operation]:
 
 
 class Captured(NamedTuple):
-    """The result of the captured run, valid as long as that of a graph, and the graph, or None and the reason.
+    """The result of the captured run, valid as long as a graph's result, and the graph, or None and the reason.
 
     may_succeed: capturing another run, with other values, may give a graph.
     """

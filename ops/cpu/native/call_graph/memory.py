@@ -1,4 +1,4 @@
-"""Memory for graphs on a CPU: a range of addresses, lent from the lowest free one on."""
+"""Memory for graphs on a CPU: a range of addresses, lent from the lowest free address up."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# a line of the cache, and the width of the widest vectors
+# a cache line, and the width of the widest vectors
 _ALIGNMENT = 64
 
 
 class Arena:
-    """A range of addresses. The kernel provides a page on its first write, so an arena takes as much as was ever used.
+    """A range of addresses. The kernel provides a page on its first write, so an arena costs as much memory as was ever
+    used.
 
     Args:
         size: bytes.
@@ -29,7 +30,7 @@ class Arena:
         """Bytes from the beginning to the end of the last byte that was ever lent."""
         self._address: int = self.memory.ctypes.data
         self._lent: dict[int, int] = {}
-        # in order, and apart from each other
+        # in order, and disjoint
         self._gaps = [(0, len(self.memory))]
 
     def take(self, size: int) -> int | None:
@@ -44,7 +45,7 @@ class Arena:
         return None
 
     def give_back(self, start: int) -> None:
-        """Takes back memory; start: as `take` returned it."""
+        """Takes back memory; start: the value that `take` returned."""
         joined: list[tuple[int, int]] = []
         for begin, end in sorted([*self._gaps, (start, self._lent.pop(start))]):
             if joined and joined[-1][1] == begin:
@@ -63,17 +64,17 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-# Of addresses; 64 rows of a model of 70B parameters reach 30 MB far into it.
+# Bytes of addresses; 64 rows of a model of 70B parameters reach 30 MB into it.
 ARENA_BYTES = 1 << 28
 
 
 class MemoryPool:
     """Makes tensors in memory that stays allocated for good, so that a replayed graph can read it.
 
-    When the last view of a tensor is gone, the next tensor may take its memory, and a graph keeps no memory either
-    (`unkept`). So graphs that never run at the same time overlap from the beginning of the arena, and all together take
-    the memory of the largest, in whatever order they were captured. Tensors that outlive a run, such as a table that a
-    model fills once, keep their memory.
+    When the last view of a tensor is gone, the next tensor may take its memory. A graph does not keep memory from being
+    reused either (`unkept`). So graphs that never run at the same time overlap from the beginning of the arena, and all
+    together take the memory of the largest, in whatever order they were captured. Tensors that outlive a run, such as a
+    table that a model fills once, keep their memory.
     """
 
     def __init__(self, arena_bytes: int = ARENA_BYTES) -> None:
@@ -91,7 +92,7 @@ class MemoryPool:
         size = shape.numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
-        # here and not in a finaliser, which may come in between, or in another thread
+        # here and not in a finaliser, which may run in between, or in another thread
         while self._returned:
             arena, start = self._returned.popleft()
             arena.give_back(start)
@@ -102,7 +103,9 @@ class MemoryPool:
         return torch.from_numpy(lent).view(dtype).view(shape)
 
     def unkept(self, tensor: Tensor) -> Tensor:
-        """The same tensor; if its memory is the pool's, as a tensor that does not keep that memory from being lent."""
+        """Returns the same tensor; if the pool owns its memory, one that does not keep the memory from being lent
+        again.
+        """
         if tensor.layout is not torch.strided:
             return tensor
         whole = tensor.untyped_storage()
