@@ -155,7 +155,7 @@ class AdmittingSimulation(Simulation):
 
 
 def measure(mix: str, rule: str, blocks: float, steps: int, seeds: int, device: str) -> Result:
-    """blocks: share of the mix's own KV cache. seeds: runs of so many steps."""
+    """blocks: share of the mix's own KV cache. seeds: runs of this many steps."""
     # all clients at any time: a server that waits for them says nothing of its rule
     found, result = replace(MIXES[mix], quiet=1.0), Result(mix, rule)
     limits = replace(found.limits, num_blocks=int(found.limits.num_blocks * blocks))

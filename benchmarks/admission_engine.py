@@ -54,7 +54,7 @@ class Turn(NamedTuple):
 
 
 def draw_sessions(mix: Mix, scale: int, answers: int, requests: int) -> list[list[Turn]]:
-    """Sessions with so many turns together. The first turn begins with a prefix that sessions share."""
+    """Sessions with this many turns together. The first turn begins with a prefix that sessions share."""
     rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:

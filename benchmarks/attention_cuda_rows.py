@@ -1,7 +1,7 @@
 """Requests with several rows after a cached context: verifications of drafts, chunks of prompts.
 
 `python -m benchmarks.attention --device cuda --rows`. As `attention_cuda`, but planned and staged as an engine does it:
-at the true shape, and in a bucket. vLLM's Triton kernel stands beside it; with `--variants` in place of `--rows` also
+at the true shape, and in a bucket. vLLM's Triton kernel stands beside it; with `--variants` instead of `--rows` also
 other sizes of tiles than those that are chosen, with `--models --variants` those of windows.
 """
 
@@ -164,7 +164,7 @@ def window_sides(batch: Batch) -> Sides:
 
 
 def ours_as(batch: Batch, variant: Variant) -> Side | None:
-    """Ours as the variant chooses; None where that does not fit the GPU."""
+    """Ours as the variant chooses; None if that does not fit the GPU."""
     side = ours(batch, "cuda")
 
     def run() -> None:

@@ -111,7 +111,7 @@ def vllm_triton(batch: Batch, split: bool) -> Side | None:
 
 
 def vllm_latent(batch: Batch) -> Side | None:
-    """vLLM's Triton kernel for decodes over latents, which takes several rows of a request as so many decodes."""
+    """vLLM's Triton kernel for decodes over latents, which takes several rows of a request as this many decodes."""
     try:
         from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd as peer
     except ImportError:

@@ -20,7 +20,7 @@ def new_state(num_slots: int, device: torch.device) -> Tensor:
 
 
 def take_slots(state: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Takes `count` free slots: the first run of so many, or where there is none the first free ones.
+    """Takes `count` free slots: the first run of this many, or if there is none the first free ones.
 
     state: bool [slots], True where a slot is free. count: int64 [], from 0 to `most`, on the device.
     most: shape of the result, at most the number of slots.

@@ -87,8 +87,8 @@ def limit_ms(
     """The least time of a step: every weight and cached token read once, or every product, whichever takes longer. Of
     a mixture's experts only those that rows take are read.
 
-    requests: 0 for a prompt of `tokens` tokens; otherwise decodes, behind so many tokens each. experts: that rows take,
-    on average of the layers; None: as many as rows take that choose independently.
+    requests: 0 for a prompt of `tokens` tokens; otherwise decodes, behind this many tokens each. experts: that rows
+    take, on average of the layers; None: as many as rows take that choose independently.
     """
     rows, pairs = (requests, requests * tokens) if requests else (tokens, tokens * (tokens + 1) // 2)
     weights, multiplied = model.weight_bytes / model.dtype_bytes, rows * model.layers * model.layer_weights

@@ -42,7 +42,7 @@ class StepTime:
     """Medians of one kind of step, in milliseconds.
 
     layers: `fused`, or `torch` where they are its operators. requests: 0 in a prompt step of `tokens` tokens, which is
-    one request's; otherwise a decode step of so many requests with `tokens` tokens of context each.
+    one request's; otherwise a decode step of this many requests with `tokens` tokens of context each.
     context: tokens that each request of the measured decode steps really had, on average; 0 in a prompt step.
     wall_ms: of the engine's loop. worker_ms: of the worker in it. device_ms: of the graphs alone, replayed one after
     the other; None without graphs. padded: the bucket that it ran in.

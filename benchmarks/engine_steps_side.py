@@ -23,7 +23,8 @@ BLOCK = 128
 
 def prompt_steps(requests: int, context: int, budget: int) -> int:
     """Most steps until `requests` prompts of `context` tokens are computed, `budget` tokens a step: those that are
-    computed decode meanwhile. Raises ValueError where so many decodes leave no room for prompts."""
+    computed decode meanwhile. Raises ValueError where this many decodes leave no room for prompts.
+    """
     if budget <= requests:
         raise ValueError(
             f"--requests {requests} needs a prompt step (--prompt) of more than {requests} tokens, found {budget}"
@@ -32,7 +33,7 @@ def prompt_steps(requests: int, context: int, budget: int) -> int:
 
 
 def new_tokens(asked: dict[str, Any], requests: int) -> int:
-    """That each of so many requests gets: the first of them decodes while the prompts of the others are computed."""
+    """That each of this many requests gets: the first of them decodes while the prompts of the others are computed."""
     return prompt_steps(requests, asked["context"], asked["prompt"]) + SETTLED + asked["repeats"] + SPARE
 
 

@@ -124,7 +124,7 @@ def _layer(weights: dict[str, Any], rows: int, dtype: Any) -> dict[str, Callable
 
 
 def parts() -> None:
-    """What one layer of SmolLM2 takes in a step of so many rows, by part, bfloat16 and float32, in microseconds."""
+    """What one layer of SmolLM2 takes in a step of this many rows, by part, bfloat16 and float32, in microseconds."""
     import torch
 
     from vllm_gaudi_ucm.ops.cpu.packed_linear.api import pack

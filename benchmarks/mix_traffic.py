@@ -106,7 +106,7 @@ class MixTraffic:
             self._sparse.verified(verified)
 
     def _drafts(self, proposed: list[int], most: int) -> list[int]:
-        """At most so many of the proposed ones, or of any; often one of them is wrong."""
+        """At most this many of the proposed ones, or of any; often one of them is wrong."""
         drafts = proposed or self._rng.choices(range(self._vocabulary), k=self._num_drafts)
         drafts = drafts[: self._rng.randint(0, max(most, 0))]
         if drafts and self._rng.random() < 0.4:
@@ -165,7 +165,7 @@ class MixTraffic:
         )
 
     def _go_on(self, live: _Live, entry: Scheduled, cached: CachedRequestData) -> None:
-        """A request that the worker knows; one without blocks was preempted, and gets all that it needs anew."""
+        """A request that the worker knows; one without blocks was preempted, and gets all that it needs again."""
         if not live.blocks:
             live.depth = entry.depth
             cached.resumed_req_ids.add(live.request_id)

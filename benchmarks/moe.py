@@ -71,7 +71,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class MoeTime:
-    """Milliseconds of one layer; None where a peer cannot run. limit: of bytes, and of products. error: relative."""
+    """Milliseconds of one layer; None if a peer cannot run. limit: of bytes, and of products. error: relative."""
 
     side: str
     rows: int
@@ -103,7 +103,7 @@ def dense_loop(weights: ExpertWeights) -> Call:
 
 
 def step_of(inputs: int) -> float:
-    """The scale of all weights: a power of two, by which sums of so many inputs are of about one."""
+    """The scale of all weights: a power of two, by which sums of this many inputs are of about one."""
     return float(2.0 ** -round(math.log2(3 * inputs**0.5)))
 
 

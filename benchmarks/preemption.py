@@ -37,7 +37,7 @@ ROUNDS = 2
 
 
 def recompute_seconds(tokens: int, device: str, block_size: int = 128) -> float:
-    """A prompt of so many tokens, alone, in steps of STEP_TOKENS."""
+    """A prompt of this many tokens, alone, in steps of STEP_TOKENS."""
     cost = CostModel(device_spec(device), LLAMA_8B, block_size)
     shapes = [
         ForwardShape.of(True, min(STEP_TOKENS, tokens - begin), begin // block_size, 0)

@@ -78,7 +78,7 @@ def _turn(
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Runs so many processes that compute without end."""
+    """Runs this many processes that compute without end."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

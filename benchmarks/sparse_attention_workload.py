@@ -64,7 +64,7 @@ class Contender:
 class Workload:
     """Requests of equal context in scattered blocks, in as many layers as fit, so that none stays in the CPU's caches.
 
-    one_call: a choice is one call of the native selection, where there is one, and else several operations.
+    one_call: a choice is one call of the native selection, if there is one, and else several operations.
     Summaries are random, not means of the random keys: these would nearly be zero.
     """
 

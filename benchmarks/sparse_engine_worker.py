@@ -120,7 +120,7 @@ class Served:
         return sum(first_wrong(prompt, tokens, self._vocabulary) is not None for prompt, tokens in pairs)
 
     def _begin(self, requests: int, context: int, new_tokens: int) -> dict[str, list[int]]:
-        """Adds requests whose prompts are in the prefix cache, but for their last token; returns these by name."""
+        """Adds requests whose prompts are in the prefix cache, except for their last token; returns these by name."""
         from vllm import SamplingParams
 
         # blocks of an earlier order must not be found: they have other keys than their tokens say

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions
 class SharedChoice:
     """The policy of a verification (see `benchmarks.sparse_rows`): as GSA chooses, or as KVStar locks.
 
-    options: ratio, windows and summary. lock: verifications that a choice serves; 1 chooses anew in each.
+    options: ratio, windows and summary. lock: verifications that a choice serves; 1 chooses again in each.
     """
 
     def __init__(self, options: BlockOptions, lock: int = 1) -> None:

@@ -65,8 +65,9 @@ class Rows:
 
 
 def rounded(model: Any, bits: int = 4) -> Any:
-    """A copy of a model with the weights of its layers rounded to so many bits, by groups of 64: a draft model that
-    agrees with its target often, and not always."""
+    """A copy of a model with the weights of its layers rounded to this many bits, by groups of 64: a draft model that
+    agrees with its target often, and not always.
+    """
     draft, most = copy.deepcopy(model), 2 ** (bits - 1) - 1
     for name, weight in draft.named_parameters():
         if "proj" in name:

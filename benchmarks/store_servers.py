@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[Path | None]:
-    """The path of its socket; None where no redis-server is installed. It writes nothing to disk."""
+    """The path of its socket; None if no redis-server is installed. It writes nothing to disk."""
     program = shutil.which("redis-server")
     if program is None:
         yield None

@@ -62,7 +62,7 @@ class Pool:
         return Request(f"r{self._number}", tokens, params, None, block_hasher=self._hasher)
 
     def begin(self, request: Request) -> bool:
-        """Slots for the whole prompt; False where there is no room."""
+        """Slots for the whole prompt; False if there is no room."""
         found, cached, _ = self.manager.get_computed_blocks(request)
         done = self.manager.allocate_slots(request, request.num_tokens - cached, cached, found) is not None
         if done:

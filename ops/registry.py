@@ -102,7 +102,7 @@ class Implementations(Registry[type[ImplementationT]]):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Forgets what was registered and chosen inside at its end; inside, earlier choices are made anew."""
+        """Forgets what was registered and chosen inside at its end; inside, earlier choices are made again."""
         before = self._made, self._chosen
         self._made, self._chosen = {}, {}
         try:

@@ -62,7 +62,7 @@ class FailingWorker:
     _device: Any
 
     def fail_behind_a_step(self, rank: int, steps: int) -> None:
-        """After so many steps the device of this rank fails, while its host goes on."""
+        """After this many steps the device of this rank fails, while its host goes on."""
         if self._device.kind == "cpu":
             self._count(steps, self._break_fence if self.rank == rank else _wait_for_ever)
         elif self.rank == rank:
@@ -166,7 +166,7 @@ def _members(session: int) -> list[psutil.Process]:
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> list[str]:
-    """Ends those of a process's session that have not ended by themselves after so many seconds; their ids."""
+    """Ends those of a process's session that have not ended by themselves after this many seconds; their ids."""
     deadline = time.monotonic() + seconds
     while (left := _members(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -48,7 +48,7 @@ def _cell(counts: dict[str, int] | None) -> str:
 
 
 def page(text: str, results: dict[str, Any]) -> str:
-    """The page with its table made anew."""
+    """The page with its table made again."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"

@@ -56,7 +56,7 @@ def _choice(name: str, choices: Collection[str]) -> str:
 
 
 def observed(name: str) -> str | None:
-    """The value of a variable listed in `OBSERVED`, None where it is unset."""
+    """The value of a variable listed in `OBSERVED`, None if it is unset."""
     if name not in OBSERVED:
         raise KeyError(f"{name} is not declared in vllm_gaudi_ucm.envs.OBSERVED")
     return os.environ.get(name)
@@ -71,7 +71,7 @@ def lazy_mode() -> bool:
 
 
 def multi_process_metrics() -> Path | None:
-    """The folder from whose files /metrics is answered, None where one API server answers from its own process."""
+    """The folder from whose files /metrics is answered, None if one API server answers from its own process."""
     found = observed("PROMETHEUS_MULTIPROC_DIR")
     return Path(found) if found else None
 
@@ -79,8 +79,8 @@ def multi_process_metrics() -> Path | None:
 def user_cache() -> Path:
     """Our folder in the user's cache, for files that can be made again: in `XDG_CACHE_HOME`, or `~/.cache`.
 
-    Raises RuntimeError where there is none, or where its path is relative: it would depend on the folder that a server
-    is started in.
+    Raises RuntimeError if there is none, or where its path is relative: it would depend on the folder that a server is
+    started in.
     """
     cache = observed("XDG_CACHE_HOME")
     if cache:
@@ -104,7 +104,7 @@ def environment_without(names: Collection[str]) -> dict[str, str]:
 
 
 def allowed_plugins() -> tuple[str, ...] | None:
-    """The plugin names that `VLLM_PLUGINS` lets vLLM load, None where it lets it load all."""
+    """The plugin names that `VLLM_PLUGINS` lets vLLM load, None if it lets it load all."""
     found = observed("VLLM_PLUGINS")
     return None if found is None else tuple(found.split(","))
 

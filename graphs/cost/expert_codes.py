@@ -84,14 +84,14 @@ class CodeSpec:
         return self if rows == 1 else replace(self, block=(gcd(rows, inner), gcd(columns, inner)))
 
     def has_kernel(self, *inputs: int) -> bool:
-        """True if a GPU multiplies matrices of so many inputs as codes: groups are multiples of 32 inputs."""
+        """True if a GPU multiplies matrices of this many inputs as codes: groups are multiples of 32 inputs."""
         return all(
             count % FEWEST_INPUTS == 0 and (self.block[1] >= count or self.block[1] % FEWEST_INPUTS == 0)
             for count in inputs
         )
 
     def why_not_on_gaudi(self, *inputs: int) -> str | None:
-        """Why a Gaudi has no product of matrices of so many inputs with these codes; None if it has one.
+        """Why a Gaudi has no product of matrices of this many inputs with these codes; None if it has one.
 
         `ops.moe.impl.hpu.why_not_codes` of a plan: a server refuses gates that the product lacks, too.
         """

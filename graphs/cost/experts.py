@@ -70,8 +70,9 @@ class ExpertSpec:
         )
 
     def shard(self, tensor: int, layers: int) -> ExpertSpec:
-        """The part of one of `tensor` devices, with so many of the model's layers. Whether devices share out each
-        expert or whole experts, each has as many weights, and reads as many on average."""
+        """The part of one of `tensor` devices, with this many of the model's layers. Whether devices share out each
+        expert or whole experts, each has as many weights, and reads as many on average.
+        """
         inner, shared = -(-self.inner // (tensor * self.group)) * self.group, -(-self.shared // tensor)
         return replace(self, inner=inner, shared=shared, layers=min(self.layers, layers))
 
@@ -81,7 +82,7 @@ class ExpertSpec:
         return self.count * self.inner + self.shared
 
     def held_bytes(self, hidden: int, matrices: int, dtype_bytes: int, codes: CodeSpec | None) -> int:
-        """Of the routed experts of a layer. matrices: of each. codes: None where they are plain."""
+        """Of the routed experts of a layer. matrices: of each. codes: None if they are plain."""
         ups, inner = matrices - 1, self.inner
         if codes is None:
             return self.count * matrices * hidden * inner * dtype_bytes

@@ -175,8 +175,8 @@ class ModelSpec:
     """Sizes of a decoder, or of one device's part of it; `mlp_matrices` is 3 with a gate, 2 without.
 
     tensor: devices that share each layer, whose results they add up. experts: of a mixture of experts.
-    window_layers: of the layers those whose rows see `window` tokens, or chunks of so many; the others see all.
-    latent: None where keys and values of each head are cached. With it there is one KV head, whose key of `head_dim`
+    window_layers: of the layers those whose rows see `window` tokens, or chunks of this many; the others see all.
+    latent: None if keys and values of each head are cached. With it there is one KV head, whose key of `head_dim`
         elements holds its value.
     """
 
@@ -225,7 +225,7 @@ class ModelSpec:
     def shard(self, tensor: int, pipeline: int = 1) -> ModelSpec:
         """The largest part that a device has where `tensor` of them share a layer, in `pipeline` stages of layers.
 
-        KV heads are kept several times where there are fewer of them than devices.
+        KV heads are kept several times if there are fewer of them than devices.
 
         Raises:
             ValueError: sizes that devices cannot share evenly; the message names the option.

@@ -174,5 +174,5 @@ class CostModel:
         return flops / self.device.flops
 
     def _moving(self, size: float) -> float:
-        """Seconds of so many bytes."""
+        """Seconds of this many bytes."""
         return size / self.device.bandwidth

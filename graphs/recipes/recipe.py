@@ -239,7 +239,7 @@ class OperatorStream(TorchDispatchMode):
         self._start()
 
     def cut(self) -> Recipe | None:
-        """The recipe of the operators since the last cut, or None if there were none; begins anew."""
+        """The recipe of the operators since the last cut, or None if there were none; begins again."""
         count = self._count
         recipe = Recipe(self._label, self._hash.digest(), count, self._first_at, tuple(self._inputs))
         self._start()

@@ -60,7 +60,7 @@ class ForwardShape(NamedTuple):
         return ForwardShape.of("c" in self.phase, *self.sizes[:4], causal_reach)
 
     def to_list(self) -> list[str | int]:
-        """For files and JSON: selected blocks only where there are any, max prompt tiles only where bounded."""
+        """For files and JSON: selected blocks only if there are any, max prompt tiles only where bounded."""
         return [self.phase, *written_sizes(self.sizes)]
 
 

@@ -173,14 +173,15 @@ def default_shared_blocks(max_model_len: int, block_size: int, strip: int = 0) -
     return max(blocks, most_ranges(max_model_len, strip)) if strip else blocks
 
 
-# A prefix that others have computed may have so many ranges more than it has strips. Each request that went on where
+# A prefix that others have computed may have this many ranges more than it has strips. Each request that went on where
 # another one had ended is one, so they are the turns of a conversation.
 SPARE_RANGES = 16
 
 
 def strip_size(block_size: int) -> int:
     """Slots of a strip: half a block, or the largest part below that divides it. So no context has more than twice the
-    ranges that it would have blocks, but for SPARE_RANGES, and half a strip of each request is empty on average."""
+    ranges that it would have blocks, except for SPARE_RANGES, and half a strip of each request is empty on average.
+    """
     return next((size for size in range(block_size // 2, 1, -1) if block_size % size == 0), 1)
 
 

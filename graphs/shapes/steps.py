@@ -17,7 +17,8 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 Shapes = NDArray[np.int64]
 """[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another one exactly if it is
 nowhere smaller: a phase has `s` and `u` where their sizes are not 0. [n, 5]: also selected_blocks; [n, 6]: also
-max prompt tiles (`causal_reach`), 0 where there is no causal part."""
+max prompt tiles (`causal_reach`), 0 if there is no causal part.
+"""
 
 
 def _not_given() -> NDArray[np.int64]:

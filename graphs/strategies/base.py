@@ -53,5 +53,5 @@ class BucketStrategy(ABC):
         """The buckets, at most `request.max_graphs` graphs. Raises ValueError where the request lacks something."""
 
     def least_graphs(self, request: BucketRequest) -> int:
-        """Below this `max_graphs` some phases have no bucket of their own; 0 where there is no such bound."""
+        """Below this `max_graphs` some phases have no bucket of their own; 0 if there is no such bound."""
         return 0

@@ -120,7 +120,7 @@ class IdleWarmUp:
                 is_gap = self._idle_for(0.0)
             if not is_gap:
                 continue
-            # outside the lock, which steps need, and anew after every wait: steps in between change what is next
+            # outside the lock, which steps need, and again after every wait: steps in between change what is next
             key = self._warm_up.ready.next_cold()
             if key is None:
                 self._finished()

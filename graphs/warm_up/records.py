@@ -81,8 +81,8 @@ class WarmUpProgress:
 
     stage: the skeleton, which is warm before serving starts, or the rest.
     done, total: graphs of the stage that are settled (warm, dropped or failed), and all of it.
-    current: the graph that starts now, or None where one has ended.
-    ended: the record of the graph that has just ended or been dropped, or None where one starts.
+    current: the graph that starts now, or None if one has ended.
+    ended: the record of the graph that has just ended or been dropped, or None if one starts.
     seconds: spent on graphs so far, the skeleton included.
     seconds_left: expected for the graphs of the stage that are left, from those before them; None without any.
     free_memory: bytes that are free on the device.

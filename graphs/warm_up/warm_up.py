@@ -30,7 +30,7 @@ class GraphRuns(NamedTuple):
 
     forward: captures the graph of a shape and really runs it, waits for it, and raises if what ran was another phase.
     logits: the same for the logits graph of a number of rows, and for sampling.
-    remainders, remainder: shapes of graphs for prompt remainders, where there are any, and what runs one.
+    remainders, remainder: shapes of graphs for prompt remainders, if there are any, and what runs one.
     """
 
     forward: Callable[[ForwardShape], None]

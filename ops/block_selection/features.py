@@ -120,8 +120,8 @@ _BYTE_OF_ONE = 128
 # 88.6 %).
 TOWARDS_BOUND = 0.5
 
-# The box of the rest counts as so many keys. Measured at blocks of 16, 64 and 128: 32 and 64 give results within 0.2 %
-# of the true number's, so summaries need not carry it.
+# The box of the rest counts as this many keys. Measured at blocks of 16, 64 and 128: 32 and 64 give results within 0.2
+# % of the true number's, so summaries need not carry it.
 REST_WEIGHT = 32
 
 

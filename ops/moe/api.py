@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.ops.registry import AUTO, has_folders
 class Experts:
     """The experts of a layer that are here, as an implementation wants them.
 
-    form: what the implementation made of the weights. kept: the weights themselves; None where they are packed.
+    form: what the implementation made of the weights. kept: the weights themselves; None if they are packed.
     """
 
     spec: MoeSpec

@@ -57,7 +57,7 @@ def _e4m3(device: torch.device) -> Tensor:
 
 
 def _numbers(device: torch.device) -> Tensor:
-    """uint8 [256]: the number of an e2m1 by the bits of an e4m3; 0 where there is none."""
+    """uint8 [256]: the number of an e2m1 by the bits of an e4m3; 0 if there is none."""
     found = torch.zeros(256, dtype=torch.uint8, device=device)
     found[_e4m3(device).long()] = torch.arange(16, dtype=torch.uint8, device=device)
     return found

@@ -59,7 +59,7 @@ class QuantisedWeight(NamedTuple):
 def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     """[outputs, inputs]: each product is computed in float32 and rounded once.
 
-    A float32 product of a code and a scale is exact but for its own rounding: codes have at most 8 bits.
+    A float32 product of a code and a scale is exact except for its own rounding: codes have at most 8 bits.
     """
     found = torch.empty(weight.codes.shape, dtype=dtype, device=weight.codes.device)
     step = max(CHUNK_ROWS // weight.block[0], 1) * weight.block[0]

@@ -66,7 +66,7 @@ def exponential_noise_double(keys: Tensor, more_keys: Tensor, mixes: Tensor) -> 
 def _halves(keys: Tensor, mixes: Tensor) -> tuple[Tensor, Tensor]:
     """The hash of each row and token, its upper and its lower 16 bits: int32 [rows, vocabulary] each.
 
-    In place: what is allocated anew for each of the operators takes a CPU six times as long as they do. Gaudi has the
+    In place: what is allocated again for each of the operators takes a CPU six times as long as they do. Gaudi has the
     operators `bitwise_xor` and `<<`, not `^=` and `<<=`.
     """
     hashed = keys.unsqueeze(1) ^ mixes

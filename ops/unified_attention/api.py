@@ -34,7 +34,7 @@ class PreparedParts:
     checked: set[tuple[object, ...]] = field(default_factory=set, compare=False)
 
     def selected_list(self, rows: int) -> SelectedList | None:
-        """Where a choice may write the blocks that a layer with so many rows reads; None: nowhere."""
+        """Where a choice may write the blocks that a layer with this many rows reads; None: nowhere."""
         return self.implementation.selected_list(self.plan, rows)
 
 

@@ -70,7 +70,7 @@ ALL = "all"
 def _rows_of(asked: str | None) -> list[OptionRow]:
     """The options of a section, or one option, by its key with or without what stands before it.
 
-    ValueError where there is no such.
+    ValueError if there is no such.
     """
     rows = describe()
     if asked in (None, ALL):
@@ -115,7 +115,7 @@ def _problems_of_files(config: UcmConfig) -> list[str]:
 
 
 def _device(config: UcmConfig) -> str | None:
-    """The device, where options are right or wrong by it: vLLM takes seconds to say it. None where it is not known."""
+    """The device, where options are right or wrong by it: vLLM takes seconds to say it. None if it is not known."""
     graphs = config.graphs
     if graphs.mode in ("auto", "off") and graphs.recipe_cache is None:
         return None

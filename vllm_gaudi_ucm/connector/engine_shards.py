@@ -46,7 +46,7 @@ def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int], groups: S
 
 
 def _kv_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> Part:
-    """As vLLM's layers share them out: where there are more ranks than heads, several ranks have the same one."""
+    """As vLLM's layers share them out: if there are more ranks than heads, several ranks have the same one."""
     # every rank has the whole latent of a token
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     if heads >= tp_size:

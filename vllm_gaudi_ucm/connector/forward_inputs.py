@@ -149,7 +149,7 @@ class ModelInputs(NamedTuple):
 
 
 def forward_inputs(vllm_config: VllmConfig) -> list[ModelInputs]:
-    """Of the model, and of the draft model where there is one: its KV is stored beside the target's."""
+    """Of the model, and of the draft model if there is one: its KV is stored beside the target's."""
     found = [_of_model(vllm_config.model_config, vllm_config.load_config)]
     drafts = vllm_config.speculative_config
     if drafts is not None and drafts.method == "draft_model":
@@ -183,7 +183,7 @@ def _of_model(model: ModelConfig, load: LoadConfig) -> ModelInputs:
 
 
 def _folder(model: ModelConfig, load: LoadConfig) -> str | None:
-    """Where the files of the model are: a folder, or that of a hub's model in the cache; None where there are none."""
+    """Where the files of the model are: a folder, or that of a hub's model in the cache; None if there are none."""
     if Path(model.model).is_dir():
         return model.model
     try:

@@ -23,7 +23,7 @@ class BlockLoad:
     """Blocks of a request that waits for them: block `block_ids[i]` gets what is stored under `keys[i]`.
 
     is_partial: there are blocks before or between these that are not on the device, left in the store or before a
-    window; if one of these does not come, the request cannot compute what follows it, and begins anew.
+    window; if one of these does not come, the request cannot compute what follows it, and begins again.
     """
 
     request_id: str

@@ -39,7 +39,7 @@ class PartialLoads:
         """Keys of the records that a load of blocks `first` and following needs to be partial.
 
         Empty for a request whose load is whole: what is left to compute is the remainder behind these blocks, and its
-        rows can do without some of them only where a sparse step has room for so many.
+        rows can do without some of them only where a sparse step has room for this many.
 
         Args:
             request: about to be looked up.

@@ -43,7 +43,7 @@ class RequestState:
         self.lookup = lookup
 
     def drop_lookup(self) -> None:
-        """What was asked of the store is asked anew, if at all."""
+        """What was asked of the store is asked again, if at all."""
         if self.lookup is not None:
             self.lookup.drop()
         self.lookup = None
@@ -107,8 +107,8 @@ class RequestKeys:
     def first(self, blocks: int) -> list[bytes]:
         """Keys of the first `blocks` blocks.
 
-        Raises ValueError where there is no key: an extra key of the request is not plain data, or the request has
-        fewer full blocks.
+        Raises ValueError if there is no key: an extra key of the request is not plain data, or the request has fewer
+        full blocks.
         """
         known, size = len(self._keys), self._block_size
         if known < blocks:
@@ -132,8 +132,8 @@ class SavePlan:
         block_size: tokens per block.
         groups: keys in each KV-cache group.
         block_tables: of a live request.
-        keys: of the first n blocks of a request, None where it has none.
-        partial: loads that may leave blocks in the store, None where all are whole.
+        keys: of the first n blocks of a request, None if it has none.
+        partial: loads that may leave blocks in the store, None if all are whole.
     """
 
     def __init__(

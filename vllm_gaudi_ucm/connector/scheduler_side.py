@@ -172,7 +172,7 @@ class SchedulerSide:
         return hits * self._block_size if hits >= self._setup.options.min_hit_blocks else 0
 
     def _lookup(self, state: RequestState, first: int, end: int) -> Lookup | None:
-        """The question that was asked before for these blocks, or a new one; None where there is nothing to ask."""
+        """The question that was asked before for these blocks, or a new one; None if there is nothing to ask."""
         asked = state.lookup
         if asked is not None and (asked.first_block, asked.first_block + self._blocks(asked)) == (first, end):
             return asked
@@ -240,7 +240,7 @@ class SchedulerSide:
     def _plan_partial(
         self, state: RequestState, lookup: Lookup, count: int, block_ids: Sequence[int]
     ) -> BlockLoad | None:
-        """None where everything is loaded."""
+        """None if everything is loaded."""
         if self._partial is None or state.is_whole or not lookup.has_records or count < len(lookup.keys):
             return None
         if state.request.num_preemptions:  # after the question was asked
@@ -288,7 +288,8 @@ class SchedulerSide:
 
     def failed(self, request_ids: set[str]) -> None:
         """Of these requests blocks were left in the store, or before a window, and of the others not all have come:
-        they begin anew, and load whole, or, where time is up or this was tried before, compute."""
+        they begin again, and load whole, or, where time is up or this was tried before, compute.
+        """
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is None or state.loading is None:

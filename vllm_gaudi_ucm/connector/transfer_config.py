@@ -71,7 +71,7 @@ class ConnectorOptions(Section):
 
     @property
     def loads_partly(self) -> bool:
-        """True if loads may leave blocks in the store, where there is memory mode."""
+        """True if loads may leave blocks in the store, if there is memory mode."""
         return self.partial_loads and self.load_failure == "recompute"
 
     @property
@@ -144,7 +144,7 @@ def is_ours_among(config: KVTransferConfig | None) -> bool:
 
 
 def loads_partly(vllm_config: VllmConfig) -> bool:
-    """True if our connector is on and may leave blocks in its store, where there is memory mode."""
+    """True if our connector is on and may leave blocks in its store, if there is memory mode."""
     config = vllm_config.kv_transfer_config
     if config is None or config.kv_connector != OURS or not config.is_kv_consumer:
         return False

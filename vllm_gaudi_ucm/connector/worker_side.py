@@ -158,7 +158,7 @@ class BlockLoads:
             self._summaries.write(load.records[index], record.rows, record.block_ids)
 
     def take_failed(self) -> set[str]:
-        """Requests that have to begin anew."""
+        """Requests that have to begin again."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -263,7 +263,7 @@ class WorkerSide:
         self._leaves_out_saves = self._is_closed = False
 
     def stored_copies(self) -> StoredCopies | None:
-        """How blocks that loads have left in the store come from there; None where none are left."""
+        """How blocks that loads have left in the store come from there; None if none are left."""
         if self._summaries is None:
             return None
         return StoredCopies(CopyLoads(self.engine, self.blocks.block_bytes, self.blocks.allocate), self.blocks)
@@ -343,7 +343,7 @@ class WorkerSide:
 def _summary_records(
     setup: ConnectorSetup, blocks: DeviceBlocks, device: Device, selection: BlockSelection, method: BlockOptions
 ) -> SummaryRecords | None:
-    """None where every load is whole."""
+    """None if every load is whole."""
     record_blocks, scorer = setup.summaries_per_record(method), selection.selector.scorer
     if not setup.loads_partly or not record_blocks or scorer is None:
         return None

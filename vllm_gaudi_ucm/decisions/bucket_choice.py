@@ -74,7 +74,7 @@ def reads_own_blocks(config: UcmConfig, device: str) -> bool:
 
 
 def step_memory(vllm_config: VllmConfig, config: UcmConfig, device: str) -> StepMemory | None:
-    """The bound of what a step takes; None where attention needs none. device: `cpu`, `cuda` or `hpu`."""
+    """The bound of what a step takes; None if attention needs none. device: `cpu`, `cuda` or `hpu`."""
     name = config.attention.implementation
     if name != "hpu" and (name != AUTO or device != "hpu"):
         return None
@@ -87,7 +87,7 @@ def cost_model(vllm_config: VllmConfig, device: Device, block_size: int) -> Cost
 
 
 def _model_spec(vllm_config: VllmConfig) -> ModelSpec:
-    """Of the part that this worker has; parts are alike but for what a division leaves."""
+    """Of the part that this worker has; parts are alike except for what a division leaves."""
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     config = model.hf_text_config.to_dict()
@@ -107,7 +107,7 @@ def choose_buckets(
     live_blocks: int = 0,
     rows_each: int = 1,
 ) -> tuple[BucketSet, Steps | None]:
-    """The buckets, and the steps of `ucm.graphs.trace` where there is one.
+    """The buckets, and the steps of `ucm.graphs.trace` if there is one.
 
     On Gaudi they may bound how far rows look back on other new ones; elsewhere attention knows it from the data.
     Logs a warning where `max_graphs` leaves phases without a bucket of their own. Where dense decodes have one, those
@@ -136,7 +136,7 @@ def choose_buckets(
 
 
 def _with_sparse_decodes(buckets: BucketSet, strategy: BucketStrategy, request: BucketRequest, name: str) -> BucketSet:
-    """With a bucket for decodes with chosen blocks: in place of another one, but beside all those of a file."""
+    """With a bucket for decodes with chosen blocks: instead of another one, but beside all those of a file."""
     most = request.max_graphs
     if name != "file" and most is not None and buckets.num_graphs >= most:
         buckets = strategy.choose(replace(request, max_graphs=max(2, most - 1)))

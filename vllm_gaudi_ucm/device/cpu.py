@@ -92,7 +92,7 @@ def host_memory(cgroup: Cgroup) -> Memory:
 
 
 def cpu_model(cpuinfo: Path) -> str | None:
-    """The first `model name` line of a cpuinfo file, None where there is none (such as on Arm)."""
+    """The first `model name` line of a cpuinfo file, None if there is none (such as on Arm)."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

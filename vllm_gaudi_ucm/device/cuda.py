@@ -23,7 +23,7 @@ class CudaDevice:
     def take(self, index: int) -> None:
         """The GPU with that index among the visible ones.
 
-        Raises ValueError where there are fewer.
+        Raises ValueError if there are fewer.
         """
         global _taken
         count = torch.cuda.device_count()

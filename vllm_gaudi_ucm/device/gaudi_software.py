@@ -42,7 +42,7 @@ class GaudiSoftware:
 
 
 def installed_gaudi_software() -> GaudiSoftware | None:
-    """The software of this environment, None where there is none. Imports neither the bridge nor torch."""
+    """The software of this environment, None if there is none. Imports neither the bridge nor torch."""
     build = installed_version(BRIDGE)
     return None if build is None else GaudiSoftware(build, installed_version("torch"))
 

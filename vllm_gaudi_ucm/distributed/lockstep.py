@@ -43,7 +43,7 @@ class Lockstep:
         return self._engines.world_size
 
     def begin(self, forwards: int) -> None:
-        """A step of so many forwards here; 0 without requests."""
+        """A step of this many forwards here; 0 without requests."""
         self._forwards = forwards
 
     def agree(self, sizes: Sequence[int]) -> list[int]:

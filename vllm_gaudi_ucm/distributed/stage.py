@@ -56,7 +56,7 @@ class Stage:
 
     @classmethod
     def of_engine(cls, device: Device) -> Stage | None:
-        """The place in vLLM's pipeline group; None where one worker has all layers. To be called once that is there."""
+        """The place in vLLM's pipeline group; None if one worker has all layers. To be called once that is there."""
         group = get_pp_group()
         if group.world_size == 1:
             return None

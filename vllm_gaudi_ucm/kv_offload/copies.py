@@ -145,7 +145,7 @@ class CopyLoads:
         self._loads[pair] = handle, data
 
     def finished(self) -> Iterator[tuple[Pair, memoryview | None]]:
-        """Loads that have ended since the last call: the block, None where it could not be read."""
+        """Loads that have ended since the last call: the block, None if it could not be read."""
         failed, self._failed = self._failed, []
         for pair in failed:
             yield pair, None
@@ -247,7 +247,7 @@ class CopyStore:
             yield pair, not future.cancelled() and future.exception() is None and future.result()
 
     def finished_loads(self) -> Iterator[tuple[Pair, memoryview | None]]:
-        """Loads that have ended since the last call: the block, None where the copy could not be read."""
+        """Loads that have ended since the last call: the block, None if the copy could not be read."""
         return self._loads.finished()
 
     def drop(self, pair: Pair) -> None:

@@ -27,7 +27,7 @@ class SummaryRows:
         return len(self._free)
 
     def take(self) -> int | None:
-        """A free row, None where all are taken."""
+        """A free row, None if all are taken."""
         return self._free.pop() if self._free else None
 
     def give_back(self, rows: Iterable[int]) -> None:

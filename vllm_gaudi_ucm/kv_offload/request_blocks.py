@@ -57,7 +57,7 @@ class RequestBlocks:
         return not block.is_null and block.ref_cnt == 1
 
     def release(self, request_id: str, number: int) -> None:
-        """Puts the null block in place of logical block `number`, and frees that."""
+        """Puts the null block instead of logical block `number`, and frees that."""
         table = self._lists[request_id]
         block, table[number] = table[number], self._pool.null_block
         self._pool.free_blocks([block])
@@ -67,7 +67,7 @@ class RequestBlocks:
         self._lists[request_id][number] = block
 
     def take(self) -> KVCacheBlock:
-        """A free block, which is the caller's now. Raises ValueError where there is none."""
+        """A free block, which is the caller's now. Raises ValueError if there is none."""
         (block,) = self._pool.get_new_blocks(1)
         return block
 

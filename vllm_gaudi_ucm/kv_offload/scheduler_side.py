@@ -122,8 +122,9 @@ class OffloadScheduler:
         return left
 
     def give_up(self, request: Request) -> None:
-        """What the connector was to load did not come: the request has no blocks any more, and begins anew. Its blocks
-        may leave if they might before."""
+        """What the connector was to load did not come: the request has no blocks any more, and begins again. Its blocks
+        may leave if they might before.
+        """
         self._blocks.free_all(request)
         if request.request_id in self._states:
             self.begin(request.request_id)

@@ -69,7 +69,7 @@ def remove_stale() -> None:
 
 
 def _remove_unless_held(folder: Path) -> None:
-    """Raises BlockingIOError where an engine holds the lock, FileNotFoundError where there is none."""
+    """Raises BlockingIOError where an engine holds the lock, FileNotFoundError if there is none."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.observability.phase_summary import MEMORY, PhaseSummary
 SCHEMA = "gaudi-ucm.phase-log/1"
 COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs")
 PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)}
-# Written where there are any: a server without a sparse method writes what it always wrote.
+# Written if there are any: a server without a sparse method writes what it always wrote.
 SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
 TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
 MEMORY_COUNTS = tuple(MEMORY)
@@ -239,8 +239,9 @@ def read_phase_log(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
 def different_limit(
     header: Mapping[str, Any], other: Mapping[str, Any], given: Collection[str] = ()
 ) -> tuple[str, Any, Any] | None:
-    """(name, value, other value) of the first limit in which two headers differ; None: they agree, but for those that
-    are given."""
+    """(name, value, other value) of the first limit in which two headers differ; None: they agree, except for those
+    that are given.
+    """
     for name, default in LIMITS.items():
         values = header.get(name, default), other.get(name, default)
         if name not in given and values[0] != values[1]:
@@ -315,7 +316,7 @@ def _parse_header(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _what_else(line: str, value: Any) -> str:
-    """What a first line that is no header is. value: of its JSON, None where it is none."""
+    """What a first line that is no header is. value: of its JSON, None if it is none."""
     if isinstance(value, dict):
         return ascii(value["schema"])[:60] if "schema" in value else "JSON without the field 'schema'"
     # \ufffd stands for bytes that are not text

@@ -21,7 +21,7 @@ class Feature(NamedTuple, Generic[ConfigT]):
     Args:
         name: of the feature; `{found}` is the value that asks for it.
         asked_by: the flag, or `{model}`; `{found}` as in `name`.
-        why: the reason, and what to do instead where there is something; for docs.
+        why: the reason, and what to do instead if there is something; for docs.
         found: the value in a configuration that asks for the feature; false where it does not ask.
     """
 
@@ -31,7 +31,7 @@ class Feature(NamedTuple, Generic[ConfigT]):
     found: Callable[[ConfigT], object]
 
     def asked(self, config: ConfigT, model: str = "") -> Asked | None:
-        """The feature and who asks for it, as the error names them; None where the configuration does not."""
+        """The feature and who asks for it, as the error names them; None if the configuration does not."""
         found = self.found(config)
         if not found:
             return None

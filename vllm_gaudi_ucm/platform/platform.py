@@ -256,7 +256,7 @@ class UcmPlatform(Platform):
             )
             scheduler.max_num_batched_tokens = rows
             if scheduler.max_num_scheduled_tokens is not None:
-                # vLLM has copied the one into the other already, where there are drafts
+                # vLLM has copied the one into the other already, if there are drafts
                 scheduler.max_num_scheduled_tokens = min(rows, scheduler.max_num_scheduled_tokens)
 
     @classmethod

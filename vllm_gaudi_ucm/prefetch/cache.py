@@ -58,7 +58,7 @@ class HostCache:
         return key in self._by_key
 
     def use(self, key: bytes) -> Slot | None:
-        """The block's slot, in use once more until `release`; None where it is not there."""
+        """The block's slot, in use once more until `release`; None if it is not there."""
         slot = self._by_key.get(key)
         if slot is not None:
             self._idle.pop(key, None)

@@ -58,7 +58,7 @@ class BlockReader:
                     dispatcher.cache.put(load.slot, load.key)
 
     def keep(self, load: Load) -> bool:
-        """Copies a block that the store has lent to the slot of the cache; False where there is no memory."""
+        """Copies a block that the store has lent to the slot of the cache; False if there is no memory."""
         assert load.buffer is not None
         try:
             np.copyto(np.frombuffer(self._slot_buffer(load), np.uint8), np.frombuffer(load.buffer, np.uint8))

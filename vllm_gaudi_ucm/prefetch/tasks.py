@@ -216,11 +216,11 @@ class Load:
         self.delivering: tuple[PrefetchTask, int] | None = None
 
     def fill(self, buffer: memoryview | None) -> None:
-        """The block's bytes; None where it could not be read."""
+        """The block's bytes; None if it could not be read."""
         self.buffer = buffer
 
     def use(self, slot: Slot | None) -> None:
-        """Takes a slot of the cache for the block; None where that has no room."""
+        """Takes a slot of the cache for the block; None if that has no room."""
         self.slot = slot
 
     def begin_delivery(self, task: PrefetchTask, index: int) -> None:

@@ -32,7 +32,7 @@ def attach_sparse_meta(scheduler_output: SchedulerOutput, meta: SparseMeta) -> N
 
 
 def sparse_meta_of(scheduler_output: SchedulerOutput) -> SparseMeta | None:
-    """The selections of a step; None where another scheduler than ours made it, or no method is on."""
+    """The selections of a step; None if another scheduler than ours made it, or no method is on."""
     meta: SparseMeta | None = getattr(scheduler_output, _ATTRIBUTE, None)
     return meta
 
@@ -44,7 +44,7 @@ def attach_report(output: ModelRunnerOutput, report: OffloadReport) -> None:
 
 
 def report_of(output: ModelRunnerOutput) -> OffloadReport | None:
-    """None where there is nothing to report."""
+    """None if there is nothing to report."""
     report: OffloadReport | None = getattr(output, _REPORT, None)
     return report
 
@@ -66,7 +66,7 @@ def attach_choice_cost(scheduler_output: SchedulerOutput, cost: object) -> None:
 
 
 def choice_cost_of(scheduler_output: SchedulerOutput) -> object | None:
-    """None where every step with a budget is sparse."""
+    """None if every step with a budget is sparse."""
     cost: object | None = getattr(scheduler_output, _CHOICE_COST, None)
     return cost
 

@@ -100,7 +100,7 @@ def attach_memory_orders(scheduler_output: SchedulerOutput, orders: MemoryOrders
 
 
 def memory_orders_of(scheduler_output: SchedulerOutput) -> MemoryOrders | None:
-    """None where another scheduler than ours made the step, or nothing of this is on."""
+    """None if another scheduler than ours made the step, or nothing of this is on."""
     orders: MemoryOrders | None = getattr(scheduler_output, _ATTRIBUTE, None)
     return orders
 
@@ -111,6 +111,6 @@ def attach_link_speed(output: ModelRunnerOutput, speed: LinkSpeed) -> None:
 
 
 def link_speed_of(output: ModelRunnerOutput) -> LinkSpeed | None:
-    """None where the worker did not say."""
+    """None if the worker did not say."""
     speed: LinkSpeed | None = getattr(output, _LINK, None)
     return speed

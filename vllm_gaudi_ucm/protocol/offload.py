@@ -6,7 +6,7 @@ import msgspec
 
 
 class OffloadTotals(msgspec.Struct):
-    """Blocks, but for `scored`, `missed`, `kept` and `repeated`.
+    """Blocks, except for `scored`, `missed`, `kept` and `repeated`.
 
     scored: how often a request was scored. missed: the sum, over these, of the estimated share of its attention that
     fell on offloaded blocks. kept: requests that got all of their blocks back because too much was missed.

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.protocol.offload import OffloadOrders
 class SelectionMode(IntEnum):
     """How the worker gets a request's selection in a step.
 
-    SELECT: score anew and store. REUSE: take the stored one. CHECK: score anew, but keep the stored selection
+    SELECT: score again and store. REUSE: take the stored one. CHECK: score again, but keep the stored selection
     where at most `update_threshold` blocks were added or removed.
     """
 

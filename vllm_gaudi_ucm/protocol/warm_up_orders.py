@@ -39,6 +39,6 @@ def attach_warm_up_state(output: ModelRunnerOutput, state: WarmUpState) -> None:
 
 
 def warm_up_state_of(output: ModelRunnerOutput) -> WarmUpState | None:
-    """None where the step had no order."""
+    """None if the step had no order."""
     state: WarmUpState | None = getattr(output, _STATE, None)
     return state

@@ -253,7 +253,7 @@ class NanCounter:
             self._counts[request_id] = self._counts.get(request_id, 0) + found
 
     def take(self) -> dict[str, int] | None:
-        """The counts since the last call; None where VLLM_COMPUTE_NANS_IN_LOGITS is off."""
+        """The counts since the last call; None if VLLM_COMPUTE_NANS_IN_LOGITS is off."""
         counts, self._counts = self._counts, {}
         return counts if envs.VLLM_COMPUTE_NANS_IN_LOGITS else None
 

@@ -111,7 +111,7 @@ class StaticSampler:
         """See TokenSampler.
 
         logits: float32 [rows of a bucket, vocabulary] on the device. batch: on the CPU. Ends with the only wait for the
-        device, but for rows that only the host can sample.
+        device, except for rows that only the host can sample.
         """
         sampled = self.begin(logits, batch, grammar, nothing_to_settle)
         return sampled if isinstance(sampled, SampledTokens) else self._read(sampled)
@@ -156,7 +156,7 @@ class StaticSampler:
         self._logprobs.score(logits, self._greedy(logits))
 
     def refill(self) -> None:
-        """Every tensor that outlives a step anew, after a warm-up that computed nothing."""
+        """Every tensor that outlives a step again, after a warm-up that computed nothing."""
         for part in (self._grammar, self._allowed, self._bias, self._rows, self._penalties, self._choice):
             part.refill()
 
@@ -233,7 +233,7 @@ class StaticSampler:
         return self._allowed.apply_kept(logits, (batch.membership, changing), lambda: allowed.of(slots, changing))
 
     def _device_tokens(self, batch: SamplingBatch, drawn: _Drawn, width: int | None) -> DeviceTokens:
-        """width: scores of each row; None where no request wants any."""
+        """width: scores of each row; None if no request wants any."""
         count, tokens = len(batch.slots), drawn.tokens
         if width is None:
             return DeviceTokens(tokens, (tokens,), "tokens", partial(_tokens_alone, count))

@@ -57,7 +57,7 @@ class DraftsAhead:
         self._proposed = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
 
     def of(self, scheduler_output: SchedulerOutput) -> StepDrafts:
-        """Those that a step verifies, in place of the scheduler's placeholders."""
+        """Those that a step verifies, instead of the scheduler's placeholders."""
         return StepDrafts.of(scheduler_output, self._proposed)
 
     def read(self, drafts: Mapping[str, Sequence[int]], *, early: bool = False) -> dict[str, list[int]]:

@@ -150,7 +150,7 @@ def join_logprobs(
 
     Args:
         positions: of each position the requests that it sampled (numbers, all of them at position 0), and their
-            logprobs, row i of request i of these; None where none of them asked.
+            logprobs, row i of request i of these; None if none of them asked.
         num_requests: of the step. Those behind the sampled ones have no tokens, but vLLM slices their logprobs as well.
     """
     if all(logprobs is None for _, logprobs in positions):

@@ -235,7 +235,7 @@ def _expected_buckets(
     remainders: RemainderShapes | None,
     choices: SelectionLimits | None,
 ) -> Sequence[ForwardShape]:
-    """Those of a server with so many blocks. It will have fewer, but which kernels they launch differs by less."""
+    """Those of a server with this many blocks. It will have fewer, but which kernels they launch differs by less."""
     count = 0 if remainders is None else len(remainders.keys)
     live, rows = (0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)
     try:

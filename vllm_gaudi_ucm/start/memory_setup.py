@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
-    """None where the scheduler has no orders."""
+    """None if the scheduler has no orders."""
     model, sparse = allocated.model, allocated.sparse
     admits, swaps = model.config.scheduler.admission != "greedy", model.config.preemption.swaps
     if not admits and not swaps and not any(model.config.kv_cache.switches.values()):

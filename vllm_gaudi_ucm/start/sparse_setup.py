@@ -209,7 +209,7 @@ def make_sparse_worker(
 def _make_late_decisions(
     name: str, config: UcmConfig, vllm_config: VllmConfig, block_size: int
 ) -> LateDecisions | None:
-    """Of the method of this name; None where the scheduler has decided."""
+    """Of the method of this name; None if the scheduler has decided."""
     if not decides_late(vllm_config):
         return None
     method = UcmSparseFactory.create_sparse_method(name, UcmSparseRole.SCHEDULER, config)

@@ -135,7 +135,7 @@ def _make_ahead(allocated: AllocatedModel, static: StaticShapes | None) -> Steps
         allocated.host,
         static=static,
         drafts=allocated.drafts_ahead,
-        # where there is a connector, each worker tells what it has moved
+        # if there is a connector, each worker tells what it has moved
         asked=allocated.model.ranks.reports or allocated.transfer is not None,
         is_apart=is_worker_process(),
     )

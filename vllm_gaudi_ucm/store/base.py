@@ -74,7 +74,7 @@ class KvStore(ABC):
         """Verified blocks in the store's own memory, without a copy: one context per key, None for a miss.
 
         The block may be read inside its context. Every context must be exited, also one that was never entered: a
-        `Loan` can be, a generator of `contextlib.contextmanager` cannot. Counts as loads. Returns None in place of a
+        `Loan` can be, a generator of `contextlib.contextmanager` cannot. Counts as loads. Returns None instead of a
         list where the store lends nothing.
         """
         return None
@@ -114,7 +114,7 @@ class StoreOptions(Section):
 
     @property
     def most_bytes(self) -> int | None:
-        """Of blocks, beyond which the store evicts; None where it bounds itself."""
+        """Of blocks, beyond which the store evicts; None if it bounds itself."""
         return None
 
 

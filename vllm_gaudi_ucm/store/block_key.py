@@ -71,8 +71,8 @@ def chain_keys(
 
     Args:
         namespace_digest: `Namespace.digest()`, 32 bytes.
-        parent: key of the block before the first token, None where that begins the sequence. To go on with a
-            sequence pass its last key, and the tokens after that block only.
+        parent: key of the block before the first token, None if that begins the sequence. To go on with a sequence pass
+            its last key, and the tokens after that block only.
         token_ids: ids from 0 to 2^32 - 1.
         block_size: tokens per block.
         extra_keys: one entry per full block, what else its KV depends on (LoRA, images, cache_salt), as vLLM's

@@ -1,4 +1,4 @@
-"""The folder of the file store: opened, checked to be ours alone, indexed, and made anew where it has gone."""
+"""The folder of the file store: opened, checked to be ours alone, indexed, and made again where it has gone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Folder:
         return held
 
     def hold_or_make(self) -> HeldFolder:
-        """The folder, made anew where it has gone; raises as `hold` does, or OSError where it cannot be made."""
+        """The folder, made again where it has gone; raises as `hold` does, or OSError where it cannot be made."""
         held = self.hold()
         if held is None:
             held = self._held = self._make()
@@ -85,7 +85,7 @@ class Folder:
         self._held = None
 
     def _open(self) -> HeldFolder | None:
-        """None where there is no folder, or one that has nothing in it yet."""
+        """None if there is no folder, or one that has nothing in it yet."""
         with ExitStack() as opened:
             try:
                 root = _open_ours(self.path, opened)

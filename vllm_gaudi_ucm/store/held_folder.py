@@ -147,7 +147,7 @@ class HeldFolder:
             return False
 
     def mtime(self, block: StoredBlock) -> int | None:
-        """Of a block's record in ns, None where there is none."""
+        """Of a block's record in ns, None if there is none."""
         found = self._stat(block)
         return found.st_mtime_ns if found is not None and self._is_record(block, found.st_mode) else None
 

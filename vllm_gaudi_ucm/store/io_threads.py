@@ -1,4 +1,4 @@
-"""A few threads that wait for a slow medium in place of the caller, who waits until a deadline at most."""
+"""A few threads that wait for a slow medium instead of the caller, who waits until a deadline at most."""
 
 from __future__ import annotations
 

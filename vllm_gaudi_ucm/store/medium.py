@@ -37,7 +37,7 @@ class MediumOptions(StoreOptions):
 
 
 REFUSED = -1
-"""In place of a record's length: the medium answers, but not with this record."""
+"""Instead of a record's length: the medium answers, but not with this record."""
 
 
 class RefusedError(OSError):
@@ -115,7 +115,7 @@ class Medium(ABC):
     def write(self, key: bytes, record: memoryview) -> bool:
         """Puts a record in place atomically, also over one of another length; False if another process just did.
 
-        Raises RefusedError where this block is refused, FullError where there is no room or no block can be written.
+        Raises RefusedError where this block is refused, FullError if there is no room or no block can be written.
         """
 
     @abstractmethod

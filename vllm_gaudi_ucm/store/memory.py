@@ -107,7 +107,7 @@ class SlotPool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """A slot, None where all are taken. Raises MemoryError or RuntimeError where the system gives no memory."""
+        """A slot, None if all are taken. Raises MemoryError or RuntimeError where the system gives no memory."""
         if not self._free and self._allocated < self._most:
             count = min(self._slab_slots, self._most - self._allocated)
             self._slabs.append(self._new_slab(count * self._block_bytes))

@@ -141,7 +141,7 @@ def skipped_tokens(manager: "KVCacheManager") -> "tuple[Callable[[int], int], ..
 
 
 class _Salted:
-    """A request as vLLM's block hasher is to see it: `request`, but for its salt."""
+    """A request as vLLM's block hasher is to see it: `request`, except for its salt."""
 
     def __init__(self, request: "Request", mark: str) -> None:
         self._request = request
@@ -233,7 +233,7 @@ def drop_steps_in_flight(request: "Request") -> None:
 
 
 def release_reservations(scheduler: "Scheduler") -> None:
-    """Has requests whose load has failed, so that they begin anew, keep no room free for the rest of their prompts.
+    """Has requests whose load has failed, so that they begin again, keep no room free for the rest of their prompts.
 
     Reason: vLLM reserves it until such a prompt is computed, although the request gives all of its blocks back. Where
     that is more than is free, no request begins any more.

@@ -29,7 +29,7 @@ def keep_tile_of_slots(vllm_config: VllmConfig, tile: int) -> None:
 
 
 def tile_of_slots(vllm_config: VllmConfig) -> int | None:
-    """None where requests get no strips.
+    """None if requests get no strips.
 
     Reason: the other half of `keep_tile_of_slots`.
     Remove when: as for `keep_tile_of_slots`.

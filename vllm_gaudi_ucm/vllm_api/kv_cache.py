@@ -146,7 +146,7 @@ def tokens_kept(spec: KVCacheSpec) -> int | None:
 
 def buffers(config: KVCacheConfig) -> dict[str, str]:
     """For each layer the first one whose memory it has: layers of several groups have one, because a block is one
-    group's at a time. Empty where there is one group.
+    group's at a time. Empty if there is one group.
 
     Reason: `KVCacheConfig.kv_cache_tensors` places pages in one allocation, while we have tensors for each layer.
     Remove when: `KVCacheConfig` names the layers that share memory, as `KVCacheTensor.shared_by` of vLLM 0.11 did.

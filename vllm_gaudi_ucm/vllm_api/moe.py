@@ -41,7 +41,7 @@ Choose = Callable[..., Choice]
 
 
 def padded_rows() -> torch.Tensor | None:
-    """bool [rows] of the step whose forward runs: what fills a bucket up; None where nothing says so.
+    """bool [rows] of the step whose forward runs: what fills a bucket up; None if nothing says so.
 
     Reason: `ForwardContext` is where vLLM's layers find what a step is.
     Remove when: routed experts are told which rows are padding.
@@ -53,7 +53,7 @@ class DirectMoERunner(MoERunner):
     """vLLM's mixture of experts, called directly.
 
     Reason: `MoERunner.forward` calls itself through an opaque operator, by its layer's name: that has no lowering on
-    Gaudi, and a name that differs between layers compiles each of them anew. vLLM does without it on its own CPU
+    Gaudi, and a name that differs between layers compiles each of them again. vLLM does without it on its own CPU
     platform alone.
     Remove when: `MoERunner` asks the platform whether it needs the operator.
     """

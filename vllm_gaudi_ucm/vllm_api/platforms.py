@@ -131,7 +131,7 @@ def has_heads_of_several_sizes(model_config: ModelConfig | None) -> bool:
 
 
 def take_back_attention_backend(vllm_config: VllmConfig) -> bool:
-    """Ours in place of the attention backend that vLLM has chosen for a model; whether there was one.
+    """Ours instead of the attention backend that vLLM has chosen for a model; whether there was one.
 
     Reason: where heads differ in size vLLM puts `TRITON_ATTN` into the configuration before it asks the platform
     (`Gemma4Config`), so that it looks like a flag.

@@ -48,7 +48,7 @@ def _layer_kinds(vllm_config: VllmConfig) -> Sequence[str] | None:
 
 def expected_block_layers(vllm_config: VllmConfig) -> list[int]:
     """For each stage the layers that a block has room for there, by what the model says of its layers: those of the
-    stage's largest KV-cache group. All of its layers where there is one group.
+    stage's largest KV-cache group. All of its layers if there is one group.
 
     Reason: as for `names_layer_kinds`.
     Remove when: as for `names_layer_kinds`.

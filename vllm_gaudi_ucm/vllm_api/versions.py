@@ -58,7 +58,7 @@ WINDOWS = (Window("vllm", SUPPORTED_VLLM), Window("torch", SUPPORTED_TORCH, prer
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version of a distribution, None where it is missing.
+    """The installed version of a distribution, None if it is missing.
 
     Reason: it is read from metadata, because `vllm.__version__` would import vLLM.
     Remove when: as for `check_versions`.

@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow, put
 
 NEG_INF = float("-inf")
 
-# Modes of `keep_or_replace`; 0 selects anew.
+# Modes of `keep_or_replace`; 0 selects again.
 REUSE, CHECK = 1, 2
 
 # Up to this many spans, every query is multiplied with every block and only the span's own products are kept. This is

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.ops.moe.spec import CODES, PLAIN, MoeSpec
 
 
 class ReferenceMoe(MoeImplementation):
-    """Defines the semantics; in float32, or in float64 for float64. Codes are exact but for rounding to that."""
+    """Defines the semantics; in float32, or in float64 for float64. Codes are exact except for rounding to that."""
 
     def supports(self, spec: MoeSpec) -> bool:
         return spec.weights in (PLAIN, CODES)

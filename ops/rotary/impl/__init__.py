@@ -1,1 +1,1 @@
-"""Implementations, a folder for each device."""
+"""Implementations, with a folder for each device."""

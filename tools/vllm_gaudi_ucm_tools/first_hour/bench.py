@@ -175,7 +175,7 @@ class Bench:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     def device_seconds(self, call: Callable[[], object], times: int = 20) -> float | None:
-        """Of one call, between two events of the device around some of them; None where it has no such events.
+        """Of one call, between two events of the device around some of them; None if it has no such events.
 
         The host launches all of them first: where it is slower than the device, its time is in the figure.
         """
@@ -191,7 +191,7 @@ class Bench:
         return float(begin.elapsed_time(end)) / 1e3 / times
 
     def peak_memory(self, call: Callable[[], object]) -> int | None:
-        """Bytes that were in use at most while a call ran, beyond those before it; None where nobody counts."""
+        """Bytes that were in use at most while a call ran, beyond those before it; None if nobody counts."""
         if self.kind == "cpu":
             call()
             return None

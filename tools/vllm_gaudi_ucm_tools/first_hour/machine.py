@@ -32,7 +32,7 @@ def describe(ending: Ending) -> dict[str, Any]:
 
 
 def _tool(name: str) -> str | None:
-    """What a tool prints, None where it is not installed."""
+    """What a tool prints, None if it is not installed."""
     path = shutil.which(name)
     if path is None:
         return None

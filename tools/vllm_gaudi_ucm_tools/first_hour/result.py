@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 class Ending:
     """How a process ended.
 
-    status: its exit status, negative for a signal; None where it was ended, by the time limit or by a person.
+    status: its exit status, negative for a signal; None if it was ended, by the time limit or by a person.
     events: what it had said until then. log: the end of what it printed. seconds: how long it ran.
     """
 

@@ -271,7 +271,7 @@ def batch_rows(
 def bucket_rows(
     buckets: BucketSet, steps: Steps | None, model: ModelSpec, most: int, progress: Progress
 ) -> list[OpCostRow]:
-    """The buckets that cost the most: by traffic where there is any, else the largest ones."""
+    """The buckets that cost the most: by traffic if there is any, else the largest ones."""
     limits = buckets.limits
     chosen = _largest(buckets, model) if steps is None else _used(buckets, steps, model)
     rows: list[OpCostRow] = []

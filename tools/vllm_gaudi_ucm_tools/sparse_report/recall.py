@@ -93,7 +93,7 @@ class RecallRecorder:
             method.execute_begin, method.attention_begin = begin, attention  # type: ignore[method-assign]
 
     def _record(self, layer_idx: int, query: torch.Tensor, chosen: torch.Tensor | None) -> None:
-        """query: [1, heads, dim]. chosen: int64 [selected] physical ids, None where the layer is dense."""
+        """query: [1, heads, dim]. chosen: int64 [selected] physical ids, None if the layer is dense."""
         plan, (keys, scale) = self._plan, self._caches[layer_idx]
         assert plan is not None, "execute_begin comes before every forward"
         assert plan.selection is not None, "there is a choice of blocks"

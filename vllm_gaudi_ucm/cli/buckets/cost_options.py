@@ -154,7 +154,7 @@ def check_block_size(args: argparse.Namespace, known: Mapping[str, Any], where: 
 
 
 def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> Limits:
-    """The limits from the options, and from `known` where there is none.
+    """The limits from the options, and from `known` if there is none.
 
     Raises:
         ValueError: limits that are in neither, all named, or that do not go together.

@@ -86,7 +86,7 @@ def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
 
 
 def blocks_that_fit(cost: CostModel, weights: int) -> int:
-    """Blocks of KV cache beside the weights, of so many bytes, and a share for graphs and activations.
+    """Blocks of KV cache beside the weights, of this many bytes, and a share for graphs and activations.
 
     Raises:
         ValueError: not even the weights fit.

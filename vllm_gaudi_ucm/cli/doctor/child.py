@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Ending(NamedTuple):
-    """stdout: None where there was no end within the time. how: such as "ended with code 1: the last line"."""
+    """stdout: None if there was no end within the time. how: such as "ended with code 1: the last line"."""
 
     stdout: str | None
     how: str

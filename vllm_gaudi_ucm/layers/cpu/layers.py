@@ -75,7 +75,7 @@ class StepRotaryEmbedding(RotaryEmbedding):
 
     Without native kernels the angles are looked up once per step, in float32.
     All layers of a model share this object and the positions of a step. A step is known by its forward context, which
-    vLLM makes anew for each: the positions' tensor may be the same buffer again.
+    vLLM makes again for each: the positions' tensor may be the same buffer again.
     """
 
     _angles: _Angles | None = None

@@ -134,7 +134,7 @@ class UcmCompressedTensorsConfig(ScaleOfLatents, CompressedTensorsConfig):
             return None if scheme is None else QuantisedExpertsMethod(layer.moe_config, format_of_scheme(scheme))
         scheme = self.get_scheme_dict(layer, prefix)
         if scheme is None or scheme.get("weights") is None:
-            # as vLLM: None where a layer that is no linear one computes as ever
+            # as vLLM: None if a layer that is no linear one computes as ever
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         _check_layer(layer, "compressed-tensors")
         if not isinstance(layer, LinearBase):

@@ -26,7 +26,7 @@ _NO_TOP_P = 2.0
 
 
 class RandomRows(NamedTuple):
-    """What a random row is drawn with, but for its key.
+    """What a random row is drawn with, except for its key.
 
     temperature: float32 [rows], 0 in greedy rows and pads. top_k: int64 [rows]. top_p, min_p: float32 [rows].
     """

@@ -32,7 +32,7 @@ class CountedRows(NamedTuple):
 class TokenCounts:
     """A line for each request that wants one, kept as long as there is room, through every change of slots.
 
-    A line costs one token in a step. It is written anew, counted on the host, for a request that is new or that has
+    A line costs one token in a step. It is written again, counted on the host, for a request that is new or that has
     got several tokens, or lost some, since it was read last. Outputs may be cut, but never replaced by others at once:
     a preempted request comes back with the same ones.
 
@@ -74,8 +74,9 @@ class TokenCounts:
     def stage(
         self, slots: Sequence[LiveRequest | None], rows: int, slots_before: Mapping[LiveRequest, int]
     ) -> CountedRows:
-        """slots: request i of row i; None where no line is wanted. slots_before: where the tokens are that were sampled
-        last, of those that the host does not know."""
+        """slots: request i of row i; None if no line is wanted. slots_before: where the tokens are that were sampled
+        last, of those that the host does not know.
+        """
         self._written = ([], self._written[0])
         wanted = {request for request in slots if request is not None}
         lines, tokens, times = np.full(len(slots), self._pad), np.full(len(slots), self._vocab_size - 1), []
@@ -129,7 +130,7 @@ class TokenCounts:
         return self._line_of.pop(other)
 
     def _known(self, request: LiveRequest) -> int:
-        """Outputs that its line has counted, all but the last or all; writes the line anew where that is not so."""
+        """Outputs that its line has counted, all but the last or all; writes the line again where that is not so."""
         outputs = request.output_token_ids
         known, end = self._counted.get(request, -1), len(outputs)
         if known in (end - 1, end) and known >= 0:

@@ -86,7 +86,7 @@ def mask_logits(logits: torch.Tensor, words: torch.Tensor, shifts: torch.Tensor)
 
 
 def bitmask_of(grammar: Grammar, req_ids: Sequence[str]) -> NDArray[np.int32] | None:
-    """The bitmask in the order of the logits rows: int32 [requests, words]; None where no row has a grammar.
+    """The bitmask in the order of the logits rows: int32 [requests, words]; None if no row has a grammar.
 
     The scheduler's bitmask has one row per request of its own list, which may be in another order and name requests
     that yield no token in this step. Source: vLLM's `apply_grammar_bitmask`; which of the rows of a request with drafts

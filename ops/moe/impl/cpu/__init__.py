@@ -1,1 +1,1 @@
-"""Native kernels and torch's own, for a CPU."""
+"""Native kernels and torch's own operators, for a CPU."""

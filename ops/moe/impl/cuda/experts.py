@@ -19,9 +19,9 @@ from vllm_gaudi_ucm.ops.narrow_floats import has_e4m3
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GROUPED = 1024  # pairs that a program of `group_pairs` reads at once, four times as many where there are more
+GROUPED = 1024  # pairs that a program of `group_pairs` reads at once, four times as many if there are more
 SUMMED = 1024  # elements of a row that a program of `sum_pairs` adds up
-# With at most one pair for so many experts, hardly two of them share one: each is a tile of its own.
+# With at most one pair for this many experts, hardly two of them share one: each is a tile of its own.
 APART = 4
 
 

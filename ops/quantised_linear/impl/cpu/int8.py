@@ -108,6 +108,6 @@ class CpuInt8:
 def choose(weight: QuantisedWeight, target: Target) -> Product | None:
     """See `choose_product`.
 
-    A CPU has plain weights but for rounded rows: they are packed like any others, in fewer bits where that is exact.
+    A CPU has plain weights except for rounded rows: they are packed like any others, in fewer bits where that is exact.
     """
     return CpuInt8(weight) if CpuInt8.covers(weight) else None

@@ -29,7 +29,7 @@ SMALLEST_SCALE = 1e-12
 
 
 def way_of(rows: int, dtype: torch.dtype, *, narrowed: bool = False) -> Literal["codes", "scaled", "written out"]:
-    """How so many rows are multiplied, whatever the codes are. A captured graph has the way of its bucket's rows.
+    """How this many rows are multiplied, whatever the codes are. A captured graph has the way of its bucket's rows.
 
     narrowed: torch's scaled product takes the weight.
     """

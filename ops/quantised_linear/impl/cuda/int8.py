@@ -83,7 +83,7 @@ class CudaInt8:
 
 
 def round_rows(rows: Tensor, symmetric: bool, fixed: Tensor | None) -> RoundedRows:
-    """Like `rounding.round_rows`. rows: [rows, inputs]. fixed: as of `RowRounding.fixed`."""
+    """Like `rounding.round_rows`. rows: [rows, inputs]. fixed: as in  `RowRounding.fixed`."""
     from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.triton import int8
 
     if rows.stride(1) != 1:

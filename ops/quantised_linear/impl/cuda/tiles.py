@@ -22,7 +22,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(rows: int, outputs: int, groups: int) -> Tiles:
-    """Of products of so many rows; groups: of inputs."""
+    """Of products of this many rows; groups: of inputs."""
     tile = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
     if tile == 128:
         return Tiles(128, 128, warps=8)

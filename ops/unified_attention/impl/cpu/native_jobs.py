@@ -302,7 +302,7 @@ def row_tile(chunk_rows: int) -> int:
 
 
 def _tiles(item: JobItem, size: int, block_size: int) -> Iterator[JobTile]:
-    """Cuts an item into tiles of so many rows; few rows with a long context are cut by tokens too."""
+    """Cuts an item into tiles of this many rows; few rows with a long context are cut by tokens too."""
     if item.rise is not None:
         # in the order of positions, so that what a row does not see comes first
         item.ranges = item.ranges[np.argsort(-item.ranges[:, 1], kind="stable")]

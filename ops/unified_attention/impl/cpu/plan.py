@@ -21,7 +21,7 @@ RowIndex = slice | Tensor
 class CausalCall(NamedTuple):
     """`squares` adjacent squares of `length` new tokens each, from row `first` on; short ones have a bias.
 
-    first_key: under a window or slopes, of a slice of rows in place of squares, the first row whose key is multiplied.
+    first_key: under a window or slopes, of a slice of rows instead of squares, the first row whose key is multiplied.
     """
 
     first: int

@@ -46,7 +46,7 @@ LOG2_E = math.log2(math.e)
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
 
-# From so many rows on the causal part begins with what was found of own blocks, in place of a merge of both (H200, 8
+# From this many rows on the causal part begins with what was found of own blocks, instead of a merge of both (H200, 8
 # chunks of 256 after 4096 tokens 0.53 -> 0.365 ms). Fewer rows have many pieces each, which it reads one by one.
 CONTINUED = 512
 # Rows times query heads of a kv head that one program holds: a verification of many drafts, at most.

@@ -33,7 +33,7 @@ class Joined(NamedTuple):
 
 
 def joined_lists(plan: CudaPlan, rows: int) -> Joined:
-    """Of a plan that joins its parts, for layers with so many rows."""
+    """Of a plan that joins its parts, for layers with this many rows."""
     unique, selected = plan.parts.unique, plan.parts.selected
     assert unique is not None, "joined"
     assert selected is not None, "joined"
@@ -58,7 +58,7 @@ def join(unique: UniquePart, selected: SelectedPart, block_size: int, rows: int)
 def sorted_by_owner(
     owners: Tensor, seen: Tensor, count: int, blocks: Tensor, lo: Tensor, hi: Tensor, chosen: slice
 ) -> Joined:
-    """Entries of so many lists, by their owners; chosen: which of them are those of the selected part."""
+    """Entries of this many lists, by their owners; chosen: which of them are those of the selected part."""
     order, by_owner, offsets = sort_by_owner(owners, seen, count)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.shape[0], device=order.device)

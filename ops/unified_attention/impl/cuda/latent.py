@@ -39,8 +39,9 @@ LARGEST_VALUE, LARGEST_REST = 512, 128
 # Rows times query heads of a program. What it keeps of each is a sum of 512 elements in registers.
 MOST, MOST_WIDE = 64, 16
 TOKENS, TOKENS_WIDE = 32, 16  # of a step of a loop
-# Tiles of so many rows and heads are no products of warp groups: fewer warps do (H200, 64 decodes of 16 heads at 8192:
-# 0.256 -> 0.216 ms). A single row asks for more at once, by one program per multiprocessor (at 32768: 0.046 -> 0.030).
+# Tiles of this many rows and heads are no products of warp groups: fewer warps do (H200, 64 decodes of 16 heads at
+# 8192: 0.256 -> 0.216 ms). A single row asks for more at once, by one program per multiprocessor (at 32768: 0.046 ->
+# 0.030).
 SMALL, TOKENS_OF_ONE = 16, 64
 
 

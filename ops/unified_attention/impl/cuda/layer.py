@@ -92,7 +92,7 @@ class Layer:
         return (*self.key_cache.stride()[:3], *self.value_cache.stride()[:3])
 
     def by_slot(self) -> Layer | None:
-        """The layer with caches of blocks of one token; None where blocks do not lie behind each other."""
+        """The layer with caches of blocks of one token; None if blocks do not lie behind each other."""
         caches = []
         for cache in (self.key_cache, self.value_cache):
             if cache.stride(0) != cache.shape[1] * cache.stride(1):

@@ -17,8 +17,8 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Found, scratch
 # Heads per program, and pieces of a row that are read at once. Of few rows, many programs hold pieces of each, and one
 # piece after the other is slow (H200, one request of 2560 tokens: 0.023 -> 0.009 ms).
 FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
-# Where so many rows belong to requests with several, each row has few pieces (H200, 64 verifications of 4 rows 0.176 ->
-# 0.132 ms).
+# Where this many rows belong to requests with several, each row has few pieces (H200, 64 verifications of 4 rows 0.176
+# -> 0.132 ms).
 MANY_ROWS, OF_SEVERAL = 128, (8, 1)
 
 NO_LISTS: tuple[Any, ...] = (None, None, None, None, None, 0, 0, 1)
@@ -40,7 +40,7 @@ def merge(
     """Adds the partial results of each row; rows with only a causal part are already complete.
 
     alone: the step has one part, whose kernel is the last one on this stream. continued: the causal part contains what
-        was found of own blocks. log_sums: fp32 [rows, heads], written where there is no causal part.
+        was found of own blocks. log_sums: fp32 [rows, heads], written if there is no causal part.
     """
     by_part = {one.part: one for one in found}
     arguments: list[Any] = []

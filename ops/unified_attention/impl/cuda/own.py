@@ -132,7 +132,7 @@ def own(layer: Layer, plan: CudaPlan, part: SharedPart, division: Division) -> W
 
 
 def most_tiles(rows: int, spans: int, rows_per_tile: int) -> int:
-    """Tiles that rows of so many spans need at most: each span may end in the middle of one."""
+    """Tiles that rows of this many spans need at most: each span may end in the middle of one."""
     return rows // rows_per_tile + min(rows, spans)
 
 

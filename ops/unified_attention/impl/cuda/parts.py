@@ -175,8 +175,8 @@ def tiled(
     return Work(launch, found)
 
 
-# Up to so many unique blocks for each pair of a tile of rows and a shared block, the two parts take about as long: each
-# then gets half of the GPU (H200, 64 decodes at 8192 shared and 512 own tokens: 0.081 -> 0.077 ms).
+# Up to this many unique blocks for each pair of a tile of rows and a shared block, the two parts take about as long:
+# each then gets half of the GPU (H200, 64 decodes at 8192 shared and 512 own tokens: 0.081 -> 0.077 ms).
 BALANCED = 2
 
 
@@ -222,7 +222,7 @@ def listed(part: SharedPart, block_size: int, order: Tensor, place: Tensor, rows
     return Tiles(order, place, columns, column_blocks, whole_counts, offsets)
 
 
-# From so many single rows on, one loop over all entries is faster (H200, 256 requests of 512 tokens: 0.162 -> 0.157
+# From this many single rows on, one loop over all entries is faster (H200, 256 requests of 512 tokens: 0.162 -> 0.157
 # ms); of fewer rows it is slower, and so it is where spans are long (8 with 77 chosen blocks each: by a sixth).
 MANY_SPANS = 64
 # Never beside blocks of requests with several rows: a bucket counts more single rows than a step has, and this was the

@@ -68,7 +68,7 @@ class CudaPlan:
     """The plan of one step. One layer at a time may use it, because the layers share `scratch`.
 
     starts: int32 [rows] first row that a row sees in the causal part; later than the row itself if it has none.
-    tokens: the unique part as a token table, its entries are slots; None where blocks are read.
+    tokens: the unique part as a token table, its entries are slots; None if blocks are read.
     joined: whether unique and selected part are one list, see `cuda_joined`; neither has one of its own then.
     joined_own: whether what is selected for requests with several rows is one list with their own blocks in the shared
         part, see `own.py`; the selected part has none of its own then.
@@ -124,7 +124,7 @@ def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
     )
 
 
-# A block is read as a whole, whatever is seen of it, a slot by itself. From so many tokens read per token in use on,
+# A block is read as a whole, whatever is seen of it, a slot by itself. From this many tokens read per token in use on,
 # a table of slots is faster (H200, 64 requests of 440 tokens in runs of 1, 8, 64, 128: by blocks 2.11, 0.278, 0.050,
 # 0.043 ms, by slots 0.051, 0.049, 0.048, 0.048).
 SCATTERED = 1.35
@@ -155,7 +155,7 @@ def _joins_own(parts: AttentionParts, selected: SelectedPart) -> bool:
 
 
 def _token_lists(part: UniquePart, unique: Lists, block_size: int) -> Lists | None:
-    """The slots of the tokens that rows see, a list for each row; None where blocks are read faster.
+    """The slots of the tokens that rows see, a list for each row; None if blocks are read faster.
 
     Slot `s` is token `s % block_size` of block `s // block_size`.
     """

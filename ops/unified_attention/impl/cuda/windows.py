@@ -20,12 +20,12 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.windows import attend
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Work
 from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
 
-# Measured by `make bench-attention ARGS="--device cuda --models --variants"`. One launch: up to so many rows of a step
-# (0: never), and so many cached tokens of a request; any number where verifications alone fill the GPU.
+# Measured by `make bench-attention ARGS="--device cuda --models --variants"`. One launch: up to this many rows of a
+# step (0: never), and this many cached tokens of a request; any number where verifications alone fill the GPU.
 ONE_LAUNCH_ROWS, ONE_LAUNCH_TOKENS = 512, 512
 # Programs per multiprocessor that fill the GPU.
 FILLED = 0.75
-# Rows of a request in a tile, in steps of up to so many rows: a verification. A bucket does not say how many rows its
+# Rows of a request in a tile, in steps of up to this many rows: a verification. A bucket does not say how many rows its
 # requests have, and a chunk of a prompt reads its blocks once for each tile.
 VERIFIED, FEW_ROWS = 8, 128
 # Whether tiles have rows of one request in verifications that one launch would not fill the GPU with. Chunks of a

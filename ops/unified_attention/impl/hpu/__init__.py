@@ -1,1 +1,1 @@
-"""Operators of Gaudi's software, and torch's."""
+"""Operators of Gaudi's software and of torch, for a Gaudi."""

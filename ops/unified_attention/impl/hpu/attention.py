@@ -2,8 +2,8 @@
 
 A graph is small whatever its sizes: a part is one product, or a handful over chunks of rows, and tiling for the chip's
 memory is the graph compiler's work. What does not fit the card's memory (`score_memory`) is divided into steps. Runs on
-any device. What it computes is what the reference defines, but for keys with an infinite element: they are not looked
-at for themselves, and where a score is -Inf, it has the weight 0.
+any device. What it computes is what the reference defines, except for keys with an infinite element: they are not
+looked at for themselves, and where a score is -Inf, it has the weight 0.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
 
 
 class Blocks(NamedTuple):
-    """Blocks and the rows that read them; a block's rows see the same tokens of it. The same in all layers but for ids.
+    """Blocks and the rows that read them; a block's rows see the same tokens of it. The same in all layers except for
+    ids.
 
     ids: int64 [blocks] to gather; None: the first ones of the cache, or those that a layer has chosen.
     before: int64 [n] blocks to gather before those that a layer has chosen; None: there are none.

@@ -114,7 +114,7 @@ def weigh(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def without_garbage(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [tokens, kv_heads, ...] for rows of which some see a token and some do not.
 
-    A weight of 0 times NaN is NaN, so broken values become 0, and their key becomes NaN in place of them: it makes the
+    A weight of 0 times NaN is NaN, so broken values become 0, and their key becomes NaN instead of them: it makes the
     scores NaN of exactly those rows that see the token, for scores of the others are replaced.
     """
     broken = value - value  # 0, or NaN where the value is NaN or Inf

@@ -50,7 +50,7 @@ class Window(NamedTuple):
 
 
 def tile_products(tiles: CausalTiles, most: int) -> list[TileProduct]:
-    """A class of tiles for each part of the reach, and parts of tiles where there are fewer classes than products."""
+    """A class of tiles for each part of the reach, and parts of tiles if there are fewer classes than products."""
     reach = len(tiles.levels)
     classes = min(most, reach)
     bounds = [-(-reach * number // classes) for number in range(classes + 1)]

@@ -183,7 +183,7 @@ class _Sizes:
 
 
 class _Cost(NamedTuple):
-    """Of compiling one bucket and running it once. peak: bytes beyond those in use before, None where unknown."""
+    """Of compiling one bucket and running it once. peak: bytes beyond those in use before, None if unknown."""
 
     nodes: float
     seconds: float

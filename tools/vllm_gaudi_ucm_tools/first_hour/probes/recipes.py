@@ -1,4 +1,4 @@
-"""Probes 3, 4 and 15: what compiles a recipe anew, and compile-only mode."""
+"""Probes 3, 4 and 15: what compiles a recipe again, and compile-only mode."""
 
 from __future__ import annotations
 

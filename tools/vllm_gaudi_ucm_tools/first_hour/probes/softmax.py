@@ -49,7 +49,7 @@ def _merge(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -
 def _exact(
     q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """float64 on the host: normalised out, max, sum. window: causal, and so many keys before a row's own."""
+    """float64 on the host: normalised out, max, sum. window: causal, and this many keys before a row's own."""
     q, k, v = (tensor.cpu().double() for tensor in (q, k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if window is not None:

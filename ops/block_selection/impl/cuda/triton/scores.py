@@ -51,7 +51,7 @@ def estimate_blocks(
     FAR: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Grid (tiles of BLOCK_C candidates, kv heads). Arguments as of `block_scores`.
+    """Grid (tiles of BLOCK_C candidates, kv heads). Arguments as in  `block_scores`.
 
     estimates: fp32 [max_rows, HEADS, candidates]: -inf for rows that the span lacks, NaN for values that are not
         finite. log_rest, log_all: logarithms of the numbers of keys that the first box and all boxes stand for.

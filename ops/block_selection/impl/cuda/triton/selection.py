@@ -72,7 +72,7 @@ def _order(scores, places, c, inside, first_place, width):
     the smallest number for what is no candidate of the span with these places. And the block numbers, int32."""
     score = tl.load(scores + c, mask=inside, other=0.0).to(tl.float32)
     number = tl.load(places + c, mask=inside, other=-1) - first_place
-    # the lowest finite number, as the reference has it; and 0 in place of -0
+    # the lowest finite number, as the reference has it; and 0 instead of -0
     score = tl.where(score < -3.4028234663852886e38, -3.4028234663852886e38, score) + 0.0
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 2147483647, bits)
@@ -114,8 +114,9 @@ def _rank(
 def rank_candidates(
     scores, places, ranges, ranking, width, most, BLOCK_C: tl.constexpr, COMPARED: tl.constexpr
 ):  # fmt: skip
-    """Grid (spans, programs of a span); arguments as of `choose_blocks`. ranges: int32 [spans, 2], see
-    `find_candidates`. ranking: int64 [spans, most]."""
+    """Grid (spans, programs of a span); arguments as in  `choose_blocks`. ranges: int32 [spans, 2], see
+    `find_candidates`. ranking: int64 [spans, most].
+    """
     span = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(ranges + 2 * span), tl.load(ranges + 2 * span + 1)
     for tile in range(tl.program_id(1), tl.maximum(tl.cdiv(end - begin, BLOCK_C), 1), tl.num_programs(1)):
@@ -185,7 +186,7 @@ def take_choices(
     fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids, checks, most, width, selected,
     REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """One span per program; arguments as of `take_choice`. chosen: int64 [spans, most]; ids: int64 [selected].
+    """One span per program; arguments as in  `take_choice`. chosen: int64 [spans, most]; ids: int64 [selected].
 
     BLOCK >= most. SPANS: spans that are added up at once.
     """

@@ -22,7 +22,7 @@ def _log_mean(of_boxes, v, log_rest, log_all, VECTORS: tl.constexpr):
 
 @triton.jit
 def _tiles(ranges, s, num_spans, parts, BLOCK_C: tl.constexpr):
-    """int32 tiles of each span `s`, those of all spans, and how many of them each of so many parts has."""
+    """int32 tiles of each span `s`, those of all spans, and how many of them each of this many parts has."""
     begins = tl.load(ranges + 2 * s, mask=s < num_spans, other=0)
     tiles = tl.cdiv(tl.load(ranges + 2 * s + 1, mask=s < num_spans, other=0) - begins, BLOCK_C)
     total = tl.sum(tiles, 0)

@@ -24,8 +24,8 @@ def divide_columns(
 ):
     """COLUMNS shared blocks per program. lo, hi: as in SharedPart.
 
-    users: int32 [num_columns] spans that see a token of the block. common_hi: int32 [num_spans, num_columns] is hi
-    where there are several, and 0 where a block is one span's own.
+    users: int32 [num_columns] spans that see a token of the block. common_hi: int32 [num_spans, num_columns] is hi if
+    there are several, and 0 where a block is one span's own.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_columns

@@ -41,7 +41,7 @@ def softmax_step(
 
 @triton.jit
 def without_garbage(value, visible, tainted):
-    """The values with 0 in place of non-finite ones, and tainted [rows] set to 1 for rows that see such a token.
+    """The values with 0 instead of non-finite ones, and tainted [rows] set to 1 for rows that see such a token.
 
     Weight 0 times NaN is NaN: a token that only some rows of a tile see must not reach the others.
     """
