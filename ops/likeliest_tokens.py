@@ -11,5 +11,5 @@ def likeliest_tokens(logits: Tensor) -> Tensor:
 
 
 def within(tokens: Tensor, logits: Tensor) -> Tensor:
-    """What a device answers for a pad row of NaN must still be an index. CUDA answers the place of the first."""
+    """Keeps tokens of pad rows of NaN valid indices. CUDA's already are: it returns the place of the first NaN."""
     return tokens if tokens.is_cuda else tokens.clamp(0, logits.shape[1] - 1)

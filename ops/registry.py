@@ -1,4 +1,5 @@
-"""Implementations of an operation, by name: where each runs, what it supports, and how one is chosen.
+"""Implementations of an operation, by name: the devices that each runs on, the cases that it supports, and how one is
+chosen.
 
 Uses the standard library only: the configuration asks for the names, which must not import anything heavy.
 """
@@ -19,7 +20,7 @@ ImplementationT = TypeVar("ImplementationT", bound="Implementation[Any]")
 
 
 class Implementation(Generic[SpecT]):
-    """One way to compute an operation. A subclass stands beside its code, and imports heavy packages only on use.
+    """One way to compute an operation. A subclass is defined next to its code, and imports heavy packages only on use.
 
     Args:
         name: the name it is registered under.
@@ -39,7 +40,7 @@ class Implementation(Generic[SpecT]):
         self.name = name
 
     def unavailable(self, device: str) -> str | None:
-        """Why it cannot compute on tensors of this device type in this process; None if it can.
+        """Returns why it cannot compute on tensors of this device type in this process; None if it can.
 
         An override may check for packages and compilers, and may allow devices beyond `devices` if asked for by name.
         """
@@ -57,8 +58,8 @@ class Implementations(Registry[type[ImplementationT]]):
 
     Args:
         operation: its name, for errors.
-        group: entry point group for further ones, as `NAME = "package.module:ClassName"`.
-        classes: those known from the start, as `"package.module:ClassName"`; without a module that was left out.
+        group: entry point group for others, as `NAME = "package.module:ClassName"`.
+        classes: the built-in ones, as `"package.module:ClassName"`; modules that were left out are skipped.
     """
 
     def __init__(self, operation: str, group: str, **classes: str) -> None:
@@ -97,12 +98,14 @@ class Implementations(Registry[type[ImplementationT]]):
         return found
 
     def explain(self, device: str, spec: object = None, *, captured: bool = False) -> dict[str, str]:
-        """The reason why each implementation is unsuitable, by name; empty for suitable ones."""
+        """Returns the reason why each implementation is unsuitable, by name; empty for suitable ones."""
         return {name: self._why_not_auto(self.make(name), device, spec, captured) or "" for name in self.names()}
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Forgets what was registered and chosen inside at its end; inside, earlier choices are made again."""
+        """A context that forgets at its end what was registered and chosen inside; inside, earlier choices are made
+        again.
+        """
         before = self._made, self._chosen
         self._made, self._chosen = {}, {}
         try:
@@ -125,8 +128,8 @@ class Implementations(Registry[type[ImplementationT]]):
         if captured and not one.capturable:
             known = ", ".join((AUTO, *(other for other in self.names() if self.make(other).capturable)))
             raise ValueError(
-                f"{self.operation}: implementation {name!r} reads tensors on the host, which a graph excludes; "
-                f"choose one of {known}"
+                f"{self.operation}: implementation {name!r} reads tensors on the host, "
+                f"which a captured graph cannot do; choose one of {known}"
             )
         reason = self._why_not(one, device, spec)
         if reason is None:
@@ -140,7 +143,7 @@ class Implementations(Registry[type[ImplementationT]]):
         if one.devices is not None and device not in one.devices:
             return f"it is for {', '.join(sorted(one.devices))}"
         if captured and not one.capturable:
-            return "it reads tensors on the host, which a graph excludes"
+            return "it reads tensors on the host, which a captured graph cannot do"
         return self._why_not(one, device, spec)
 
     def _why_not(self, one: ImplementationT, device: str, spec: object) -> str | None:
@@ -160,13 +163,13 @@ def has_folders(device: str) -> bool:
 
 @lru_cache(maxsize=8)
 def why_not_triton(device: str) -> str | None:
-    """Why Triton cannot run kernels on this type of device; None if it can.
+    """Returns why Triton cannot run kernels on this type of device; None if it can.
 
     Imports Triton to find out, but only for devices where it may work. On a CPU it runs kernels under its interpreter
     (TRITON_INTERPRET=1), which is very slow and meant for tests.
     """
     if device not in ("cpu", "cuda"):
-        return f"they are for cuda, the tensors are on {device}"
+        return f"the kernels are for cuda, the tensors are on {device}"
     if not has_folders("cuda"):
         return "the folders of CUDA's kernels were left out of this installation"
     try:

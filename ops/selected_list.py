@@ -1,4 +1,4 @@
-"""The list of blocks that attention reads, where a choice may write to it."""
+"""A list of blocks that attention reads and that a choice may write to directly."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class SelectedList:
-    """Of a step; the layers of the step use it one after the other.
+    """The list of a step; the layers of the step use it one after the other.
 
-    blocks: int64 [entries] physical blocks, those of other parts among them.
-    places: int64 [selected] where the chosen blocks stand; each at most once.
-    holds: the chosen blocks that are there, int64 [selected]; None: nobody has said. Attention to others copies them.
+    blocks: int64 [entries] physical blocks, including those of other parts.
+    places: int64 [selected] indices of the chosen blocks; each at most once.
+    holds: the chosen blocks that are in the list, int64 [selected]; None if unknown. Attention copies any other blocks
+        into it.
     """
 
     blocks: Tensor
@@ -23,5 +24,5 @@ class SelectedList:
     holds: Tensor | None = None
 
     def written(self, chosen: Tensor | None) -> None:
-        """These are there from now on; None: others, which their owner may change."""
+        """Records that these blocks are now in the list; None: others, which their owner may change."""
         self.holds = chosen

@@ -1,1 +1,1 @@
-"""Operations on the KV cache: what is written to its slots."""
+"""Operations on the KV cache that write to its slots."""

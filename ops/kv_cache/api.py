@@ -14,16 +14,17 @@ from vllm_gaudi_ucm.ops.registry import AUTO
 def write_kv(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Writes one key and one value per row, cast to the cache's dtype, in place; returns the caches to read from.
 
-    While compiling read these and not the arguments: a graph that uses the old name once more copies the whole cache on
-    a Gaudi, which writes in place only what has no other user (gaudi-pytorch-bridge, pass_reinplace_index_copy_ops). So
-    the caches must be tensors with a storage of their own then, not views.
+    While compiling, read these and not the arguments: if a graph uses the old name again, a Gaudi copies the whole
+    cache, because it writes in place only tensors without another user (gaudi-pytorch-bridge,
+    pass_reinplace_index_copy_ops). So while compiling, the caches must be tensors with a storage of their own, not
+    views.
 
     key: [rows, kv_heads, dim]; value: [rows, kv_heads, value_dim].
     key_rows: [slots, kv_heads, dim], a token of a block each; value_rows likewise with value_dim. Any strides.
     slots: int64 [rows], slot = block * block_size + offset, never negative. Pads write to slots of the dummy block;
         these may repeat, and what the dummy block then holds is unspecified.
     Returns (key_rows, value_rows).
-    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
+    Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _validate("key", key, key_rows, slots)
@@ -38,7 +39,7 @@ def write_kv(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, s
 def write_rows(tokens: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """`write_kv` for a cache of one tensor, whose keys hold the values (multi-head latent attention).
 
-    tokens: [rows, 1, dim]; rows: [slots, 1, dim]. Returns rows, to read from; raises as `write_kv`.
+    tokens: [rows, 1, dim]; rows: [slots, 1, dim]. Returns rows, to read from; raises like `write_kv`.
     """
     if not torch.compiler.is_compiling():
         _validate("key", tokens, rows, slots)
@@ -71,9 +72,10 @@ def _validate(name: str, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
 def copy_blocks(caches: Sequence[Tensor], source_ids: Tensor, target_ids: Tensor) -> None:
     """Copies block `source_ids[i]` to block `target_ids[i]` within each cache.
 
-    caches: keys or values of a layer each, or both in turn: [blocks, ...] of any strides, of one shape, dtype, device.
+    caches: the keys or values of each layer, or both in turn: [blocks, ...] of any strides, of one shape, dtype,
+        device.
     source_ids, target_ids: int64 [n] on the host. No block is a target twice, or a target and a source.
-    Raises ValueError for what does not fit together, IndexError for a block outside of the caches.
+    Raises ValueError if the arguments do not match, IndexError for a block outside of the caches.
     """
     pairs = torch.stack([source_ids, target_ids], 1) if source_ids.shape == target_ids.shape else source_ids
     both = set(source_ids.tolist()) & set(target_ids.tolist())
@@ -85,16 +87,16 @@ def copy_blocks(caches: Sequence[Tensor], source_ids: Tensor, target_ids: Tensor
 def swap_blocks(
     sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, *, non_blocking: bool = False
 ) -> None:
-    """Copies blocks of `sources` to blocks of `targets`: other tensors, possibly on another device.
+    """Copies blocks of `sources` to blocks of `targets`: different tensors, possibly on another device.
 
-    Between two devices the blocks of all layers are one transfer if those on the host lie evenly spaced.
+    Between two devices, the blocks of all layers are one transfer if the blocks on the host are evenly spaced.
 
-    sources, targets: keys or values of a layer each, or both in turn: [blocks, ...] of any strides; the shape of a
+    sources, targets: the keys or values of each layer, or both in turn: [blocks, ...] of any strides; the shape of a
         block and the dtype agree.
     pairs: int64 [n, 2] on the host, (block of the source, block of the target); no block is a target twice.
     non_blocking: a copy between a device and pinned host memory may still run when this returns: the caller waits for
         the current stream before it reads the target on the host, or changes the source there.
-    Raises ValueError for what does not fit together, IndexError for a block outside of a cache.
+    Raises ValueError if the arguments do not match, IndexError for a block outside of a cache.
     """
     _swap("swap_blocks", sources, targets, pairs, non_blocking)
 

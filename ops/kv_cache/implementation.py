@@ -17,10 +17,10 @@ class KvCacheImplementation(Implementation[None], ABC):
 
     @abstractmethod
     def write(self, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> bool:
-        """Like `write_kv`, of validated tensors, in place."""
+        """Like `write_kv`, with validated tensors, in place."""
 
     def write_rows(self, tokens: Tensor, rows: Tensor, slots: Tensor) -> bool:
-        """Like `write_rows` of the operation, of validated tensors, in place: as keys and values that are its halves."""
+        """Like the operation `write_rows`, with validated tensors, in place: as keys and values that are its halves."""
         half = rows.shape[-1] // 2
         if not half:
             return False

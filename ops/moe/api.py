@@ -1,6 +1,6 @@
 """Mixture of experts of one layer: prepares its experts once, validates rows, and calls the implementation.
 
-Routing is the model's: what comes here is which experts each row takes, and by which share.
+Routing is up to the model: this operation gets the experts that each row takes, and their shares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.ops.registry import AUTO, has_folders
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer that are here, as an implementation wants them.
+    """The experts of a layer on this device, in the form that an implementation reads.
 
     form: what the implementation made of the weights. kept: the weights themselves; None if they are packed.
     """
@@ -42,7 +42,7 @@ def prepare_experts(
 
     implementation: a name in `MOE`, or `auto` for the fastest suitable one: `cpu` on a CPU, `hpu` on a Gaudi, `cuda` on
         a GPU with Triton, `grouped` on a GPU without; otherwise `reference`.
-    captured: they will run while a graph is captured, at static shapes.
+    captured: the experts will run while a graph is captured, at static shapes.
 
     Raises ValueError if shapes, dtypes or devices do not match, or if no implementation, or not the requested one,
     supports the case.
@@ -55,9 +55,9 @@ def prepare_experts(
 def prepare_coded_experts(
     weights: CodedExperts, spec: MoeSpec, *, implementation: str = AUTO, captured: bool = False
 ) -> Experts:
-    """The same for weights that stay the codes of a checkpoint. Each element counts as its exact value.
+    """Like `prepare_experts`, for weights that stay the codes of a checkpoint. Each element has its exact value.
 
-    An implementation may round it to the dtype of rows, as `reference` does to float32.
+    An implementation may round to the dtype of rows; `reference` rounds to float32.
     """
     validate_codes(weights, spec)
     spec, device = replace(spec, weights=CODES), weights.w13.codes.device.type
@@ -68,13 +68,16 @@ def prepare_coded_experts(
 
 
 def are_codes_enough(weights: CodedExperts, spec: MoeSpec, *, captured: bool = False) -> bool:
-    """True if the fastest implementation where these weights are takes codes in about the time of plain weights."""
+    """True if the fastest implementation on the device of these weights takes about as long for codes as for plain
+    weights.
+    """
     chosen = MOE.choose(AUTO, weights.w13.codes.device.type, spec, captured=captured)
     return chosen.supports(replace(spec, weights=CODES)) and chosen.takes_codes(weights)
 
 
 def pack_experts(weights: ExpertWeights, spec: MoeSpec, compact: bool = False) -> Experts | None:
-    """The same for a CPU, with packed weights (`ops/cpu/packed_linear`), in copies: the plain ones may be freed.
+    """Like `prepare_experts` for a CPU, with weights packed by `ops/cpu/packed_linear`. They are copies: the plain
+    weights may be freed.
 
     compact: also look for forms of fewer bits. Returns None if weights of this dtype and device cannot be packed.
     """
@@ -101,12 +104,12 @@ def mixture_of_experts(x: Tensor, ids: Tensor, shares: Tensor, experts: Experts)
     """The sum over a row's chosen experts: share * (w2 gate(w13 x + bias) + bias).
 
     x: [rows, hidden] in the dtype of the weights.
-    ids: int64 or int32 [rows, chosen], numbers of experts that are here. A number outside of 0 to count - 1 adds
-        nothing and costs nothing: the expert of another device, or a padded row's.
+    ids: int64 or int32 [rows, chosen], numbers of experts on this device. A number outside of 0 to count - 1 (an expert
+        of another device, or of a padded row) adds nothing and costs nothing.
     shares: float [rows, chosen], the router's weights.
 
     Returns [rows, hidden] in the dtype of x. A row reads itself and its experts alone, so NaN in other rows, and in
-    experts that it did not choose, does not reach it; a row without experts is zeros, whatever it holds.
+    experts that it did not choose, does not reach it; a row without experts is zeros, whatever its content.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     chosen = experts.implementation
@@ -115,7 +118,7 @@ def mixture_of_experts(x: Tensor, ids: Tensor, shares: Tensor, experts: Experts)
         if not x.shape[0]:
             return torch.empty_like(x)
     elif not chosen.traceable:
-        assert experts.kept is not None, "packed experts are not compiled"
+        assert experts.kept is not None, "packed experts cannot be compiled"
         return _REFERENCE.compute(x, ids, shares, experts.kept, experts.spec)
     return chosen.compute(x, ids, shares, experts.form, experts.spec)
 

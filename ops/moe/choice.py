@@ -1,6 +1,6 @@
-"""Which experts a row takes, and with which weights: the best by a score of the router's logits.
+"""Chooses the experts of each row and their weights: the best by a score of the router's logits.
 
-On CUDA one launch.
+On CUDA this is one launch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
-# vLLM's own kernels keep a sum of sigmoids from zero so
+# As in vLLM's own kernels, keeps a sum of sigmoids from being zero.
 TINY = 1e-20
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,7 +31,7 @@ def choose_experts(
     scale: float = 1.0,
     dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:
-    """The best of each row by score and bias, in descending order, weighted by score alone.
+    """Chooses the best experts of each row by score plus bias, in descending order; weights come from the score alone.
 
     logits: [rows, experts]. score: a key of `SCORES`. renormalise: weights of a row add up to one, before `scale`.
     bias: [experts]. dtype: of the ids.

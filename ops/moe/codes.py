@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequanti
 
 
 class ExpertCodes(NamedTuple):
-    """One of the two products of all experts; each is a `QuantisedWeight`.
+    """The weights of one of the two products, for all experts; each expert's is a `QuantisedWeight`.
 
     codes: [experts, outputs, inputs], or of kinds of 4 bits uint8 [experts, outputs, inputs / 2], as `pack_codes` packs
         groups of `group`.
@@ -45,7 +45,7 @@ class ExpertCodes(NamedTuple):
 
     @property
     def for_kernels(self) -> bool:
-        """True if inputs come in groups that a kernel multiplies at a time."""
+        """True if inputs come in groups that a kernel multiplies at once."""
         return group_of(self.expert(0)) is not None
 
     def write_out(self, number: int, dtype: torch.dtype) -> Tensor:
@@ -60,7 +60,7 @@ class ExpertCodes(NamedTuple):
 class CodedExperts(NamedTuple):
     """Experts of both products, like `ExpertWeights`.
 
-    dtype: of rows and biases. largest: magnitude of an e4m3 where they are.
+    dtype: the dtype of rows and biases. largest: the largest magnitude of an e4m3 on their device.
     """
 
     w13: ExpertCodes

@@ -1,4 +1,4 @@
-"""The gate between an expert's two products, by torch's operators: what the implementations without a kernel share."""
+"""The gate between an expert's two products, by torch's operators: shared by the implementations without a kernel."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ExpertWeights(NamedTuple):
-    """Plain weights of the experts that are here.
+    """Plain weights of the experts on this device.
 
     w13: [experts, 2 * inner, hidden], gates and up. w2: [experts, hidden, inner]. w13_bias: [experts, 2 * inner].
     w2_bias: [experts, hidden]. All of one dtype, on one device.
@@ -35,15 +35,15 @@ class MoeImplementation(Implementation[MoeSpec], ABC):
         return spec.weights == PLAIN
 
     def prepare(self, weights: ExpertWeights, spec: MoeSpec) -> Any:
-        """What `compute` gets as `form`, once for a layer; here the weights themselves."""
+        """Prepares the `form` that `compute` gets, once for a layer; here the weights themselves."""
         return weights
 
     def takes_codes(self, weights: CodedExperts) -> bool:
-        """True if `compute` gets by with these weights as they are, in about the time that plain ones take."""
+        """True if `compute` reads these weights as they are, in about the time that plain ones take."""
         return False
 
     def prepare_codes(self, weights: CodedExperts, spec: MoeSpec) -> Any:
-        """Like `prepare`, where `supports` says yes to a spec of `CODES`."""
+        """Like `prepare`, if `supports` is true for a spec of `CODES`."""
         return weights
 
     @abstractmethod

@@ -1,4 +1,6 @@
-"""What an expert computes between its two products, and the form of its weights; uses the standard library only."""
+"""Specifies what an expert computes between its two products, and the form of its weights; uses the standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 Form = Literal["silu", "gelu", "gelu_tanh"]
-"""What gates pass: x sigmoid(alpha x); x times the normal distribution's cumulative function; or its tanh form."""
+"""The gate function: x sigmoid(alpha x); x times the normal distribution's cumulative function; or its tanh form."""
 
 PLAIN = "plain"
 """Weights as they are: one float tensor for all experts of each product."""
@@ -20,11 +22,11 @@ class MoeSpec:
     """The specification of a layer's experts; hashable.
 
     form: how a gate enters.
-    interleaved: gate and up stand in alternate rows of the first product; otherwise all gates stand first.
-    alpha, beta: of the form silu alone: (up + beta) * gate * sigmoid(alpha * gate). gpt-oss has 1.702 and 1.
-    limit: of the form silu alone: before that the gate is at most the limit, and up within plus and minus the limit.
+    interleaved: gate and up alternate row by row in the first product; otherwise all gates come first.
+    alpha, beta: only for the form silu: (up + beta) * gate * sigmoid(alpha * gate). gpt-oss has 1.702 and 1.
+    limit: only for the form silu: the gate is first clamped to at most the limit, and up to plus and minus the limit.
     bias: both products add one.
-    weights: the form of the weights. Implementations that know another than `PLAIN` say so in `supports`.
+    weights: the form of the weights. Implementations that read forms other than `PLAIN` declare it in `supports`.
     """
 
     form: Form = "silu"
@@ -45,11 +47,11 @@ class MoeSpec:
 
     @property
     def is_plain_gate(self) -> bool:
-        """True if gates are `form` itself, all of them before the others."""
+        """True if gates are `form` itself, and all of them come first."""
         return not self.interleaved and (self.alpha, self.beta, self.limit) == (1.0, 0.0, None)
 
     def __str__(self) -> str:
-        """What differs from SwiGLU experts with plain weights, for errors."""
+        """Describes the difference from SwiGLU experts with plain weights, for errors."""
         plain = MoeSpec()
         more = [
             f"{one.name}={value}"

@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 
 
 def validate_weights(weights: ExpertWeights, spec: MoeSpec) -> None:
-    """Raises ValueError for weights that are not those of `spec`, or do not fit together."""
+    """Raises ValueError if weights do not match `spec` or each other."""
     w13, w2 = weights.w13, weights.w2
     if w13.dim() != 3 or w2.dim() != 3 or not w13.is_floating_point():
         raise ValueError(f"experts: w13 is {_kind(w13)}, w2 {_kind(w2)}; expected floats of three dimensions")
@@ -35,7 +35,7 @@ def validate_weights(weights: ExpertWeights, spec: MoeSpec) -> None:
 
 
 def validate_codes(weights: CodedExperts, spec: MoeSpec) -> None:
-    """Raises ValueError for codes that are not those of `spec`, or do not fit together."""
+    """Raises ValueError if codes do not match `spec` or each other."""
     experts, double, hidden = weights.w13.shape
     if double % 2 or weights.w2.shape != (experts, hidden, double // 2):
         raise ValueError(
@@ -52,7 +52,7 @@ def validate_codes(weights: CodedExperts, spec: MoeSpec) -> None:
 
 
 def validate_rows(x: Tensor, ids: Tensor, shares: Tensor, hidden: int, dtype: torch.dtype, device: str) -> None:
-    """Raises ValueError for rows that do not fit to prepared experts."""
+    """Raises ValueError if rows do not match the prepared experts."""
     if x.dim() != 2 or x.shape[1] != hidden or x.dtype != dtype:
         raise ValueError(f"mixture_of_experts: x is {_kind(x)}, expected {dtype} [rows, {hidden}]")
     if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2 or ids.shape[0] != x.shape[0] or not ids.shape[1]:

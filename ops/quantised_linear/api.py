@@ -1,7 +1,7 @@
-"""Linear layers with quantised weights: which form a device keeps them in, and the product with it.
+"""Linear layers with quantised weights: chooses the form in which a device keeps them, and the product with it.
 
-Without a form of its own a device gets plain weights (`dequantise`), which defines what all products mean; what rounded
-rows mean `rounding.multiply_rounded` defines.
+A device without a form of its own gets plain weights. `dequantise` defines the result of all products;
+`rounding.multiply_rounded` defines products of rounded rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Product(Protocol):
     """A product of rows with a weight that stays quantised."""
 
     def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
-        """The tensors that `multiply` finds as the layer's attributes."""
+        """Returns the tensors that `multiply` reads as attributes of the layer."""
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
         """x [..., inputs] in the model's dtype -> [..., outputs] in that dtype."""
 
 
 class Target(NamedTuple):
-    """What a layer is computed on. largest: magnitude of its e4m3."""
+    """The device that computes a layer. largest: the largest magnitude of its e4m3."""
 
     device: str
     dtype: torch.dtype
@@ -47,5 +47,5 @@ _PRODUCTS: Registry[Callable[[QuantisedWeight, Target], Product | None]] = Regis
 
 
 def choose_product(weight: QuantisedWeight, target: Target) -> Product | None:
-    """What multiplies such a weight where it lies; None: plain weights are as good, or the only way."""
+    """Chooses the product with such a weight in quantised form; None if plain weights are as good or the only way."""
     return _PRODUCTS.get(target.device)(weight, target) if target.device in _PRODUCTS else None

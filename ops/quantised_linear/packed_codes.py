@@ -1,4 +1,4 @@
-"""How codes lie in memory: whole bytes, or two codes of 4 bits in each."""
+"""Lays out codes in memory: whole bytes, or two codes of 4 bits in each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_gaudi_ucm.ops.quantised_linear.weight import E2M1, QuantisedWeight
 MOST_INPUTS, FEWEST_INPUTS = 128, 32
 
 CodeKind = Literal["whole", "uint4", "e2m1"]
-"""One code per byte; unsigned integers of 4 bits; floats of 4 bits, whose values an e4m3 holds, too."""
+"""The kind of codes: one per byte; unsigned integers of 4 bits; floats of 4 bits, whose values are e4m3 values, too."""
 
 
 def group_of(weight: QuantisedWeight) -> int | None:
-    """Inputs that are multiplied at a time: a power of two that divides all of them and shares a scale; or None."""
+    """Inputs that are multiplied at a time: a power of two that divides their number and has one scale; or None."""
     size = MOST_INPUTS
     while size >= FEWEST_INPUTS:
         if weight.inputs % size == 0 and (weight.by_channel or weight.block[1] % size == 0):
@@ -27,7 +27,8 @@ def group_of(weight: QuantisedWeight) -> int | None:
 
 
 def pack_codes(codes: Tensor, kind: CodeKind, group: int) -> Tensor:
-    """[..., inputs], or two in a byte [..., inputs / 2]: byte j of a group has codes j (low) and j + group / 2.
+    """Packs codes as [..., inputs], or two in a byte as [..., inputs / 2]: byte j of a group has codes j (low) and j +
+    group / 2.
 
     codes: as in `QuantisedWeight`; of the kind e2m1 the e4m3 that `unpack_e2m1` makes. group: divides the inputs.
     """

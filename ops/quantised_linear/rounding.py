@@ -1,4 +1,5 @@
-"""Rows that a checkpoint has rounded to 8-bit integers before their product: the definition of all implementations.
+"""Rounds rows to 8-bit integers before their product, if a checkpoint asks for it: the definition of all
+implementations.
 
 An element becomes `round(element * inverse) + zero`, ties to even, within -128 to 127, and counts as
 `(code - zero) * scale`. Sums of products of codes are integers, and exact.
@@ -22,9 +23,9 @@ MOST_INPUTS = 65536
 class RowRounding(NamedTuple):
     """How rows are rounded.
 
-    symmetric: zero is 0. Else the numbers from the least to the most of a row, and 0, are spread over all codes.
-    scale: float32, one for all rows; what is beyond its range is rounded to its end. None: each row has its own.
-    zero: of all rows, an integer as float32; None: 0, or each row has its own.
+    symmetric: zero is 0. Otherwise the range of a row, including 0, is spread over all codes.
+    scale: float32, one for all rows; values beyond its range are clamped to it. None: each row has its own.
+    zero: one for all rows, an integer as float32; None: 0, or each row has its own.
     """
 
     symmetric: bool = True
@@ -48,9 +49,10 @@ class RoundedRows(NamedTuple):
 
 
 def joined(scales: Tensor, zeros: Tensor | None) -> RowRounding:
-    """One rounding for matrices that are multiplied with the same rows: it covers the range of each, as in vLLM.
+    """Returns one rounding for matrices that are multiplied with the same rows. It covers the range of each, as in
+    vLLM.
 
-    scales: float32 [matrices]. zeros: of codes, integers [matrices]; None: all are 0.
+    scales: float32 [matrices]. zeros: zero points of codes, integers [matrices]; None: all are 0.
     """
     if zeros is None:
         return RowRounding(scale=scales.amax())
@@ -60,7 +62,7 @@ def joined(scales: Tensor, zeros: Tensor | None) -> RowRounding:
 
 
 def round_rows(x: Tensor, rounding: RowRounding) -> RoundedRows:
-    """x: float [rows, inputs]. A row with NaN, or whose own scale would not be finite, has the scale NaN."""
+    """Rounds x, float [rows, inputs]. A row with NaN, or whose own scale would not be finite, has the scale NaN."""
     x = x.float()
     if rounding.scale is not None:
         scale = torch.where(x.isnan().any(1, keepdim=True), torch.nan, rounding.scale.reshape(1, 1).float())
@@ -69,9 +71,9 @@ def round_rows(x: Tensor, rounding: RowRounding) -> RoundedRows:
     else:
         most, least = x.amax(1, keepdim=True).clamp_min(0), x.amin(1, keepdim=True).clamp_max(0)
         width = torch.maximum(most, -least) if rounding.symmetric else most - least
-        # a number divided by a tensor would be a product with its reciprocal
+        # dividing a number by a tensor would multiply by its reciprocal
         steps = torch.full_like(width, 127 if rounding.symmetric else 255)
-        # what is too small for an inverse is zero
+        # a scale too small for an inverse is zero
         is_sound = width.isfinite() & (steps / width).isfinite()
         inverse = torch.where(is_sound, steps / width, 0)
         scale = torch.where(is_sound, width / steps, torch.where(width.isfinite(), 0, torch.nan))
@@ -81,7 +83,7 @@ def round_rows(x: Tensor, rounding: RowRounding) -> RoundedRows:
 
 
 def multiply_rounded(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
-    """The product of rounded rows [rows, inputs] and a weight of `weight.rounding`, in the dtype of x.
+    """Multiplies rounded rows [rows, inputs] by a weight that has a `rounding`, in the dtype of x.
 
     weight: int8 with a scale per output. Sums of integers are exact in float64.
     """

@@ -1,4 +1,6 @@
-"""A quantised weight as every checkpoint's format is read, and what it means: the definition of all implementations."""
+"""A quantised weight, the form into which every checkpoint's format is read; its definition holds for all
+implementations.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
 
-# Rows that are written out at a time, which bounds the scratch memory of a large layer.
+# Rows that are dequantised at a time, which bounds the scratch memory of a large layer.
 CHUNK_ROWS = 2048
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of a 4-bit float, by its low three bits. Each of them is an e4m3, too."""
@@ -22,8 +24,8 @@ class QuantisedWeight(NamedTuple):
     scales: float32 [ceil(outputs / block[0]), ceil(inputs / block[1])].
     block: outputs and inputs that share a scale.
     zeros: like `scales`, integers; None: all zero.
-    rounding: how the checkpoint has rows rounded before they are multiplied; None: they stay as they are. So they do
-        where a device has no product of integers, which is more exact.
+    rounding: how the checkpoint rounds rows before they are multiplied; None: not at all. On a device without products
+        of integers, rows are not rounded either, which is more exact.
     """
 
     codes: Tensor
@@ -46,7 +48,7 @@ class QuantisedWeight(NamedTuple):
         return self.block[1] >= self.inputs
 
     def check(self) -> None:
-        """Raises ValueError where the parts do not fit each other: a layer's scales would be another one's."""
+        """Raises ValueError if the parts do not fit each other, for example if the scales belong to another layer."""
         rows, columns = (-(-size // step) for size, step in zip(self.codes.shape, self.block, strict=True))
         for name, part in (("scales", self.scales), ("zeros", self.zeros)):
             if part is not None and part.shape != (rows, columns):
@@ -57,7 +59,7 @@ class QuantisedWeight(NamedTuple):
 
 
 def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs]: each product is computed in float32 and rounded once.
+    """Returns the plain weight [outputs, inputs]: each product is computed in float32 and rounded once.
 
     A float32 product of a code and a scale is exact except for its own rounding: codes have at most 8 bits.
     """
@@ -73,7 +75,7 @@ def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _spread(part: Tensor, weight: QuantisedWeight, start: int, rows: int) -> Tensor:
-    """What each element of `rows` outputs takes of `part`; broadcastable where an output has one."""
+    """Spreads `part` over the elements of `rows` outputs; broadcastable if an output has one value."""
     first = start // weight.block[0]
     last = -(-(start + rows) // weight.block[0])
     found = part[first:last].float()
@@ -88,7 +90,7 @@ def unpack_integers(packed: Tensor, bits: int, dim: int) -> Tensor:
         raise ValueError(f"integers of {bits} bits are not packed evenly; expected 4 or 8")
     dim %= packed.dim()
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    # the mask takes away what an arithmetic shift of a negative number brings in
+    # the mask removes the sign bits that an arithmetic shift of a negative number brings in
     found = (packed.movedim(dim, -1).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return found.to(torch.uint8).flatten(-2).movedim(-1, dim)
 
@@ -96,7 +98,7 @@ def unpack_integers(packed: Tensor, bits: int, dim: int) -> Tensor:
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """e4m3 [outputs, inputs] of uint8 [outputs, inputs / 2]: two 4-bit floats per byte, the low half first. Exact."""
     values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device).to(torch.float8_e4m3fn)
-    # both halves of a byte at once, as what two e4m3 look like
+    # both halves of a byte at once, as the bit patterns of two e4m3
     byte = torch.arange(256, device=packed.device)
     pairs = values.view(torch.uint8)[torch.stack((byte & 15, byte >> 4), 1)].view(torch.int16).flatten()
     found = pairs.index_select(0, packed.flatten().int()).view(torch.float8_e4m3fn)

@@ -1,1 +1,1 @@
-"""Random numbers of a request's own: a function of its seed, of its position and of the token, and of nothing else."""
+"""Random numbers for each request: a function of its seed, the position and the token only."""

@@ -1,7 +1,7 @@
 """Noise of an exponential distribution for each row and token, from a hash instead of a generator's state.
 
-A row has one key for each position of a request, made on the host of the request's seed. So what a request draws
-depends neither on other rows, nor on how many there are, nor on the device.
+A row has one key for each position of a request, computed on the host from the request's seed. So the noise of a
+request depends neither on other rows, nor on their number, nor on the device.
 
 Source: the murmur3 hash and the uniform numbers of vLLM's `vllm/v1/worker/gpu/sample/gumbel.py`.
 """
@@ -17,13 +17,13 @@ from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 FIRST, SECOND, ADDED = 0xCC9E2D51, 0x1B873593, 0xE6546B64
 FINAL_FIRST, FINAL_SECOND = 0x85EBCA6B, 0xC2B2AE35
-DOUBLE_DOMAIN = 0x9E3779B9  # of the upper bits of float64 noise
+DOUBLE_DOMAIN = 0x9E3779B9  # of the upper bits, for float64 noise
 LENGTH = 16  # bytes that are hashed: seed, position, token
-MOST = 1.0 - 2.0**-24  # the largest float32 below 1: a uniform number of 1 would be noise without a bound
+MOST = 1.0 - 2.0**-24  # the largest float32 below 1: a uniform number of 1 would give infinite noise
 
 
 def row_keys(seeds: NDArray[np.int64], positions: NDArray[np.int64], domain: int = 0) -> NDArray[np.int32]:
-    """The hash of seed and position, [rows]: what a row's noise depends on. domain: other numbers for each."""
+    """Hashes seed and position, [rows]: the key of a row's noise. domain: each domain gives independent numbers."""
     wide, hashed = seeds.astype(np.int64).view(np.uint64), np.full(len(seeds), domain, np.uint32)
     words = wide & np.uint64(0xFFFFFFFF), wide >> np.uint64(32), positions.astype(np.uint64) & np.uint64(0xFFFFFFFF)
     for word in words:
@@ -32,7 +32,7 @@ def row_keys(seeds: NDArray[np.int64], positions: NDArray[np.int64], domain: int
 
 
 def token_mixes(vocab_size: int) -> NDArray[np.int32]:
-    """What each token adds to a row's hash, [vocabulary]."""
+    """Returns what each token adds to a row's hash, [vocabulary]."""
     return _mixed(np.arange(vocab_size, dtype=np.uint32)).view(np.int32)
 
 
@@ -40,8 +40,8 @@ def exponential_noise(keys: Tensor, mixes: Tensor) -> Tensor:
     """float32 [rows, vocabulary], of an exponential distribution of mean 1; never 0, and at most 16.7.
 
     Args:
-        keys: int32 [rows], of `row_keys`.
-        mixes: int32 [vocabulary], of `token_mixes`.
+        keys: int32 [rows], from `row_keys`.
+        mixes: int32 [vocabulary], from `token_mixes`.
     """
     if not torch.compiler.is_compiling() and why_not_triton(keys.device.type) is None:
         from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import cuda_noise
@@ -56,7 +56,7 @@ def exponential_noise(keys: Tensor, mixes: Tensor) -> Tensor:
 
 
 def exponential_noise_double(keys: Tensor, more_keys: Tensor, mixes: Tensor) -> Tensor:
-    """The same in float64, of 53 bits. more_keys: of the same rows in `DOUBLE_DOMAIN`."""
+    """Like `exponential_noise` in float64, with 53 bits. more_keys: keys of the same rows in `DOUBLE_DOMAIN`."""
     low, high = ((a.long() << 16) | b for a, b in (_halves(keys, mixes), _halves(more_keys, mixes)))
     uniform = ((high << 21) | (low >> 11)).double().add_(0.5).mul_(2.0**-53)
     uniform.clamp_(max=1.0 - 2.0**-53).neg_()
@@ -66,8 +66,8 @@ def exponential_noise_double(keys: Tensor, more_keys: Tensor, mixes: Tensor) -> 
 def _halves(keys: Tensor, mixes: Tensor) -> tuple[Tensor, Tensor]:
     """The hash of each row and token, its upper and its lower 16 bits: int32 [rows, vocabulary] each.
 
-    In place: what is allocated again for each of the operators takes a CPU six times as long as they do. Gaudi has the
-    operators `bitwise_xor` and `<<`, not `^=` and `<<=`.
+    Works in place: on a CPU, allocating a result for each operator takes six times as long as the operators. Gaudi has
+    the operators `bitwise_xor` and `<<`, not `^=` and `<<=`.
     """
     hashed = keys.unsqueeze(1) ^ mixes
     shifted = (hashed >> 19).bitwise_and_(0x1FFF)
@@ -93,5 +93,5 @@ def _rotated(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
 
 
 def _signed(word: int) -> int:
-    """The int32 of the same bits."""
+    """Returns the int32 with the same bits."""
     return word - (1 << 32) if word >> 31 else word

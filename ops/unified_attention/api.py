@@ -34,12 +34,14 @@ class PreparedParts:
     checked: set[tuple[object, ...]] = field(default_factory=set, compare=False)
 
     def selected_list(self, rows: int) -> SelectedList | None:
-        """Where a choice may write the blocks that a layer with this many rows reads; None: nowhere."""
+        """Returns the list to which a choice may write the blocks that a layer with this many rows reads; None if there
+        is none.
+        """
         return self.implementation.selected_list(self.plan, rows)
 
 
 Plan = Callable[[AttentionParts, int], Any]
-"""`AttentionImplementation.plan`."""
+"""The type of `AttentionImplementation.plan`."""
 
 
 def prepare(
@@ -51,14 +53,15 @@ def prepare(
     parts must not change while the result is in use. A capturable implementation reads nothing on the host, so with it
     this call may be captured.
 
-    plan: that of the implementation, compiled (`plan_of`); None: as it is.
+    plan: the implementation's `plan`, compiled (`plan_of`); None: not compiled.
     """
     chosen = _choose(implementation, _device_type(parts, implementation))
     return PreparedParts(parts, block_size, chosen, (plan or chosen.plan)(parts, block_size))
 
 
 def plan_of(implementation: str) -> Plan | None:
-    """What `prepare` plans a step with, for a region of its own; None: torch.compile cannot trace the implementation.
+    """Returns the function with which `prepare` plans a step, for a compiled region of its own; None if torch.compile
+    cannot trace the implementation.
 
     implementation: a name in `ATTENTION`.
     """
@@ -87,8 +90,8 @@ def unified_attention(
         already be in the cache (`ops.kv_cache.write_kv`), where single rows read their own token.
     key_cache: [blocks, block_size, kv_heads, dim]; value_cache: [blocks, block_size, kv_heads, value_dim]. Both may be
         strided views, and may have another float dtype than the query.
-    parts: which rows see which tokens. `prepare(parts, block_size)` saves work if many layers use the same parts.
-    spec: scale, soft cap and what else the layer has.
+    parts: the tokens that each row sees. `prepare(parts, block_size)` saves work if many layers use the same parts.
+    spec: scale, soft cap and other features of the layer.
     out: [rows, heads, value_dim] in the dtype of the query, or None to allocate it; every element is written.
     implementation: a name in `ATTENTION`, or `auto` for the fastest suitable one: on a CPU `native` if its kernels
         could be built, else `cpu`; `hpu` on a Gaudi; `cuda` on a GPU with Triton; otherwise `reference`, which also
@@ -97,7 +100,7 @@ def unified_attention(
         part.
     per_head: the sinks and slopes that `spec` says the layer has.
     log_sums: fp32 [rows, heads], or None; written with the natural logarithm of the sum over all keys of exp(score),
-        `NOTHING_SEEN` for a row that sees nothing: what the result needs to be merged with attention to other keys.
+        `NOTHING_SEEN` for a row that sees nothing: needed to merge the result with attention to other keys.
 
     Returns out. A row that sees nothing is zeros. If a row sees a key or value with NaN or Inf, it is NaN in all
     elements of the heads that read it (except that a key with a score of -Inf may count as weight 0). Nothing else
@@ -106,7 +109,9 @@ def unified_attention(
     the requested one, supports the case.
     """
     if log_sums is not None and spec.has_sinks:
-        raise ValueError(f"unified_attention: log_sums are asked of {spec}, expected no sinks: they belong to no key")
+        raise ValueError(
+            f"unified_attention: log_sums are requested for {spec}, expected no sinks: they belong to no key"
+        )
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _validate_once(query, key, value, key_cache, value_cache, parts, out, selected_blocks)
@@ -126,7 +131,7 @@ def unified_attention(
     if selected_blocks is None and parts.selected is not None:
         selected_blocks = parts.selected.blocks
     if not compiling or chosen.traceable:
-        # implementations from outside need not know of either
+        # implementations from outside need not know either of them
         more: dict[str, Any] = {} if plain_heads else {"per_head": per_head}
         if log_sums is not None:
             more["log_sums"] = log_sums
@@ -148,7 +153,7 @@ def choose_implementation(
     """The implementation for this device type, with `auto` resolved: the fastest that computes all layers of `specs`.
 
     captured: for a step that is captured as a graph or compiled at static shapes.
-    Raises ValueError if what is named cannot run there, or does not compute one of the layers.
+    Raises ValueError if the named implementation cannot run there, or does not compute one of the layers.
     """
     plain = ATTENTION.choose(implementation, device_type, captured=captured)
     chosen, specs = plain, tuple(dict.fromkeys(specs))
@@ -173,7 +178,7 @@ def choose_static_implementation(implementation: str, device_type: str, specs: I
 
 def _choose(implementation: str, device_type: str, spec: AttentionSpec | None = None) -> AttentionImplementation:
     if torch.compiler.is_compiling() and implementation == AUTO:
-        # to choose is nothing that torch.compile can trace: engines prepare the parts outside
+        # torch.compile cannot trace the choice; engines prepare the parts outside
         return _REFERENCE
     return ATTENTION.choose(implementation, device_type, None if spec is None or spec.is_plain else spec)
 
@@ -187,7 +192,9 @@ def _check_spec(chosen: AttentionImplementation, spec: AttentionSpec) -> None:
 
 
 def _device_type(parts: AttentionParts, implementation: str) -> str:
-    """The device type of the parts. A step without parts has no tensors and nothing to compute: any device."""
+    """The device type of the parts. A step without parts has no tensors and nothing to compute, so any device will
+    do.
+    """
     if parts.causal is not None:
         return parts.causal.groups.device.type
     if parts.shared is not None:

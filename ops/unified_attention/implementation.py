@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
 from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
-if TYPE_CHECKING:  # the configuration knows the names, and is light
+if TYPE_CHECKING:  # the configuration imports the names and must stay light
     from torch import Tensor
 
     from vllm_gaudi_ucm.ops.selected_list import SelectedList
@@ -19,20 +19,21 @@ class AttentionImplementation(Implementation[AttentionSpec], ABC):
     """One way to compute Unified Attention: plans a step once, then attends in each of its layers."""
 
     gives_log_sums = False
-    """Whether `attend` writes `log_sums` for new tokens alone, and for cached blocks whose keys hold their values."""
+    """True if `attend` writes `log_sums` for new tokens alone, and for cached blocks whose keys hold their values."""
 
     def supports(self, spec: AttentionSpec) -> bool:
         """True if it is plain attention; a subclass may support more."""
         return spec.is_plain
 
     def plan(self, parts: AttentionParts, block_size: int) -> Any:
-        """The plan of a step that `attend` gets in all layers; here the parts themselves."""
+        """Makes the plan of a step that `attend` gets in all layers; here the parts themselves."""
         return parts
 
     def selected_list(self, plan: Any, rows: int) -> SelectedList | None:
-        """Where a choice may write the blocks that the layers of a step read; None: they are passed to `attend` only.
+        """Returns the list to which a choice may write the blocks that layers read; None: blocks are only passed to
+        `attend`.
 
-        rows: of the query. What the list `holds` need not be copied there.
+        rows: rows of the query. Blocks that the list `holds` need not be copied there.
         """
         return None
 
@@ -54,9 +55,9 @@ class AttentionImplementation(Implementation[AttentionSpec], ABC):
         """Writes the attention of one layer to `out` [rows, heads, value_dim].
 
         Tensors as in `unified_attention`, validated. plan: the result of `plan`. selected_blocks: int64 [selected], or
-        None for those of the selected part. per_head: what `spec` says that the layer has. log_sums: fp32 [rows,
-        heads], to be written too. Returns False if only the reference is exact for these tensors: the caller then uses
-        the reference.
+        None for the blocks of the selected part. per_head: the tensors that `spec` declares. log_sums: fp32 [rows,
+        heads], also written. Returns False if only the reference is exact for these tensors: the caller then uses the
+        reference.
         """
 
 

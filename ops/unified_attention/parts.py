@@ -1,4 +1,4 @@
-"""The parts of the attention of a step, as the operation sees them.
+"""The parts of a step's attention, as the operation takes them.
 
 The planner decides which rows see which tokens; this module defines the tensors that carry the decision. Integer ranges
 `[lo, hi)` over the tokens of a block describe tail blocks and sliding windows without ever materialising a bias.
@@ -77,9 +77,9 @@ class SharedPart(NamedTuple):
         a non-empty range, each pair at most once.
     from_first: on the host; lo is 0 everywhere, so nothing need be compared with it.
     rise: int [rows], under a sliding window or in chunks of local attention: the row sees tokens from
-        `lo + rise` on. Each row of a span sees all that later rows of it see; lo is that of the span's first row, and
-        below 0 where this one also sees earlier blocks. None: the rows of a span see the same.
-    most_of_span: on the host; no span sees more blocks, as under a window. None: not known there.
+        `lo + rise` on. Each row of a span sees all blocks that later rows of it see; lo is that of the span's first
+        row, and below 0 if that row also sees earlier blocks. None: the rows of a span see the same.
+    most_of_span: on the host; no span sees more blocks, which a window guarantees. None: not known on the host.
     """
 
     blocks: Tensor
@@ -92,7 +92,7 @@ class SharedPart(NamedTuple):
     most_of_span: int | None = None
 
     def lo_of(self, rows: Tensor, columns: slice = slice(None)) -> Tensor:
-        """int [rows, columns]: where the tokens begin that these rows see of these blocks; may be below 0."""
+        """Returns int [rows, columns]: the first token of these blocks that these rows see; may be below 0."""
         lo = self.lo[:, columns][self.row_spans[rows]]
         return lo if self.rise is None else lo + self.rise[rows, None]
 
@@ -106,8 +106,8 @@ class UniquePart(NamedTuple):
     lo, hi: int32 [unique] token range of the block that the row sees; none if hi <= lo.
     num_rows: rows [0, num_rows) are the single rows; only these take part in the reduction from blocks to rows.
     from_first: on the host; lo is 0 everywhere.
-    num_tokens: on the host; tokens of all ranges, each of which lies inside its block. None: not known there.
-    most_of_row: on the host; no row sees more blocks, as under a window. None: not known there.
+    num_tokens: on the host; tokens of all ranges, each of which lies inside its block. None: not known on the host.
+    most_of_row: on the host; no row sees more blocks, which a window guarantees. None: not known on the host.
     """
 
     blocks: Tensor | None
@@ -157,7 +157,7 @@ class AttentionParts(NamedTuple):
 
     @property
     def are_local(self) -> bool:
-        """True if rows see less than their requests' contexts by a window or chunks."""
+        """True if a window or chunks keep rows from seeing all of their requests' contexts."""
         by_rows = self.causal is not None and self.causal.first_rows is not None
         return by_rows or (self.shared is not None and self.shared.rise is not None)
 
@@ -177,13 +177,13 @@ class Partial(NamedTuple):
 
 NEG_INF = float("-inf")
 NOTHING_SEEN = torch.finfo(torch.float32).min
-"""Logarithm of the sum of a row that sees nothing: finite, because -inf - -inf is NaN."""
+"""Logarithm of the sum of a row that sees no token: finite, because -inf - -inf is NaN."""
 
 
 def merge(partials: Sequence[Partial], out: Tensor, log_sums: Tensor | None = None) -> Tensor:
     """Writes the normalised softmax over all partials to `out` [rows, heads, value_dim]; rows that see nothing are 0.
 
-    log_sums: fp32 [rows, heads], to be written, see `unified_attention`.
+    log_sums: fp32 [rows, heads], also written; see `unified_attention`.
 
     A partial may cover only the first rows (single rows come first): the other rows see none of its keys.
     """
@@ -191,13 +191,13 @@ def merge(partials: Sequence[Partial], out: Tensor, log_sums: Tensor | None = No
     merged = reduce(combine, over_all) if over_all else nothing(out, out.shape[0], out.shape[-1])
     if log_sums is not None:
         log_sums.copy_((merged.max + merged.sum.log()).clamp(min=NOTHING_SEEN))
-    # The largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen.
+    # The largest score of a row has weight 1, so a sum of 0 means exactly that the row saw no token.
     total = merged.sum[..., None]
     return out.copy_(torch.where(total == 0, 0.0, merged.out / total))
 
 
 def _over_all_rows(partial: Partial, out: Tensor) -> Partial:
-    """The same partial with the rows of `out`, of which it may have the first ones only."""
+    """Extends a partial, which may have only the first rows, to all rows of `out`."""
     more = out.shape[0] - partial.max.shape[0]
     if not more:
         return partial
@@ -205,7 +205,7 @@ def _over_all_rows(partial: Partial, out: Tensor) -> Partial:
 
 
 def combine(a: Partial, b: Partial) -> Partial:
-    """The partial over the keys of both; in any row either may have seen no key."""
+    """Returns the partial over the keys of both; in any row either may have seen no key."""
     top = torch.maximum(a.max, b.max)
     weight_a, weight_b = torch.exp(a.max - shift(top)), torch.exp(b.max - shift(top))
     out = a.out * weight_a[..., None] + b.out * weight_b[..., None]
@@ -213,7 +213,7 @@ def combine(a: Partial, b: Partial) -> Partial:
 
 
 def shift(top: Tensor) -> Tensor:
-    """The number to subtract from scores: the maximum, or 0 if it is -inf, because -inf - -inf is NaN."""
+    """Returns the number to subtract from scores: the maximum, or 0 if it is -inf, because -inf - -inf is NaN."""
     return torch.where(top == NEG_INF, 0.0, top)
 
 
@@ -227,7 +227,7 @@ def reduce_to_rows(pieces: Partial, rows: Tensor, result: Partial) -> Partial:
 
 
 def nothing(like: Tensor, rows: int, value_dim: int) -> Partial:
-    """The partial of rows that have seen no key yet."""
+    """Returns the partial of rows that have seen no key yet."""
     heads = like.shape[1]
     out = like.new_zeros((rows, heads, value_dim), dtype=torch.float32)
     top = like.new_full((rows, heads), NEG_INF, dtype=torch.float32)

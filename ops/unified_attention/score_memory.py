@@ -1,27 +1,28 @@
-"""What a step of the hpu implementation needs of the card's memory beside its inputs: what bounds a bucket's sizes.
+"""Estimates the card's memory that a step of the hpu implementation needs in addition to its inputs, which bounds the
+sizes of a bucket.
 
-A graph has few products whatever its sizes, so their operands grow with the bucket. A bucket that does not fit is too
-large, and its steps are divided. Imports no torch, so that plans are quick.
+A graph has few products whatever its sizes, so their operands grow with the bucket. A bucket that does not fit is
+refused, and its steps are divided. Does not import torch, so that plans are quick.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Chunks of a causal step: 1.25 times the products of what is seen; each chunk is some ten operators of the graph.
+# Chunks of a causal step: 1.25 times the necessary products; each chunk adds some ten operators to the graph.
 MOST_CHUNKS = 4
-# The same where new tokens are computed in tiles: these chunks bound memory and save nothing.
+# The same if new tokens are computed in tiles: these chunks bound memory but save no work.
 CHUNKS_BESIDE_TILES = 3
 # The matrix engine works on 128 rows.
 LEAST_ROWS = 128
 WIDE = 4  # bytes of float32: scores, and keys as they are multiplied
-# Tensors as large as the largest that exist at a time: scores, weights, and what these are multiplied as.
+# Tensors as large as the largest that exist at a time: scores, weights, and their form in products.
 MOST_ALIVE = 3
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of a step. max_look_back: rows that a row of a causal step sees at most, where tiles bound it.
+    """Sizes of a step. max_look_back: the most rows that a row of a causal step sees, if tiles bound it.
 
     shared, unique, selected: tokens of these blocks. selected_rows: rows of a request with chosen blocks.
     """
@@ -39,15 +40,15 @@ class AttentionSizes:
 
 
 def attention_bytes(sizes: AttentionSizes) -> int:
-    """Bytes of all that attention has made in one layer and still reads, at most, at one time."""
+    """Returns the most bytes that attention allocates in one layer and still reads at one time."""
     return MOST_ALIVE * max(
         _rows_bytes(sizes), _block_bytes(sizes), _tile_bytes(sizes), sizes.rows * sizes.heads * sizes.dim * WIDE
     )
 
 
 def _rows_bytes(sizes: AttentionSizes) -> int:
-    """Scores of a chunk of rows, or the keys."""
-    # beside chosen blocks: slices, as where nothing bounds how far rows look back
+    """Returns the bytes of the scores of a chunk of rows, or the keys."""
+    # with chosen blocks: slices, as if no bound were known on how far rows look back
     tiled = sizes.max_look_back is not None and not sizes.selected
     keys = sizes.shared + (sizes.rows if sizes.causal and not tiled else 0)
     most = 1 if not sizes.causal else CHUNKS_BESIDE_TILES if tiled else MOST_CHUNKS
@@ -56,7 +57,7 @@ def _rows_bytes(sizes: AttentionSizes) -> int:
 
 
 def _block_bytes(sizes: AttentionSizes) -> int:
-    """Scores, or keys, of all blocks that rows have of their own."""
+    """Returns the bytes of scores, or keys, of all blocks that belong to single rows."""
     keys = sizes.kv_heads * sizes.dim
     if sizes.selected_rows == 1:
         return (sizes.unique + sizes.selected) * max(sizes.heads, keys) * WIDE
@@ -65,7 +66,9 @@ def _block_bytes(sizes: AttentionSizes) -> int:
 
 
 def _tile_bytes(sizes: AttentionSizes) -> int:
-    """Scores if every row looked back as far as one may, or the keys of a tile; a spare tile in 32 and one more."""
+    """Returns the bytes of scores if every row looked back as far as allowed, or of a tile's keys; plus one spare tile
+    in 32 and one more.
+    """
     if not sizes.causal or sizes.max_look_back is None:
         return 0
     rows = sizes.rows + sizes.rows // 32 + 512

@@ -1,4 +1,6 @@
-"""What an attention layer computes, apart from which rows see which tokens: scale, soft cap, sinks, ALiBi slopes."""
+"""Specifies what an attention layer computes, apart from which rows see which tokens: scale, soft cap, sinks, ALiBi
+slopes.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +39,25 @@ class AttentionSpec:
         if cap is not None and not (cap > 0 and math.isfinite(cap)):
             raise ValueError(f"AttentionSpec: logits_soft_cap is {cap}, expected a positive number")
         if self.is_local and self.has_slopes:
-            raise ValueError(
-                "AttentionSpec: found slopes beside a window, expected one of them: ranges are of one kind"
-            )
+            raise ValueError("AttentionSpec: found slopes and a window, expected one of them: ranges are of one kind")
 
     @property
     def is_plain(self) -> bool:
-        """True if it is the softmax of scaled scores and nothing else, which every implementation supports."""
+        """True if it is only the softmax of scaled scores, which every implementation supports."""
         return self.logits_soft_cap is None and not (self.is_local or self.has_sinks or self.has_slopes)
 
     def __str__(self) -> str:
-        """The features beyond plain attention, for errors."""
+        """Lists the features beyond plain attention, for errors."""
         return ", ".join(f"{one.name}={value}" for one in fields(self)[1:] if (value := getattr(self, one.name))) or (
             "plain attention"
         )
 
 
 class PerHead(NamedTuple):
-    """What a layer has learned, or was given, for each of its query heads: fp32 [heads], or None.
+    """Values that a layer has learned, or was given, for each of its query heads: fp32 [heads], or None.
 
-    sinks: the logit of a head that takes part in the sum of every row's softmax, beside its tokens, and has no value.
-        It is neither scaled nor capped. A row that sees nothing else is zeros.
+    sinks: the logit of a head that is added to the sum of every row's softmax, but has no value. It is neither scaled
+        nor capped. A row that sees nothing else is zeros.
     slopes: the score of a token gets `-slope` times its distance from the row, in tokens, after a soft cap (ALiBi).
     """
 

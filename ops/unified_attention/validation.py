@@ -1,4 +1,4 @@
-"""Checks of the tensors of Unified Attention that read no tensor."""
+"""Checks the tensors of Unified Attention without reading their values."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def validate_selected(query: Tensor, parts: AttentionParts, blocks: Tensor | Non
 
 
 def validate_spec(query: Tensor, parts: AttentionParts, spec: AttentionSpec, per_head: PerHead) -> None:
-    """Raises ValueError unless the parts and what a layer has for each head are those of its specification."""
+    """Raises ValueError unless the parts and the per-head values of a layer match its specification."""
     if parts.are_local and not (spec.is_local or spec.has_slopes):
         raise ValueError(f"unified_attention: found the parts of a window, expected spec.is_local, got {spec}")
     if parts.selected is not None and (spec.is_local or spec.has_slopes):

@@ -153,7 +153,7 @@ def test_a_cap_that_makes_no_sense_is_refused(cap: float) -> None:
 
 
 def test_slopes_beside_a_window_are_refused() -> None:
-    with pytest.raises(ValueError, match="found slopes beside a window"):
+    with pytest.raises(ValueError, match="found slopes and a window"):
         AttentionSpec(0.25, is_local=True, has_slopes=True)
 
 

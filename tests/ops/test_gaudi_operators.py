@@ -71,7 +71,7 @@ def test_schemas_that_take_our_call(schema: str) -> None:
         ("rms_norm(Tensor data_in, Tensor gamma) -> (Tensor, Tensor)", "takes no epsilon or eps"),
         (
             "rms_norm(Tensor data_in, Tensor gamma, float epsilon, Tensor scale) -> (Tensor, Tensor)",
-            "also needs scale, which is not known here",
+            "also needs scale, which this plugin does not pass",
         ),
         ("rms_norm(Tensor data_in, Tensor gamma, float epsilon) -> Tensor", "returns Tensor, expected 2 x Tensor"),
     ],
@@ -141,7 +141,7 @@ def test_wrappers_of_the_bridge(wrapper: Any) -> None:
     [
         ({}, "habana_frameworks.torch.hpex.kernels has no FusedSDPA"),
         ({"FusedSDPA": OldSDPA}, "takes no is_causal"),
-        ({"FusedSDPA": anything}, "takes *args, which says nothing of it"),
+        ({"FusedSDPA": anything}, "takes *args, which does not name its parameters"),
     ],
 )
 def test_wrappers_that_do_not_take_our_call(wrappers: dict[str, Callable[..., Any]], why: str) -> None:

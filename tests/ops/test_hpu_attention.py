@@ -188,7 +188,7 @@ def test_the_choice_for_gaudi() -> None:
     assert choose_static_implementation("hpu", "cpu") == "hpu"
     assert choose_static_implementation("reference", "hpu") == "reference"
     for refused in ("cpu", "native"):
-        with pytest.raises(ValueError, match="which a graph excludes; choose one of auto, reference"):
+        with pytest.raises(ValueError, match="which a captured graph cannot do; choose one of auto, reference"):
             choose_static_implementation(refused, "cpu")
     with pytest.raises(ValueError, match="'fast' is unknown"):
         choose_static_implementation("fast", "hpu")

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.ops.narrow_floats import put
 
 
 class ReferenceKvCache(KvCacheImplementation):
-    """Any tensors, on any device."""
+    """The reference: any tensors, on any device."""
 
     def write(self, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> bool:
         write(key, key_rows, slots)
@@ -34,19 +34,21 @@ def write(tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 def swap(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool = False) -> None:
-    """Validated `pairs`, int64 [n, 2] on the host, from sources [blocks, ...] to targets [blocks, ...]."""
+    """Copies blocks of validated `pairs`, int64 [n, 2] on the host, from sources [blocks, ...] to targets [blocks,
+    ...].
+    """
     source_ids, target_ids = pairs[:, 0], pairs[:, 1]
     together = sources[0].device != targets[0].device or (stacked(sources) is not None and stacked(targets) is not None)
     if together:
         scatter(gather(sources, source_ids), targets, target_ids, non_blocking)
         return
-    # on one device a launch more costs less than a copy of all layers
+    # on one device an extra launch costs less than a copy of all layers
     for source, target in zip(sources, targets, strict=True):
         scatter(gather([source], source_ids), [target], target_ids, non_blocking)
 
 
 def gather(caches: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """[layers, n, ...] blocks of all caches, where they are; a view if they are a run on the host."""
+    """[layers, n, ...] blocks of all caches, on their device; a view if they are consecutive on the host."""
     stack = stacked(caches)
     if stack is None:
         found = ids.to(caches[0].device)
@@ -62,7 +64,7 @@ def scatter(blocks: Tensor, caches: Sequence[Tensor], ids: Tensor, non_blocking:
     if stack is not None and device.type == "cpu" and _is_run(ids):
         stack.narrow(1, int(ids[0]), len(ids)).copy_(blocks, non_blocking=non_blocking)
         return
-    # caches on the host are written at once, so the blocks must be there
+    # caches on the host are written at once, so the blocks must have arrived
     blocks, ids = blocks.to(device, non_blocking=non_blocking and device.type != "cpu"), ids.to(device)
     if stack is not None:
         put(stack, 1, ids, blocks)

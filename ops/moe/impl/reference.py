@@ -1,4 +1,4 @@
-"""Mixture of experts as the definition says: every expert computes every row, and rows take what they chose.
+"""Mixture of experts by definition: every expert computes every row, and each row takes the results of its experts.
 
 Static shapes, and nothing is read on the host, so it may be captured and traced. It costs all experts for all rows.
 """
@@ -16,7 +16,9 @@ from vllm_gaudi_ucm.ops.moe.spec import CODES, PLAIN, MoeSpec
 
 
 class ReferenceMoe(MoeImplementation):
-    """Defines the semantics; in float32, or in float64 for float64. Codes are exact except for rounding to that."""
+    """The reference: computes in float32, or in float64 for float64. Codes are exact except for rounding to that
+    dtype.
+    """
 
     def supports(self, spec: MoeSpec) -> bool:
         return spec.weights in (PLAIN, CODES)
@@ -32,7 +34,7 @@ class ReferenceMoe(MoeImplementation):
             found = functional.linear(gate(both, spec), _matrix(form.w2, number, wide), _of(form.w2_bias, number, wide))
             took = ids == number
             share = shares.to(wide).masked_fill(~took, 0).sum(-1, keepdim=True)
-            # not by a share of zero: what a row did not choose may be NaN
+            # not by a share of zero: experts that a row did not choose may be NaN
             total = total + (found * share).masked_fill(~took.any(-1, keepdim=True), 0)
         return total.to(x.dtype)
 

@@ -40,12 +40,12 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, Attentio
 # A tile of scores is at most ROW_TILE x TOKEN_TILE per head: memory is bounded however many rows share how many blocks.
 ROW_TILE = 256
 TOKEN_TILE = 2048
-# exp of it is 1.6e-38, which is a normal number, and counts as 0: beside the 1 of the largest score it is nothing.
+# exp of it is 1.6e-38, a normal number that counts as 0: compared with the 1 of the largest score it vanishes.
 LEAST_EXPONENT, LEAST_WEIGHT = -87.0, 2e-38
 
 
 class ReferenceAttention(AttentionImplementation):
-    """Plain torch, on any device."""
+    """The reference: plain torch, on any device."""
 
     gives_log_sums = True
 
@@ -85,7 +85,7 @@ class ReferenceAttention(AttentionImplementation):
 
 
 class _Slopes(NamedTuple):
-    """ALiBi: fp32 [heads], and the position of each row, int64 [rows]."""
+    """Slopes of ALiBi: fp32 [heads], and the position of each row, int64 [rows]."""
 
     slopes: Tensor
     positions: Tensor
@@ -95,12 +95,12 @@ class _Slopes(NamedTuple):
         return None if slopes is None or positions is None else cls(slopes, positions)
 
     def bias(self, distance: Tensor) -> Tensor:
-        """fp32 [..., rows, heads, tokens] of distances [..., rows, tokens]."""
+        """Returns the bias fp32 [..., rows, heads, tokens] for distances [..., rows, tokens]."""
         return -self.slopes[:, None] * distance[..., None, :]
 
 
 def sink(query: Tensor, value_dim: int, sinks: Tensor) -> Partial:
-    """The sinks as a partial of all rows: a term of each sum, without a value."""
+    """Returns the sinks as a partial of all rows: a term of each sum, without a value."""
     found = nothing(query, query.shape[0], value_dim)
     return Partial(found.out, sinks.float().expand_as(found.max), torch.ones_like(found.sum))
 
@@ -108,7 +108,7 @@ def sink(query: Tensor, value_dim: int, sinks: Tensor) -> Partial:
 def causal(
     query: Tensor, key: Tensor, value: Tensor, part: CausalPart, spec: AttentionSpec, slopes: _Slopes | None = None
 ) -> Partial:
-    """The causal part, slice by slice; rows of different groups never see each other.
+    """Computes the causal part, slice by slice; rows of different groups never see each other.
 
     query: [rows, heads, dim]; key: [rows, kv_heads, dim]; value: [rows, kv_heads, value_dim]. The partial has all rows.
     """
@@ -140,7 +140,7 @@ def shared(
     spec: AttentionSpec,
     slopes: _Slopes | None = None,
 ) -> Partial:
-    """The shared part; the work is rows x blocks of its groups. The partial has all rows."""
+    """Computes the shared part; the work is rows x blocks of its groups. The partial has all rows."""
     result = nothing(query, query.shape[0], value_cache.shape[-1])
     for number, group in enumerate(part.groups):
         for rows in group.rows.split(ROW_TILE):
@@ -161,7 +161,7 @@ def _shared_rows(
     spec: AttentionSpec,
     slopes: _Slopes | None,
 ) -> Partial:
-    """The partial of one tile of rows of a group, a tile of blocks at a time."""
+    """Computes the partial of one tile of rows of a group, a tile of blocks at a time."""
     block_size = key_cache.shape[1]
     spans = part.row_spans[group.rows]
     token = torch.arange(block_size, device=query.device)
@@ -190,7 +190,7 @@ def unique(
     spec: AttentionSpec,
     slopes: _Slopes | None = None,
 ) -> Partial:
-    """The unique part, computed per block. The partial has only the single rows [0, num_rows)."""
+    """Computes the unique part, block by block. The partial has only the single rows [0, num_rows)."""
     count, block_size = part.rows.shape[0], key_cache.shape[1]
     result = nothing(query, part.num_rows, value_cache.shape[-1])
     if count == 0 or part.num_rows == 0:
@@ -213,7 +213,7 @@ def unique(
 def selected(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, spec: AttentionSpec, blocks: Tensor
 ) -> Partial:
-    """The selected part; reads each of `blocks`, int64 [selected], once per span. The partial has all rows."""
+    """Computes the selected part; reads each of `blocks`, int64 [selected], once per span. The partial has all rows."""
     result = nothing(query, query.shape[0], value_cache.shape[-1])
     num_spans, most = part.first_rows.shape[0], part.max_rows
     if 0 in (blocks.shape[0], num_spans, query.shape[0]):
@@ -234,14 +234,14 @@ def selected(
         sums = reduce_to_rows(piece, places[spans].flatten(), empty)
         of_spans = sums if of_spans is None else combine(of_spans, sums)
     assert of_spans is not None, "there is at least one tile"
-    # A row beyond a span's own has seen nothing, so it may be added to any row.
+    # A row past the span's own rows has seen no token, so it may be added to any row.
     return reduce_to_rows(of_spans, rows.flatten(), result)
 
 
 def _attend_visible(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec, bias: Tensor | None = None
 ) -> Partial:
-    """Partial of query [..., rows, heads, dim] over key and value [..., tokens, kv_heads, dim].
+    """Returns the partial of query [..., rows, heads, dim] over key and value [..., tokens, kv_heads, dim].
 
     visible: bool [..., rows, tokens]. bias: fp32 [..., rows, heads, tokens] added to scores.
     """
@@ -268,17 +268,17 @@ def _attend_visible(
 
 
 def _weights(scores: Tensor, top: Tensor) -> Tensor:
-    """exp(scores - top), 0 where that is next to nothing: MKL's exp takes 14 times as long for what underflows."""
+    """Returns exp(scores - top), or 0 if it is negligible: MKL's exp takes 14 times as long when it underflows."""
     weights = (scores - top).clamp_(min=LEAST_EXPONENT).exp_()
     return torch.threshold_(weights, LEAST_WEIGHT, 0.0)
 
 
 def _joined(pieces: Sequence[Partial]) -> Partial:
-    """The partial of all rows of these partials, one after the other."""
+    """Concatenates the rows of these partials."""
     return pieces[0] if len(pieces) == 1 else Partial(*map(torch.cat, zip(*pieces, strict=True)))
 
 
 def _in_range(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
-    """bool [..., block_size]: which tokens of the block lie in [lo, hi)."""
+    """Returns bool [..., block_size]: True for tokens of the block in [lo, hi)."""
     token = torch.arange(block_size, device=lo.device)
     return (token >= lo[..., None]) & (token < hi[..., None])

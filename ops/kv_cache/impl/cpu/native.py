@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.ops.kv_cache.implementation import KvCacheImplementation
 
 
 class NativeKvCache(KvCacheImplementation):
-    """C++ kernels, on a CPU on which they can be built."""
+    """KV-cache operations by C++ kernels, on CPUs where they can be built."""
 
     devices = frozenset({"cpu"})
     priority = 20
@@ -42,7 +42,7 @@ def can_write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, 
         and key.dtype == key_rows.dtype
         and value.dtype == value_rows.dtype
         and slots.is_contiguous()
-        # one slot and one head are addressed in both
+        # both caches are addressed by one slot and one head
         and key_rows.shape[:2] == value_rows.shape[:2]
         and all(tensor.stride(-1) == 1 for tensor in (key, value, key_rows, value_rows))
     )
@@ -74,13 +74,17 @@ def write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slot
 
 @lru_cache(maxsize=64)
 def _bytes(strides: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> Array[c_int64]:
-    """Strides of elements as one array of bytes, without those inside a head; the layers of a model are alike."""
+    """Returns strides in elements as one array of bytes, without strides inside a head; the layers of a model are
+    alike.
+    """
     found = [size * number for stride, size in zip(strides, sizes, strict=True) for number in stride[:-1]]
     return (c_int64 * len(found))(*found)
 
 
 def can_swap(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """True if `swap` covers these: on a CPU, blocks contiguous and in the same order, and the kernels are built."""
+    """True if `swap` covers these caches: on a CPU, blocks contiguous and in the same order, and the kernels are
+    built.
+    """
     source, target = sources[0], targets[0]
     return (
         source.device.type == "cpu"
@@ -115,7 +119,7 @@ def swap(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) ->
 
 
 def _is_dense(cache: Tensor) -> bool:
-    """True if the elements of a block lie in one run, in whatever order of axes."""
+    """True if the elements of a block are contiguous, in any order of axes."""
     expected = 1
     for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
         if size == 1:

@@ -19,7 +19,7 @@ BLOCK_PIECE = 4096  # elements of a block that one program copies
 
 
 class CudaKvCache(KvCacheImplementation):
-    """Triton kernels, on a GPU."""
+    """KV-cache operations by Triton kernels, on a GPU."""
 
     devices = frozenset({"cuda"})
     priority = 20
@@ -34,7 +34,9 @@ class CudaKvCache(KvCacheImplementation):
         return covered
 
     def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
-        """Covers caches whose blocks are one run of memory; on the host those of all layers evenly spaced, too."""
+        """Covers caches whose blocks are contiguous; on the host the blocks of all layers must be evenly spaced,
+        too.
+        """
         source, target = sources[0].device, targets[0].device
         if source == target:
             covered = can_copy(sources, targets)
@@ -72,7 +74,7 @@ def from_host(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tenso
 
 
 def can_write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> bool:
-    """True if `write` covers these tensors: elements of a head side by side, one slot and head in both caches."""
+    """True if `write` covers these tensors: contiguous heads, and the same slot and head strides in both caches."""
     dense = all(tensor.stride(-1) == 1 for tensor in (key, value, key_rows, value_rows))
     return dense and key_rows.shape[:2] == value_rows.shape[:2]
 
@@ -105,7 +107,7 @@ def write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slot
 
 
 def can_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """True if `copy` covers these caches [blocks, ...]: one device, a block one run of memory in one order."""
+    """True if `copy` covers these caches [blocks, ...]: one device, contiguous blocks, one order of axes."""
     source, target = sources[0], targets[0]
     expected = 1
     for stride, size in sorted(zip(source.stride()[1:], source.shape[1:], strict=True)):

@@ -1,7 +1,7 @@
 """Mixture of experts on a CPU: each expert multiplies the rows that chose it, and experts without rows do nothing.
 
-Which rows chose which expert is read on the host, so it can be neither captured nor traced. A row's sum goes over its
-experts in the order of their numbers, whatever the other rows of the step are.
+It reads the choice of experts on the host, so it can be neither captured nor traced. A row sums its experts in the
+order of their numbers, whatever the other rows of the step are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Expert(NamedTuple):
 
 
 class CpuMoe(MoeImplementation):
-    """Grouped by expert, at true shapes."""
+    """Mixture of experts on a CPU: rows grouped by expert, at true shapes."""
 
     devices: ClassVar[frozenset[str] | None] = frozenset({"cpu"})
     priority: ClassVar[int] = 10
@@ -81,7 +81,7 @@ class CpuMoe(MoeImplementation):
 
 
 def pack_each(weights: ExpertWeights, spec: MoeSpec, compact: bool) -> tuple[Sequence[Expert], MoeSpec]:
-    """Packed experts, and their specification: gates stand before the others."""
+    """Packed experts, and their specification: gates come first."""
     experts = []
     for w13, w2, w13_bias, w2_bias in _each(weights):
         if spec.interleaved:

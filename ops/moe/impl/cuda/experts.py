@@ -21,12 +21,12 @@ from vllm_gaudi_ucm.ops.registry import why_not_triton
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPED = 1024  # pairs that a program of `group_pairs` reads at once, four times as many if there are more
 SUMMED = 1024  # elements of a row that a program of `sum_pairs` adds up
-# With at most one pair for this many experts, hardly two of them share one: each is a tile of its own.
+# With at most one pair for this many experts, two pairs rarely share an expert: each gets a tile of its own.
 APART = 4
 
 
 class Tiles(NamedTuple):
-    """rows: pairs of a tile. columns, depth: of the weights. warps, stages: of a program."""
+    """rows: pairs of a tile. columns, depth: its part of the weights. warps, stages: Triton's options of a program."""
 
     rows: int
     columns: int
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 class CudaMoe(MoeImplementation):
-    """Triton's kernels. On a CPU under its interpreter, by name."""
+    """Mixture of experts by Triton kernels; if chosen by name, also on a CPU under Triton's interpreter."""
 
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
     priority: ClassVar[int] = 20
@@ -49,7 +49,7 @@ class CudaMoe(MoeImplementation):
         return spec.weights in (PLAIN, CODES)
 
     def takes_codes(self, weights: CodedExperts) -> bool:
-        """Groups of 32 inputs at least; 8-bit floats on a GPU that converts them."""
+        """True for groups of at least 32 inputs; for 8-bit floats only on a GPU that converts them."""
         narrow = any(each.codes.dtype == torch.float8_e4m3fn for each in (weights.w13, weights.w2))
         if narrow and not has_e4m3(weights.w13.codes.device):
             return False
@@ -81,7 +81,7 @@ class CudaMoe(MoeImplementation):
         x, ids, shares = x.contiguous(), ids.contiguous(), shares.contiguous()
         inner, found = x.new_empty(pairs, double // 2), x.new_empty(pairs, hidden)
         apart = rows == 1 or pairs * APART <= experts
-        # neither is read where pairs stand apart
+        # neither is read if each pair has a tile of its own
         order, starts = ids, ids
         if not apart:
             order = torch.empty(pairs, dtype=torch.int32, device=x.device)
@@ -89,7 +89,7 @@ class CudaMoe(MoeImplementation):
             block, warps = (GROUPED, 4) if pairs <= 4 * GROUPED else (4 * GROUPED, 8)
             groups.group_pairs[(experts,)](ids, order, starts, pairs, EXPERTS=experts, BLOCK=block, num_warps=warps)
         tiles = choose_tiles(1 if apart else -(-pairs // experts), x.dtype.itemsize)
-        # each expert's last tile may be a part of one
+        # the last tile of each expert may be partly filled
         count = pairs if apart else min(pairs, experts) + pairs // tiles.rows
         # Triton's interpreter (3.9) has no matrix product of bf16
         interpreted_bf16 = knobs.runtime.interpret and x.dtype == torch.bfloat16
@@ -134,7 +134,7 @@ class CudaMoe(MoeImplementation):
 
 
 def _operands(weights: Tensor | ExpertCodes, tiles: Tiles) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """What a kernel gets of a product's weights: tensors, and constants."""
+    """Returns the arguments of a kernel for a product's weights: tensors, and constants."""
     if isinstance(weights, Tensor):
         return (weights,), {"DEPTH": tiles.depth}
     zeros = weights.scales if weights.zeros is None else weights.zeros
@@ -150,7 +150,9 @@ def _operands(weights: Tensor | ExpertCodes, tiles: Tiles) -> tuple[tuple[Tensor
 
 
 def choose_tiles(pairs: int, itemsize: int) -> Tiles:
-    """pairs: of an expert, on average. Few are bound by the memory that weights come from, many by arithmetic."""
+    """Chooses tile sizes. pairs: the average per expert. Few pairs are bound by reading the weights, many by
+    arithmetic.
+    """
     depth = 128 // itemsize
     if pairs <= 16:
         return Tiles(16, 64, 2 * depth, 4, 4)

@@ -13,7 +13,9 @@ from vllm_gaudi_ucm.ops.moe.spec import PLAIN, MoeSpec
 
 
 class GroupedMoe(MoeImplementation):
-    """torch's own kernels; without biases, which the grouped product does not add. By name also on a CPU."""
+    """Mixture of experts by torch's own kernels; without biases, which the grouped product does not add. If chosen by
+    name, it also runs on a CPU.
+    """
 
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
     priority: ClassVar[int] = 10
@@ -37,7 +39,7 @@ class GroupedMoe(MoeImplementation):
         given = x.index_select(0, pairs // chosen)
         inner = gate(torch._grouped_mm(given, form.w13.transpose(1, 2), offs=ends), spec)
         found = torch._grouped_mm(inner, form.w2.transpose(1, 2), offs=ends)
-        # rows behind the last expert's are not written
+        # rows past the last expert's are not written
         placed = torch.empty_like(found).index_copy_(0, pairs, found).view(rows, chosen, -1)
         wide = torch.promote_types(x.dtype, torch.float32)
         each = placed.to(wide) * shares.to(wide).unsqueeze(-1)

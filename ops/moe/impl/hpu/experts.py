@@ -1,8 +1,8 @@
-"""Mixture of experts on a Gaudi by `torch.ops.hpu.mixture_of_experts`: lists of matrices, one of each expert.
+"""Mixture of experts on a Gaudi by `torch.ops.hpu.mixture_of_experts`: lists of matrices, one for each expert.
 
-Codes are 8-bit floats with a scale per output. The operator for them takes rows that are rounded so, and rounds what
-lies between its two products, each row with a scale of its own. Its results are bfloat16. Outside of compiled regions
-the vendor's source scales that once too little and knows no scales per output: weights are written out there.
+Codes are 8-bit floats with a scale per output. The operator for them takes rows rounded to 8-bit floats, and rounds the
+input of its second product too, each row with a scale of its own. Its results are bfloat16. Outside of compiled
+regions, the vendor's source omits one of the scales and has no scales per output, so weights are dequantised there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.ops.moe.spec import CODES, PLAIN, MoeSpec
 from vllm_gaudi_ucm.ops.narrow_floats import widened
 from vllm_gaudi_ucm.ops.quantised_linear.impl.hpu.products import narrow_rows
 
-# The operator's names of gates; its gelu is the tanh form.
+# The operator's names for gates; its gelu is the tanh form.
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu"}
 
 
@@ -33,7 +33,7 @@ class Matrices(NamedTuple):
 
 
 class CodedMatrices(NamedTuple):
-    """Views of each expert's codes, and of the scales of its outputs. largest: magnitude of a code."""
+    """Views of each expert's codes, and of the scales of its outputs. largest: the largest magnitude of a code."""
 
     w13: list[Tensor]
     w2: list[Tensor]
@@ -43,9 +43,9 @@ class CodedMatrices(NamedTuple):
 
 
 def within_range(codes: ExpertCodes, largest: float) -> ExpertCodes:
-    """On the host: numbers beyond the card's range are none of its numbers.
+    """Brings codes into the card's range. Runs on the host, because the card has no numbers beyond its range.
 
-    Where there are any, all are halved and the scales doubled. What is below 2 ** -6 loses its last bit by that.
+    If any code is out of range, all are halved and the scales doubled. Values below 2 ** -6 lose their last bit.
     """
     if largest >= 448 or float(codes.codes.float().abs().amax()) <= largest:
         return codes
@@ -54,7 +54,7 @@ def within_range(codes: ExpertCodes, largest: float) -> ExpertCodes:
 
 
 def why_not_codes(weights: CodedExperts, spec: MoeSpec) -> str | None:
-    """Why a Gaudi has no product with these codes, in words; None if it has one."""
+    """Returns why a Gaudi has no product with these codes, in words; None if it has one."""
     for codes in (weights.w13, weights.w2):
         if codes.codes.dtype != torch.float8_e4m3fn or codes.zeros is not None:
             return "its product takes 8-bit floats"
@@ -70,7 +70,9 @@ def why_not_codes(weights: CodedExperts, spec: MoeSpec) -> str | None:
 
 
 class HpuMoe(MoeImplementation):
-    """Gates that the operator knows: SwiGLU and GeGLU without biases, and those of gpt-oss with them."""
+    """Mixture of experts by Gaudi's operator, for the gates that it knows: SwiGLU and GeGLU without biases, and
+    gpt-oss's with biases.
+    """
 
     devices: ClassVar[frozenset[str] | None] = frozenset({"hpu"})
     priority: ClassVar[int] = 10
@@ -89,7 +91,7 @@ class HpuMoe(MoeImplementation):
         return Matrices(*([] if each is None else list(each.detach().unbind(0)) for each in weights))
 
     def prepare_codes(self, weights: CodedExperts, spec: MoeSpec) -> CodedMatrices:
-        """weights: for which `why_not_codes` says nothing, within the range of the card."""
+        """Prepares codes for which `why_not_codes` is None, within the range of the card."""
         w13, w2 = weights.w13, weights.w2
         parts = w13.codes, w2.codes, w13.scales.squeeze(2), w2.scales.squeeze(2)
         codes13, codes2, scales13, scales2 = (list(part.detach().unbind(0)) for part in parts)
@@ -98,7 +100,7 @@ class HpuMoe(MoeImplementation):
     def compute(self, x: Tensor, ids: Tensor, shares: Tensor, form: Matrices | CodedMatrices, spec: MoeSpec) -> Tensor:
         if isinstance(form, CodedMatrices):
             return _by_codes(x, ids, shares, form, ACTIVATIONS[spec.form])
-        # other dtypes of ids and shares the graph compiler refuses
+        # the graph compiler refuses other dtypes of ids and shares
         chosen = x, ids.to(torch.int64), shares.to(x.dtype)
         last = len(form.w13) - 1
         if spec.bias:
@@ -111,7 +113,7 @@ class HpuMoe(MoeImplementation):
                 alpha=spec.alpha,
                 limit=spec.limit,
             )
-        # by place: parameters of this overload are called differently in different builds
+        # positional: builds differ in the parameter names of this overload
         return torch.ops.hpu.mixture_of_experts.fused_weights(
             *chosen, form.w13, form.w2, True, ACTIVATIONS[spec.form], 0, last
         )

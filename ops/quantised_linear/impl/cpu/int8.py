@@ -1,4 +1,4 @@
-"""Products of 8-bit integers on a CPU that adds up four of them at a time (AVX512-VNNI)."""
+"""Products of 8-bit integers on a CPU that adds up four products at a time (AVX512-VNNI)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target
 
-# Outputs of a panel, and of a vector, in which the last panel may end; inputs that are multiplied at a time.
+# Outputs of a panel; outputs of a vector, at the end of which the last panel may end; inputs multiplied at a time.
 PANEL, VECTOR, AT_ONCE = 64, 16, 4
 
 
 class CpuInt8:
-    """Rounded rows by an int8 weight with a scale per output, by the native kernel."""
+    """Multiplies rounded rows by an int8 weight with a scale per output, in the native kernel."""
 
     def __init__(self, weight: QuantisedWeight) -> None:
         assert weight.rounding is not None, "see covers"
@@ -29,7 +29,7 @@ class CpuInt8:
 
     @staticmethod
     def covers(weight: QuantisedWeight) -> bool:
-        """True if the checkpoint has rows rounded, and this CPU multiplies integers fast."""
+        """True if the checkpoint rounds rows, and this CPU multiplies integers fast."""
         if weight.rounding is None or weight.codes.dtype != torch.int8 or weight.zeros is not None:
             return False
         if not (weight.by_channel and weight.block[0] == 1 and weight.inputs <= MOST_INPUTS):
@@ -52,7 +52,7 @@ class CpuInt8:
         }
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
-        """x [..., inputs]."""
+        """Multiplies x [..., inputs]."""
         rows = x.reshape(-1, x.shape[-1])
         if torch.compiler.is_compiling():
             found = multiply_rounded(rows, self._unpacked(layer, rows.shape[1]), bias)
@@ -65,7 +65,7 @@ class CpuInt8:
         return found.view(*x.shape[:-1], self._outputs)
 
     def _unpacked(self, layer: nn.Module, inputs: int) -> QuantisedWeight:
-        """The weight that was packed, for a compiler: it traces no native kernel."""
+        """Restores the weight from its packed form for a compiler, which cannot trace a native kernel."""
         packed, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
         outputs, width = len(scales), -(-inputs // AT_ONCE) * AT_ONCE
         last = outputs % PANEL
@@ -108,6 +108,7 @@ class CpuInt8:
 def choose(weight: QuantisedWeight, target: Target) -> Product | None:
     """See `choose_product`.
 
-    A CPU has plain weights except for rounded rows: they are packed like any others, in fewer bits where that is exact.
+    A CPU keeps plain weights, except for rounded rows. Plain weights are packed like any others, in fewer bits if that
+        is exact.
     """
     return CpuInt8(weight) if CpuInt8.covers(weight) else None

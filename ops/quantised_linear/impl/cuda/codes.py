@@ -1,8 +1,8 @@
 """Products on CUDA: 8-bit floats with a scale per output by torch's scaled product, the rest by one Triton kernel.
 
-The kernel reads codes as they lie, 4 or 8 bits each, and rows in the model's dtype: rows are not rounded. For many rows
-of half precision another one writes the weight out, and torch multiplies: a layer's plain weight is there as long as
-its product takes. torch's scaled product rounds rows to e4m3, as vLLM's layers do there.
+The kernel reads codes in place, 4 or 8 bits each, and rows in the model's dtype: rows are not rounded. For many rows of
+half precision, another kernel dequantises the weight and torch multiplies: a layer's plain weight exists only during
+its product. torch's scaled product rounds rows to e4m3, as vLLM's layers do.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import group_of, pack_code
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
-# Elements of a program that adds parts up, and outputs of one that writes a weight out.
+# Elements of a program that adds up parts, and outputs of a program that dequantises a weight.
 ADDED, WRITTEN = 1024, 16
 # Rows up to which the kernel of codes takes less time than narrowing them and torch's scaled product, on an H200.
 FEW_ROWS = 16
-# Rows that a written-out weight pays for: on an H200 the kernel takes as long as writing out and torch's product.
+# Rows from which dequantising pays off: on an H200 the kernel then takes as long as dequantising and torch's product.
 MANY_ROWS = 256
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 
 
 def way_of(rows: int, dtype: torch.dtype, *, narrowed: bool = False) -> Literal["codes", "scaled", "written out"]:
-    """How this many rows are multiplied, whatever the codes are. A captured graph has the way of its bucket's rows.
+    """Chooses how this many rows are multiplied, whatever the codes are. A captured graph uses the way of its bucket's
+    rows.
 
     narrowed: torch's scaled product takes the weight.
     """
@@ -39,9 +40,10 @@ def way_of(rows: int, dtype: torch.dtype, *, narrowed: bool = False) -> Literal[
 
 
 class CudaFp8:
-    """e4m3 rows by an e4m3 weight with a scale per output, in one scaled product; each row gets its own scale.
+    """Multiplies e4m3 rows by an e4m3 weight with a scale per output, in one scaled product; each row gets its own
+    scale.
 
-    Few rows stay as they are: the kernel of codes reads the weight once, and nothing narrows rows before it.
+    Few rows are not narrowed: the kernel of codes reads the weight once and takes rows as they are.
     """
 
     def __init__(self, weight: QuantisedWeight) -> None:
@@ -49,7 +51,7 @@ class CudaFp8:
 
     @staticmethod
     def covers(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-        """True if torch's product takes this weight here: it wants sizes of 16 and results in bfloat16."""
+        """True if torch's product takes this weight here: it needs multiples of 16 and results in bfloat16."""
         is_e4m3 = weight.codes.dtype == torch.float8_e4m3fn and weight.zeros is None
         by_output = weight.by_channel and weight.block[0] == 1
         sizes = weight.outputs % 16 == 0 and weight.inputs % 16 == 0
@@ -70,7 +72,7 @@ class CudaFp8:
 
 
 class CudaCodes:
-    """Rows by codes of 4 or 8 bits with scales of any blocks; the Triton kernel."""
+    """Multiplies rows by codes of 4 or 8 bits with scales of any blocks, in a Triton kernel."""
 
     def __init__(self, weight: QuantisedWeight) -> None:
         self._block = weight.block
@@ -110,7 +112,7 @@ class CudaCodes:
         assert self._group is not None, "see covers"
         tiles = tiles_of(rows.shape[0], outputs, rows.shape[1] // self._group)
         whole = tiles.splits == 1
-        # sums of parts of the inputs
+        # partial sums over the inputs
         to = out if whole else x.new_empty(tiles.splits, *out.shape, dtype=torch.float32)
         if rows.shape[0]:
             multiply_codes[tiles.grid(rows.shape[0], outputs)](
@@ -153,7 +155,7 @@ class CudaCodes:
         return out.reshape(*x.shape[:-1], outputs)
 
     def _written_out(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        """The plain weight, for as long as the product takes."""
+        """Returns the plain weight, which exists only during the product."""
         from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.triton.rows import write_out
 
         codes, scales, group = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale), self._group
@@ -199,7 +201,7 @@ def narrow_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute_type(dtype: torch.dtype) -> Any:
-    """Triton's. Its interpreter has no products of bfloat16."""
+    """Returns the dtype of Triton's products. Its interpreter has no products of bfloat16."""
     import triton.language as tl
     from triton import knobs
 

@@ -1,4 +1,4 @@
-"""Products of 8-bit integers on CUDA, by Triton kernels. Any number of rows is rounded as the checkpoint says.
+"""Products of 8-bit integers on CUDA, by Triton kernels. Any number of rows is rounded as the checkpoint specifies.
 
 Integer products run at twice the rate of bfloat16's, and sums of integers are exact however they are divided.
 """
@@ -15,12 +15,12 @@ from vllm_gaudi_ucm.ops.quantised_linear.rounding import MOST_INPUTS, RoundedRow
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
-# Inputs that are multiplied at a time, and outputs of a program that adds parts up.
+# Inputs multiplied at a time, and outputs of a program that adds up parts.
 GROUP, ADDED = 128, 256
 
 
 class CudaInt8:
-    """Rounded rows by an int8 weight with a scale per output."""
+    """Multiplies rounded rows by an int8 weight with a scale per output."""
 
     def __init__(self, weight: QuantisedWeight) -> None:
         assert weight.rounding is not None, "see covers"
@@ -28,7 +28,7 @@ class CudaInt8:
 
     @staticmethod
     def covers(weight: QuantisedWeight) -> bool:
-        """True if the checkpoint has rows rounded, and the kernels run here."""
+        """True if the checkpoint rounds rows, and the kernels run here."""
         if weight.rounding is None or weight.codes.dtype != torch.int8 or weight.zeros is not None:
             return False
         by_output = weight.by_channel and weight.block[0] == 1
@@ -45,7 +45,7 @@ class CudaInt8:
         }
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
-        """x [..., inputs]."""
+        """Multiplies x [..., inputs]."""
         from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.triton.int8 import add_sums, multiply_int8
 
         rows = x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""Which product with a quantised weight a GPU has."""
+"""Chooses the product with a quantised weight on a GPU."""
 
 from __future__ import annotations
 

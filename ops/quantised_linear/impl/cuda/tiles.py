@@ -1,4 +1,4 @@
-"""How a Triton kernel divides a product of rows and a weight among programs."""
+"""Divides a product of rows and a weight among the programs of a Triton kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ PROGRAMS = {16: 896, 32: 200, 64: 200}
 
 
 class Tiles(NamedTuple):
-    """Of the kernel: rows and outputs of a program, parts that the inputs are split into, and Triton's own options."""
+    """Tile sizes of the kernel: rows and outputs of a program, parts that the inputs are split into, and Triton's own
+    options.
+    """
 
     rows: int
     outputs: int
@@ -22,14 +24,14 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(rows: int, outputs: int, groups: int) -> Tiles:
-    """Of products of this many rows; groups: of inputs."""
+    """Returns the tile sizes for products of this many rows; groups: groups of inputs."""
     tile = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
     if tile == 128:
         return Tiles(128, 128, warps=8)
     columns = 128 if tile == 16 else 64
     programs, most = -(-outputs // columns), 8 if tile == 16 else 4
     splits = 1
-    # each keeps some groups
+    # each program gets at least some groups
     while splits < most and programs * splits < PROGRAMS[tile] and groups >= 8 * splits:
         splits *= 2
     return Tiles(tile, columns, splits, stages=3 if splits == 1 or tile == 16 else 4)

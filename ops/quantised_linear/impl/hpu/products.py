@@ -1,7 +1,7 @@
-"""Products on Gaudi: 8-bit floats by the fused product, integers of 4 bits written out by one operator.
+"""Products on Gaudi: 8-bit floats by the fused product, integers of 4 bits dequantised by one operator.
 
-The operators are those of Gaudi's software; which of them this machine has is asked once. Everything is traceable, at
-static shapes, and tensors are the layer's parameters: one recipe serves all layers of a shape.
+Operators come from Gaudi's software and are looked up once. All code is traceable, at static shapes, and tensors are
+the layer's parameters: one recipe serves all layers of a shape.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def _has_uint4() -> bool:
 
 
 class GaudiFp8:
-    """e4m3 rows by an e4m3 weight with a scale per output; each row gets its own scale.
+    """Multiplies e4m3 rows by an e4m3 weight with a scale per output; each row gets its own scale.
 
     Args:
-        largest: magnitude of an e4m3: 240 on a Gaudi 2, else 448.
+        largest: the largest magnitude of an e4m3: 240 on a Gaudi 2, otherwise 448.
     """
 
     def __init__(self, largest: float) -> None:
@@ -49,9 +49,9 @@ class GaudiFp8:
         return is_e4m3 and weight.by_channel and weight.block[0] == 1 and _has_fp8()
 
     def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
-        """On the host: numbers beyond the card's range are none of its numbers.
+        """Packs on the host, because the card has no numbers beyond its range.
 
-        Where there are any, all are halved and the scales doubled. What is below 2 ** -6 loses its last bit by that.
+        If any code is out of range, all are halved and the scales doubled. Values below 2 ** -6 lose their last bit.
         """
         codes, scales = weight.codes, weight.scales.flatten()
         if self._largest < 448 and float(codes.float().abs().amax()) > self._largest:
@@ -59,7 +59,9 @@ class GaudiFp8:
         return {"weight": codes, "weight_scale": scales}
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
-        """x [..., inputs]. An input is off by up to 1/16 of itself, 2 ** -10 of the largest of its row at least."""
+        """Multiplies x [..., inputs]. The rounding error of an input is up to 1/16 of itself, or 2 ** -10 of the
+        largest of its row if that is more.
+        """
         narrow, scale = narrow_rows(x.reshape(-1, x.shape[-1]), self._largest)
         found: Tensor = torch.ops.hpu.fp8_gemm_v2(
             narrow, False, layer.weight, True, None, x.dtype, scale, layer.weight_scale, bias, False
@@ -68,14 +70,18 @@ class GaudiFp8:
 
 
 def narrow_rows(rows: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """e4m3 [rows, inputs], and float32 [rows, 1], the scale of each row. largest: magnitude of the card's e4m3."""
+    """e4m3 [rows, inputs], and float32 [rows, 1], the scale of each row. largest: the largest magnitude of the card's
+    e4m3.
+    """
     scale = (rows.abs().amax(1, keepdim=True).float() / largest).clamp_min(SMALLEST_SCALE)
     narrow: Tensor = torch.ops.hpu.cast_to_fp8_v2(rows, scale.reciprocal(), False, False, torch.float8_e4m3fn)[0]
     return narrow, scale
 
 
 class GaudiUint4:
-    """Rows by a weight of 4 bits with scales and zeros per group of inputs; written out in the dtype of the rows."""
+    """Multiplies rows by a weight of 4 bits with scales and zeros per group of inputs, dequantised in the dtype of the
+    rows.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -97,7 +103,7 @@ class GaudiUint4:
         }
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
-        """x [..., inputs]. The weight is what the operator makes of it: products rounded to the dtype of x."""
+        """Multiplies x [..., inputs]. The operator dequantises the weight: products are rounded to the dtype of x."""
         weight = torch.ops.hpu.convert_from_uint4(layer.qweight, layer.scales, layer.qzeros, x.dtype)
         found = torch.matmul(x, weight)
         return found if bias is None else found + bias
@@ -107,14 +113,14 @@ def _words(codes: Tensor) -> Tensor:
     """int32 [n, outputs / 8] of codes [n, outputs] of 4 bits, lowest bits first."""
     eights = codes.unflatten(1, (-1, 8)).to(torch.int64)
     words = (eights << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
-    # as two's complement: a conversion of what is beyond int32 is not defined
+    # as two's complement: converting values beyond int32 is undefined
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def choose(weight: QuantisedWeight, target: Target) -> Product | None:
     """See `choose_product`.
 
-    Codes of 8 bits with scales by block become plain weights: to give each output one scale would change them.
+    Codes of 8 bits with scales by block become plain weights: one scale for each output would change them.
     """
     if GaudiFp8.covers(weight):
         return GaudiFp8(target.largest)

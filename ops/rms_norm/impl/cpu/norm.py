@@ -11,9 +11,9 @@ from vllm_gaudi_ucm.ops.cpu.native.library import HALF_TYPES, is_half_rows, is_r
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, residual: Tensor | None = None) -> Tensor:
     """The norm of x [..., size]; with a residual the norm of x + residual, and the sum is written to `residual`.
 
-    weight: [size], or None for ones. residual: as x; with a residual x may be overwritten, too.
-    Computed in the dtype of x; in half precision as vLLM does: the sum is not rounded for the norm, which is rounded
-    before it is weighted.
+    weight: [size], or None for ones. residual: the shape and dtype of x; x may then be overwritten, too.
+    Computed in the dtype of x; in half precision as in vLLM: the norm reads the sum before it is rounded, and is
+    rounded before it is weighted.
     """
     kernels = None if torch.compiler.is_compiling() else native()
     if kernels is None or not _covered(x, weight, residual):

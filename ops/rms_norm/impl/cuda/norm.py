@@ -12,8 +12,8 @@ from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 32_768  # elements that one program keeps in registers
-# Elements of a program where a vector is shorter, and of a thread: one load of 16 bytes in half precision. Neither
-# depends on the number of rows, so a row's sum has the same order in every batch.
+# Elements of a program if a vector is shorter, and of a thread: one load of 16 bytes in half precision. Neither depends
+# on the number of rows, so a row's sum has the same order in every batch.
 PROGRAM, THREAD = 1024, 8
 
 
@@ -44,7 +44,7 @@ def cuda_rms_norm(
     between rows and heads. variance_size: leading elements that the mean square is taken of; None: all.
     in_place: with a residual, the norm is written to x and the sum to the residual.
 
-    Computed in float32; each result is rounded once, and the norm reads the sum before it is.
+    Computed in float32; each result is rounded once, and the norm reads the sum before it is rounded.
     `can_norm` must hold for the arguments.
     """
     from vllm_gaudi_ucm.ops.rms_norm.impl.cuda.triton import rows as kernels

@@ -1,6 +1,6 @@
-"""RMSNorm on Gaudi: one fused operator, or torch's operators in float32 as vLLM's own forward.
+"""RMSNorm on Gaudi: one fused operator, or torch's operators in float32, as in vLLM's own forward.
 
-Traceable, and nothing is written in place: to write an input of a compiled region is a copy of it at the region's end.
+Traceable, and writes no tensor in place: a written input of a compiled region is copied at the region's end.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def gaudi_rms_norm(
     """The norm of x [..., size], or of x + residual, in the dtype of x; and that sum, None without a residual.
 
     weight: [size], or None for ones. residual: the shape of x. variance_size: leading elements that the mean square is
-    taken of; None: all. fused: the operator of Gaudi's software, used for what it covers.
+    taken of; None: all. fused: the operator of Gaudi's software, used if it covers the case.
 
     The fused operator reads the sum as it is returned, rounded to the dtype of x; torch's form reads it in float32.
     """
     if fused is None or variance_size is not None or weight is None or not _covered(x, weight):
         return _in_float32(x, weight, epsilon, residual, variance_size)
     total = None if residual is None else x + residual
-    # three dimensions are what the operator takes; `view` fails on what is not contiguous
+    # the operator takes three dimensions; `view` fails on tensors that are not contiguous
     rows = (x if total is None else total).reshape(1, -1, x.shape[-1])
     return fused(rows, weight, epsilon)[0].reshape(x.shape), total
 

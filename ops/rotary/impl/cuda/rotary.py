@@ -1,4 +1,4 @@
-"""Rotary position embedding on CUDA in Triton: query and key in one launch, where they lie.
+"""Rotary position embedding on CUDA in Triton: query and key in one launch, in place.
 
 The kernel is imported where it is launched, because triton is optional.
 """
@@ -74,7 +74,7 @@ def _is_covered(x: Tensor, head_size: int, rows: int) -> bool:
 
 
 def _heads(x: Tensor, head_size: int) -> tuple[int, int, int]:
-    """Their number, and elements from row to row and from head to head."""
+    """Returns the number of heads, and the elements from row to row and from head to head."""
     if x.dim() == 3:
         return x.shape[1], x.stride(0), x.stride(1)
     return x.shape[1] // head_size, x.stride(0), head_size

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Modes of `hpu::rotary_pos_embedding`: halves, with angles twice in a row; and pairs, with each angle twice.
 BLOCKWISE, PAIRWISE = 0, 1
-# (x [tokens, heads, width], sin, cos [tokens, 1, width], position ids, offset, mode); sin stands before cos
+# (x [tokens, heads, width], sin, cos [tokens, 1, width], position ids, offset, mode); sin comes before cos
 FusedRotary = Callable[[Tensor, Tensor, Tensor, Tensor | None, int, int], Tensor]
 
 
@@ -22,7 +22,7 @@ class RotaryTables(NamedTuple):
 
     @classmethod
     def of(cls, angles: Tensor, is_neox: bool) -> RotaryTables:
-        """angles: [positions, width], the cosines of width / 2 angles before their sines."""
+        """Builds the tables of angles [positions, width], the cosines of width / 2 angles before their sines."""
         cos, sin = (cls._spread(half, is_neox) for half in angles.chunk(2, -1))
         return cls(cos, sin)
 
@@ -31,15 +31,15 @@ class RotaryTables(NamedTuple):
         return torch.cat((half, half), -1) if is_neox else half.repeat_interleave(2, -1)
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
-        """[tokens, 1, width] in dtype: one float32 argument would make the operator compute and return float32."""
+        """[tokens, 1, width] in dtype: with a single float32 argument the operator would compute and return float32."""
         cos, sin = (table.index_select(0, positions).unsqueeze(1).to(dtype) for table in self)
         return RotaryTables(cos, sin)
 
 
 def gaudi_rotate(x: Tensor, angles: RotaryTables, head_size: int, is_neox: bool, fused: FusedRotary) -> Tensor:
-    """x [tokens, heads * head_size] with the first elements of every head rotated, as many as the angles are wide.
+    """Rotates the first elements of every head of x [tokens, heads * head_size], as many as the angles are wide.
 
-    angles: those of the tokens, of `RotaryTables.at`, in the dtype of x. Returns a new tensor of the shape of x.
+    angles: for these tokens, from `RotaryTables.at`, in the dtype of x. Returns a new tensor of the shape of x.
     """
     heads = x.reshape(x.shape[0], -1, head_size)
     width, mode = angles.cos.shape[-1], BLOCKWISE if is_neox else PAIRWISE

@@ -1,4 +1,4 @@
-"""Noise of rows on CUDA in Triton: one launch, which writes it and reads nothing as large.
+"""Noise of rows on CUDA in Triton: one launch, which writes the noise and reads no tensor of its size.
 
 The kernel is imported where it is launched, because triton is optional.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK, WARPS = 2048, 8  # elements of a program, and its warps
+BLOCK, WARPS = 2048, 8  # elements of a program, and the program's warps
 
 
 def cuda_noise(keys: Tensor, mixes: Tensor) -> Tensor:

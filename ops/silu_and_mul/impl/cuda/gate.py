@@ -13,11 +13,11 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SMALL, LARGE = (1024, 4), (4096, 8)  # elements of a program, and its warps
-MANY = 1 << 22  # elements from which on programs are large: all multiprocessors have several then
+SMALL, LARGE = (1024, 4), (4096, 8)  # elements of a program, and the program's warps
+MANY = 1 << 22  # elements from which programs are large: all multiprocessors then have several
 
 Form = Literal["silu", "gelu", "gelu_tanh"]
-"""What the gates pass: x sigmoid(x); x times the normal distribution's cumulative function; or its tanh form."""
+"""The gate function: x sigmoid(x); x times the normal distribution's cumulative function; or its tanh form."""
 
 
 def can_gate(x: Tensor) -> bool:

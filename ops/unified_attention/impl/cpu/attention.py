@@ -23,12 +23,12 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, Attentio
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# Up to this many rows, the query heads of one kv head are multiplied together; measured: benchmarks/attention_cpu.py.
+# Up to this many rows, the query heads of one kv head are multiplied together; measured by benchmarks/attention_cpu.py.
 FOLD_ROWS = 16
 
 
 class CpuAttention(AttentionImplementation):
-    """torch's flash kernel, on a CPU."""
+    """Unified Attention by torch's flash kernel, on a CPU."""
 
     devices = frozenset({"cpu"})
     priority = 10
@@ -37,7 +37,7 @@ class CpuAttention(AttentionImplementation):
     traceable = False
 
     def supports(self, spec: AttentionSpec) -> bool:
-        """The kernel gives no scores before its softmax, so there is no soft cap."""
+        """The kernel does not return scores before its softmax, so a soft cap is not supported."""
         return spec.logits_soft_cap is None
 
     def plan(self, parts: AttentionParts, block_size: int) -> CpuPlan:
@@ -57,11 +57,14 @@ class CpuAttention(AttentionImplementation):
         per_head: PerHead = NOTHING_PER_HEAD,
         log_sums: Tensor | None = None,
     ) -> bool:
-        """Also False for a selected part: its blocks differ by layer, but the calls are formed once per step."""
+        """Like the interface; also False for a selected part: its blocks differ by layer, but the calls are formed once
+        per step.
+        """
         if plan.selected:
             return False
         if spec.values_in_keys and value.shape[-1] < key.shape[-1]:
-            # the kernel knows one head size: keys whole are values, of which the first elements are taken
+            # the kernel knows one head size: whole keys serve as values, and only the first elements of the result are
+            # used
             wide = torch.empty_like(query)
             keys, whole = (key, key, key_cache, key_cache), replace(spec, values_in_keys=False)
             done = self.attend(query, *keys, plan, whole, wide, per_head=per_head, log_sums=log_sums)
@@ -89,7 +92,7 @@ class CpuAttention(AttentionImplementation):
             by_head = None if slopes is None or positions is None else head_bias(cached, slopes, positions)
             _run_cached(query, key_cache, value_cache, cached, spec.scale, result, lse, plan.scratch, by_head)
         if per_head.sinks is not None and lse is not None:
-            # the part of a row's sum that its tokens have
+            # the share of its tokens in a row's sum
             result *= torch.sigmoid(lse - per_head.sinks)[..., None]
         if not math.isfinite(result.sum().item()):
             return False
@@ -172,7 +175,7 @@ def _read_tokens(cache: Tensor, call: BlockCall, name: str, scratch: dict[str, T
         blocks = cache[call.blocks]
     else:
         count = call.blocks.shape[0]
-        # of a context shorter than a block, the rest of the block need not be copied
+        # if a context is shorter than a block, the rest of the block need not be copied
         cache = cache[:, : call.tokens] if count == call.items else cache
         shape = cache.shape[1:]
         room = scratch.get(name)

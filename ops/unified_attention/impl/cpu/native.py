@@ -1,7 +1,7 @@
 """Unified Attention on a CPU in C++ (ops/cpu/native/source/attention.cpp): one call per layer, planned once per step.
 
 It never reads a token that a row does not see. If a score or a result is not finite, `attend` returns False, and the
-caller uses the reference, which defines what becomes of a row that sees NaN or Inf.
+caller uses the reference, which defines the result of a row that sees NaN or Inf.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, Attentio
 
 _ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CACHE_TYPES = {**_ROW_TYPES, torch.float8_e4m3fn: 3}
-LARGEST_HEAD = 576  # in 16 or 8 bits, which are converted in a buffer of this size
+LARGEST_HEAD = 576  # in 16 or 8 bits, converted in a buffer of this size
 
 
 class _Plan(ctypes.Structure):
@@ -63,7 +63,8 @@ class _Tensors(ctypes.Structure):
 
 @dataclass
 class NativePlan:
-    """The jobs of a step, and what its layers share. One layer at a time may use it, because it holds partial results.
+    """The jobs of a step, and data shared by its layers. Only one layer may use it at a time, because it holds partial
+    results.
 
     selected: int64, the blocks of the selected part for layers that pass none; empty without such a part.
     """
@@ -77,7 +78,7 @@ class NativePlan:
 
 
 class NativeAttention(AttentionImplementation):
-    """C++ kernels, on a CPU on which they can be built."""
+    """Unified Attention by C++ kernels, on CPUs where they can be built."""
 
     devices = frozenset({"cpu"})
     priority = 20
@@ -91,7 +92,7 @@ class NativeAttention(AttentionImplementation):
         return super().unavailable(device) or why_not_native() or None
 
     def plan(self, parts: AttentionParts, block_size: int) -> NativePlan:
-        """The jobs for the parts of a step; reads the parts on the host."""
+        """Builds the jobs for the parts of a step; reads the parts on the host."""
         jobs = make_jobs(parts, block_size)
         struct = _Plan(
             _address(jobs.jobs),
@@ -118,7 +119,7 @@ class NativeAttention(AttentionImplementation):
         per_head: PerHead = NOTHING_PER_HEAD,
         log_sums: Tensor | None = None,
     ) -> bool:
-        """As the interface says. Raises IndexError if a block is outside the cache."""
+        """Like the interface. Raises IndexError if a block is outside the cache."""
         if log_sums is not None:
             return False
         library = native()
@@ -200,7 +201,7 @@ class RecordedPlan:
     """Takes the place of a plan in recorded calls, so that a replay can use the plan of another step.
 
     Args:
-        plan: of the recorded step.
+        plan: the plan of the recorded step.
     """
 
     def __init__(self, plan: NativePlan) -> None:
@@ -214,11 +215,13 @@ class RecordedPlan:
         return {self._replaced: self._struct}
 
     def recorded(self, plan: NativePlan, rows: int) -> None:
-        """Call it after all layers have run with the plan: the memory that they need is then known."""
+        """Marks the end of recording: call it after all layers have run with the plan, when the memory that they
+        need is known.
+        """
         self._rooms = [(rows, layer.sizes[0], layer.sizes[3]) for layer in plan.layers.values()]
 
     def bind(self, plan: NativePlan) -> None:
-        """Makes the recorded calls use this plan, which must have as many rows and live as long as they run."""
+        """Points the recorded calls at `plan`, which must have as many rows and live as long as they run."""
         for room in self._rooms:
             _make_room(plan, *room)
         ctypes.pointer(self._struct)[0] = plan.struct

@@ -1,4 +1,5 @@
-"""The parts of a step as jobs of the C++ kernel: which rows see which tokens, and where partial results go.
+"""Turns the parts of a step into jobs of the C++ kernel: the tokens that each row sees, and the places of partial
+results.
 
 A job is a tile of rows that see the same cached tokens; rows of a prompt chunk also see its earlier tokens.
 """
@@ -28,7 +29,7 @@ class JobItem:
 
     ranges: [..., 5] block, lo, hi, entry of the selected part or NO_ENTRY, position of the block (with slopes).
     causal_first: the rows are consecutive, and also see the new tokens from this row on.
-    rise: [rows], under a window: ranges begin so much later for each row; lo may be below 0, see SharedPart.
+    rise: [rows], under a window: how much later ranges begin for each row; lo may be below 0, see SharedPart.
     first_rows: [rows], under a window: the first new token that each row sees.
     """
 
@@ -40,7 +41,7 @@ class JobItem:
 
 
 def make_items(parts: AttentionParts, block_size: int) -> list[JobItem]:
-    """The items of a step; each visible (row, token) pair is in exactly one of them."""
+    """Makes the items of a step; each visible (row, token) pair is in exactly one of them."""
     chunks = {} if parts.causal is None else {item.causal_first: item for item in _chunks(parts.causal)}
     singles = {} if parts.unique is None else {int(i.rows[0]): i for i in _unique_items(parts.unique, block_size)}
     items = []
@@ -49,14 +50,14 @@ def make_items(parts: AttentionParts, block_size: int) -> list[JobItem]:
         if not _joined(chunks, item):
             items.append(item)
     for item in _selected_items(parts.selected, block_size) if parts.selected is not None else ():
-        # with a decode's live blocks, with a verification's drafts
+        # decodes of live blocks together, and drafts of a verification together
         if not _joined(singles, item) and not _joined(chunks, item):
             items.append(item)
     return [*chunks.values(), *items, *singles.values()]
 
 
 def _joined(others: dict[int, JobItem], item: JobItem) -> bool:
-    """Adds the item's ranges to the one of the others, by first row, that has the same rows; False if none has."""
+    """Adds the item's ranges to the item among `others` (by first row) that has the same rows; False if none has."""
     other = others.get(int(item.rows[0]))
     if other is None or not np.array_equal(other.rows, item.rows):
         return False
@@ -81,7 +82,9 @@ def _items_of(part: SharedPart, block_size: int) -> Iterator[JobItem]:
 
 
 def _rising_items(part: SharedPart, rise: Ints, block_size: int) -> Iterator[JobItem]:
-    """Under a window: the rows of each request in each group, whose ranges begin where those of its first row do."""
+    """Under a window: the rows of each request in each group, whose ranges begin where the ranges of its first row
+    begin.
+    """
     uses, blocks, lo, hi = _uses(part), part.blocks.numpy(), part.lo.numpy(), part.hi.numpy()
     for group, request, start, end in zip(uses.group, uses.request, uses.rows_start, uses.rows_end, strict=True):
         columns = slice(part.groups[group].block_lo, part.groups[group].block_hi)
@@ -94,7 +97,7 @@ def _rising_items(part: SharedPart, rise: Ints, block_size: int) -> Iterator[Job
 
 
 def _shared_items(part: SharedPart, block_size: int) -> Iterator[JobItem]:
-    """The rows of each group by what they see: mostly all of them see the same.
+    """Makes items of the rows of each group by the tokens that they see; mostly all rows see the same.
 
     A step of prompt chunks or verifications has a group for each request, so all groups are looked at together.
     """
@@ -119,9 +122,9 @@ def _shared_items(part: SharedPart, block_size: int) -> Iterator[JobItem]:
 
 
 class _Uses(NamedTuple):
-    """Runs of rows of a group with one request index. Rows are those of all groups, one after the other.
+    """Runs of rows of a group with one request index. Rows of all groups follow one another.
 
-    group: [uses] place of the group. request: [uses], index of `lo` and `hi`. rows_start, rows_end: [uses] in `rows`.
+    group: [uses] index of the group. request: [uses], index of `lo` and `hi`. rows_start, rows_end: [uses] in `rows`.
     """
 
     group: Ints
@@ -132,7 +135,7 @@ class _Uses(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What the rows of each use see of its group's blocks, use by use; 0 to 0 where it is nothing.
+    """The tokens of its group's blocks that the rows of each use see, use by use; the range is 0 to 0 if they see none.
 
     column, lo, hi, position: [entries]. width, end: [uses] how many entries each has, and where they end.
     """
@@ -170,7 +173,7 @@ def _seen(part: SharedPart, uses: _Uses, block_size: int) -> _Seen:
 
 
 def _first_alike(uses: _Uses, seen: _Seen) -> Ints:
-    """[uses] the first use of the group whose rows see the same."""
+    """Returns [uses], the first use of the group whose rows see the same."""
     index = np.arange(len(uses.group))
     head = index[np.append(True, uses.group[1:] != uses.group[:-1])]
     alike = head.repeat(np.diff(head, append=len(index)))
@@ -225,7 +228,7 @@ def _ranges(
 
 
 def _by_owner(owners: Ints) -> Ints | slice:
-    """What orders these non-negative numbers, stably."""
+    """Returns indices that sort these non-negative numbers, stably."""
     if (owners[1:] >= owners[:-1]).all():
         return slice(None)
     # numpy sorts numbers of 16 bits by their digits, six times as fast
@@ -234,14 +237,14 @@ def _by_owner(owners: Ints) -> Ints | slice:
 
 
 def _runs(owners: Ints) -> Iterator[tuple[int, int, int]]:
-    """Each owner of a sorted array with its range."""
+    """Returns each owner in a sorted array, and its range."""
     if len(owners):
         starts = [0, *((owners[1:] != owners[:-1]).nonzero()[0] + 1).tolist()]
         yield from zip(owners[starts].tolist(), starts, [*starts[1:], len(owners)], strict=True)
 
 
-# Rows of a job: keys are prepared once per tile of them, and the jobs of a step have to keep all cores busy. Where
-# there are many new rows there are enough jobs of twice the size.
+# Rows of a job: keys are prepared once per tile of them, and the jobs of a step have to keep all cores busy. With many
+# new rows there are enough jobs of twice the size.
 ROW_TILE = 64
 MANY_ROWS = 1024
 # Cached tokens of a job: a long context is split among cores, and its partial results are merged.
@@ -269,7 +272,7 @@ class Jobs:
     _empty: dict[int, Ints] = field(default_factory=dict)
 
     def empty_rows(self, rows: int) -> Ints:
-        """The rows below `rows` that are in no job: they see nothing. The array lives as long as the jobs."""
+        """Returns the rows below `rows` without a job: they see no token. The array lives as long as the jobs."""
         if rows not in self._empty:
             seen = np.zeros(rows, bool)
             seen[self.rows[:, 0]] = True
@@ -278,7 +281,7 @@ class Jobs:
 
 
 def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
-    """The jobs of a step; each visible (row, token) pair is in exactly one of them."""
+    """Makes the jobs of a step; each visible (row, token) pair is in exactly one of them."""
     size = row_tile(0 if parts.causal is None else int((parts.causal.groups >= 0).sum()))
     tiles = [tile for item in make_items(parts, block_size) for tile in _tiles(item, size, block_size)]
     return _tables(tiles, None if parts.positions is None else parts.positions.numpy())
@@ -286,8 +289,9 @@ def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
 
 @dataclass
 class JobTile:
-    """A job: rows, and ranges of which row i does not see the first `skip[i]` tokens, nor new tokens before
-    `first_new[i]`; both None: it sees all."""
+    """A job: rows, and token ranges. Row i does not see the first `skip[i]` tokens, nor new tokens before
+    `first_new[i]`; both None: it sees all.
+    """
 
     rows: Ints
     ranges: Ints
@@ -297,14 +301,14 @@ class JobTile:
 
 
 def row_tile(chunk_rows: int) -> int:
-    """Most rows per job, in a step with this many rows of prompt chunks."""
+    """Returns the most rows per job in a step with this many rows of prompt chunks."""
     return ROW_TILE * 2 if chunk_rows >= MANY_ROWS else ROW_TILE
 
 
 def _tiles(item: JobItem, size: int, block_size: int) -> Iterator[JobTile]:
     """Cuts an item into tiles of this many rows; few rows with a long context are cut by tokens too."""
     if item.rise is not None:
-        # in the order of positions, so that what a row does not see comes first
+        # in the order of positions, so that the tokens that a row does not see come first
         item.ranges = item.ranges[np.argsort(-item.ranges[:, 1], kind="stable")]
     for first in range(0, len(item.rows), size):
         chosen = slice(first, first + size)
@@ -325,7 +329,9 @@ def _tiles(item: JobItem, size: int, block_size: int) -> Iterator[JobTile]:
 
 
 def _from_first_row(ranges: Ints, rise: Ints) -> tuple[Ints, Ints | None]:
-    """Ranges [lo, hi) that the first row sees, and [rows] how many of their tokens, the first ones, a row does not."""
+    """Returns the ranges [lo, hi) that the first row sees, and [rows] how many of their first tokens each row does not
+    see.
+    """
     lo = np.maximum(ranges[:, 1] + rise[0], 0)
     seen = ranges[:, 2] > lo
     signed, lo, ranges = ranges[seen, 1], lo[seen], ranges[seen]
@@ -369,7 +375,7 @@ def _tables(tiles: list[JobTile], positions: Ints | None) -> Jobs:
 
 
 def _costs(tiles: list[JobTile]) -> Ints:
-    """[tiles] rows times the tokens that they see, where not causality leaves some out."""
+    """Estimates [tiles] the cost: rows times the tokens that they see, ignoring causality."""
     if not tiles:
         return np.zeros(0, np.int64)
     ranges = np.concatenate([tile.ranges for tile in tiles])
@@ -381,7 +387,7 @@ def _costs(tiles: list[JobTile]) -> Ints:
 
 
 def _partials(rows: Ints) -> tuple[Ints, Ints]:
-    """Per entry its partial result, or -1 where its row has no other entry; and the rows to merge."""
+    """Returns the partial result of each entry, or -1 if its row has no other entry; and the rows to merge."""
     partial = np.full(len(rows), -1, np.int64)
     if not len(rows) or np.bincount(rows).max() == 1:
         return partial, np.zeros((0, 3), np.int64)

@@ -1,7 +1,7 @@
-"""The parts of a step as calls of torch's CPU flash kernel, formed once per step.
+"""Turns the parts of a step into calls of torch's CPU flash kernel, once per step.
 
-Causal groups become squares. What a row or a shared group reads from the cache becomes a `CallItem`; items of
-similar length, from any part, are batched into one `BlockCall`.
+Causal groups become squares. The cached tokens of a row or a shared group become a `CallItem`; items of similar length,
+from any part, are batched into one `BlockCall`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ RowIndex = slice | Tensor
 
 
 class CausalCall(NamedTuple):
-    """`squares` adjacent squares of `length` new tokens each, from row `first` on; short ones have a bias.
+    """`squares` adjacent squares of `length` new tokens each, starting at row `first`; short ones have a bias.
 
-    first_key: under a window or slopes, of a slice of rows instead of squares, the first row whose key is multiplied.
+    first_key: under a window or slopes, which use a slice of rows instead of squares: the first row whose key is
+        multiplied.
     """
 
     first: int
@@ -82,13 +83,13 @@ def places_of(starts: Tensor, block_size: int) -> Tensor:
 
 
 def as_run(ids: Tensor) -> RowIndex:
-    """Rows or blocks as a slice if they are consecutive, since a slice is read and written without a copy."""
+    """Returns rows or blocks as a slice if they are consecutive, because a slice is read and written without a copy."""
     first, count = int(ids[0]), ids.shape[0]
     return slice(first, first + count) if torch.equal(ids, torch.arange(first, first + count)) else ids
 
 
 TILE_TOKENS = 16384  # longer contexts are cut and merged, so that scratch memory stays bounded
-MASK_ELEMENTS = 1 << 22  # of a bias, which differs from row to row only where a group is not exact
+MASK_ELEMENTS = 1 << 22  # of a bias, which differs from row to row only if a group is not exact
 MANY_HEADS = 32
 
 
@@ -141,7 +142,7 @@ def add_shared_items(
     if part.rise is None:
         distinct, which = spans.unique(return_inverse=True)
         lo = part.lo[distinct, columns]
-    else:  # each row sees what it sees
+    else:  # each row sees its own tokens
         distinct, which = spans, torch.arange(spans.shape[0])
         lo = part.lo_of(group.rows, columns)
     starts, lo = (-lo).clamp(min=0), lo.clamp(min=0)
@@ -171,9 +172,9 @@ def add_shared_items(
 def _visible_entries(
     blocks: Tensor, lo: Tensor, hi: Tensor, block_size: int, rows: Tensor | None, starts: Tensor | None = None
 ) -> tuple[Tensor, Entries]:
-    """Drops empty ranges and orders by row, a row's partial blocks last: then what it sees is mostly a prefix.
+    """Drops empty ranges and sorts by row, with a row's partial blocks last, so that the row mostly sees a prefix.
 
-    starts: positions of the blocks; None: `lo` says them. Returns the chosen indices and their entries.
+    starts: positions of the blocks; None: `lo` gives them. Returns the chosen indices and their entries.
     """
     starts = (-lo).clamp(min=0) if starts is None else starts
     lo, hi = lo.clamp(min=0), hi.clamp(max=block_size)
@@ -199,13 +200,13 @@ def _cut(
 def _masked_calls(
     rows: Tensor, spans: Tensor, blocks: Tensor, lo: Tensor, hi: Tensor, block_size: int, starts: Tensor | None
 ) -> list[BlockCall]:
-    """Calls for rows [k] whose spans see different tokens; rows that see none of these blocks take no part.
+    """Calls for rows [k] whose spans see different tokens; rows that see none of these blocks are left out.
 
     starts: positions of the blocks [spans, blocks], for layers with slopes.
     """
     tokens = blocks.shape[0] * block_size
     places = None if starts is None else places_of(starts, block_size)
-    # with slopes there is a bias for each head
+    # with slopes, each head has its own bias
     most = MASK_ELEMENTS if places is None else MASK_ELEMENTS // MANY_HEADS
     bias = range_bias(lo, hi, block_size)
     takes_part = (hi > lo).any(1)[spans]
@@ -219,15 +220,15 @@ def _masked_calls(
 
 # Measured on AVX-512 cores with 9 query and 3 kv heads of 64: benchmarks/attention_cpu.py.
 WASTE_TOKENS = 256  # tokens of padding that cost about as much as one more call
-CALL_TOKENS = 2048  # gathered per call; more, and the copies fall out of cache and cost page faults every time
+CALL_TOKENS = 2048  # gathered per call; with more, the copies fall out of cache and cost page faults every time
 
-# The kernel's loop over scores without a bias drops NaN when there is less than one vector of them: a row whose scores
+# The kernel's loop over scores without a bias drops NaN if there is less than one vector of them: a row whose scores
 # are all NaN came out as zeros (torch 2.13). With a bias it does not.
 SHORT = 16
 
 
 def make_plan(parts: AttentionParts, block_size: int) -> CpuPlan:
-    """The calls for the parts of a step; reads the parts on the host."""
+    """Forms the calls for the parts of a step; reads the parts on the host."""
     by_distance = parts.positions is not None
     causal = _causal_calls(parts.causal, by_distance) if parts.causal is not None else ()
     items: list[CallItem] = []
@@ -248,7 +249,8 @@ def make_plan(parts: AttentionParts, block_size: int) -> CpuPlan:
 
 
 def _causal_calls(part: CausalPart, by_distance: bool) -> tuple[CausalCall, ...]:
-    """Squares of the groups; adjacent squares of equal length are one call. The slices bound nothing tighter.
+    """Forms calls of the groups' squares; adjacent squares of equal length are one call. Slices would not bound the
+    work more tightly.
 
     by_distance: for layers with slopes, whose squares have a bias.
     """
@@ -269,7 +271,9 @@ def _causal_calls(part: CausalPart, by_distance: bool) -> tuple[CausalCall, ...]
 
 
 def _slice_calls(part: CausalPart, first_rows: Tensor) -> Iterator[CausalCall]:
-    """Under a window or slopes: rows of each slice and group, with the keys from the first one's window on."""
+    """Forms calls under a window or slopes: rows of each slice and group, with keys from the start of the first row's
+    window.
+    """
     for query_lo, query_hi, _, _ in part.slices:
         ids, counts = torch.unique_consecutive(part.groups[query_lo:query_hi], return_counts=True)
         stop = query_lo
@@ -277,7 +281,7 @@ def _slice_calls(part: CausalPart, first_rows: Tensor) -> Iterator[CausalCall]:
             first, stop = stop, stop + count
             if group < 0:
                 continue
-            # rows of a group lie together
+            # rows of a group are adjacent
             begin = max(int(first_rows[first]), int((part.groups == group).nonzero()[0]))
             key, row = torch.arange(begin, stop), torch.arange(first, stop)[:, None]
             unseen = (key > row) | (key < first_rows[first:stop, None])
@@ -288,7 +292,7 @@ def _slice_calls(part: CausalPart, first_rows: Tensor) -> Iterator[CausalCall]:
 def _batch(items: list[CallItem], entries: Entries, block_size: int, by_distance: bool) -> list[BlockCall]:
     """Batches items with equally many rows and similar length, the longest first.
 
-    No row twice in a batch: a call writes each of its rows once, and what comes later is merged by a later call.
+    No row is in a batch twice: a call writes each of its rows once, and a later call merges further results.
     """
     batches: list[list[CallItem]] = []
     taken: set[int] = set()

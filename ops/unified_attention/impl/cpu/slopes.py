@@ -1,7 +1,7 @@
 """Slopes (ALiBi) for torch's CPU flash kernel: a bias of each head, in pieces whose memory is bounded.
 
-What all rows of a call see gets one bias for all of them, by the distance from the last token that they see: the rest
-of each row's distance is the same for all of its scores, so it changes the logarithm of their sum alone.
+Tokens that all rows of a call see get one bias for all rows, by the distance from the last of these tokens. The rest of
+a row's distance is the same for all of its scores, so it changes only the logarithm of their sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cpu.plan import MASK_ELEMENTS, Bl
 class HeadBias(NamedTuple):
     """bias: fp32 [items, heads, 1 or rows per item, tokens], with the mask.
 
-    lost: fp32 [rows, heads] that it lacks of each row's true bias; None: nothing.
+    lost: fp32 [rows, heads], the part of each row's true bias that it lacks; None: nothing.
     """
 
     bias: Tensor
@@ -26,7 +26,7 @@ class HeadBias(NamedTuple):
 
 
 def causal_pieces(call: CausalCall, slopes: Tensor | None) -> Iterator[CausalCall]:
-    """The call, with slopes in pieces of its rows, each with a bias by head. slopes: fp32 [heads]."""
+    """Divides a call with slopes into pieces of its rows, each with a bias for each head. slopes: fp32 [heads]."""
     if slopes is None:
         yield call
         return
@@ -42,7 +42,7 @@ def causal_pieces(call: CausalCall, slopes: Tensor | None) -> Iterator[CausalCal
 
 
 def head_bias(call: BlockCall, slopes: Tensor, positions: Tensor) -> HeadBias:
-    """slopes: fp32 [heads]; positions: fp32 [rows] of the step."""
+    """Computes the bias of each head. slopes: fp32 [heads]; positions: fp32 [rows] of the step."""
     places, of_head = call.places, slopes[:, None, None]
     assert places is not None, "planned for slopes"
     rows = positions[call.rows].view(call.items, call.rows_per_item)

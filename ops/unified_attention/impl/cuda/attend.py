@@ -46,10 +46,10 @@ LOG2_E = math.log2(math.e)
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
 
-# From this many rows on the causal part begins with what was found of own blocks, instead of a merge of both (H200, 8
+# From this many rows, the causal part starts from the partial results of own blocks, instead of merging both (H200, 8
 # chunks of 256 after 4096 tokens 0.53 -> 0.365 ms). Fewer rows have many pieces each, which it reads one by one.
 CONTINUED = 512
-# Rows times query heads of a kv head that one program holds: a verification of many drafts, at most.
+# Rows times query heads of a kv head that one program holds: at most a verification of many drafts.
 LARGEST_SPAN = 128
 
 
@@ -69,7 +69,7 @@ def attend(
     """Writes the attention of one layer to `out`. Returns False, and logs it once, if the kernels do not cover it.
 
     selected_blocks: int64 [selected], blocks of this layer instead of those in the plan's selected part.
-    log_sums: fp32 [rows, heads], to be written too.
+    log_sums: fp32 [rows, heads], also written.
     """
     cap = (spec.logits_soft_cap or 0.0) * LOG2_E
     tensors, scale, positions = (
@@ -111,12 +111,14 @@ def attend(
 
 
 def _new_tokens(layer: Layer, plan: CudaPlan, log_sums: Tensor) -> bool:
-    """New tokens among themselves, with the logarithms of their sums. False where the step has other parts, too."""
+    """Computes new tokens among themselves, with the logarithms of their sums. False if the step has other parts,
+    too.
+    """
     parts = plan.parts
     if plan.starts is None or (parts.shared, parts.unique, parts.selected) != (None, None, None):
         return False
     starts, (rows, heads) = plan.starts, layer.query.shape[:2]
-    # as if every row had more parts: its sums are kept
+    # as if every row had more parts, so that its sums are kept
     every = plan.kept(("every row", rows), lambda: _every_row(starts))
     kept = saved_sums(layer, plan, [every])
     assert kept is not None, "rows have more parts"
@@ -143,7 +145,7 @@ def _one_after_the_other(first: Work, second: Work) -> Work:
 
 
 def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[Work]:
-    """Of the parts that read the cache."""
+    """Returns the launches of the parts that read the cache."""
     parts, work = plan.parts, []
     has_shared = parts.shared is not None and parts.shared.blocks.numel() > 0
     has_others = has_shared or plan.starts is not None or parts.selected is not None
@@ -162,10 +164,11 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
 
 
 def _shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> list[Work]:
-    """Only a request with several rows, which has a causal part, has blocks in the shared part that are its own.
+    """Returns the launches of the shared part. Only a request with several rows, which has a causal part, has blocks of
+    its own there.
 
-    Under a window its rows see different tokens, and under slopes from other distances, which only the tiles of the
-    shared part take.
+    Under a window its rows see different tokens, and under slopes at different distances, which only the tiles of the
+    shared part support.
     """
     reads_tiles = part.rise is not None and not takes_requests(layer, part)
     if plan.starts is None or layer.slopes is not None or reads_tiles:

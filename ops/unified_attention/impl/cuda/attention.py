@@ -1,4 +1,6 @@
-"""Unified Attention on CUDA: where the Triton kernels run. They are imported on first use: triton is optional."""
+"""Unified Attention on CUDA: the implementation by Triton kernels. They are imported on first use, because triton is
+optional.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CudaAttention(AttentionImplementation):
-    """Triton kernels on a GPU; if asked for by name, also on a CPU under Triton's interpreter."""
+    """Unified Attention by Triton kernels on a GPU; if chosen by name, also on a CPU under Triton's interpreter."""
 
     devices = frozenset({"cuda"})
     priority = 20
@@ -39,7 +41,9 @@ class CudaAttention(AttentionImplementation):
         return make_plan(parts, block_size)
 
     def selected_list(self, plan: CudaPlan, rows: int) -> SelectedList | None:
-        """That of single rows, where all that is chosen is for them, or of requests with their own blocks."""
+        """Returns the list of single rows, if all choices are for them, or the list of requests with their own
+        blocks.
+        """
         from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.joined import joined_lists
         from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.own import own_and_chosen
 

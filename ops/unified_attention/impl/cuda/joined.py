@@ -1,4 +1,6 @@
-"""What is selected for rows, and other blocks that they see, as one list for each row or request: one launch."""
+"""Joins the blocks selected for rows and the other blocks that they see into one list for each row or request: one
+launch.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,29 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
 
 
 class Joined(NamedTuple):
-    """Lists with what is chosen for their rows: one launch, whose programs share both evenly.
+    """Lists that include the blocks chosen for their rows: one launch, whose programs share all entries evenly.
 
-    lists: by row, or by span of the selected part; see Lists for their blocks. chosen: those of the selected part among
-        them, written by each layer.
+    lists: by row, or by span of the selected part; see Lists for their blocks. chosen: the entries of the selected
+        part, written by each layer.
     """
 
     lists: Lists
     chosen: SelectedList
 
     def blocks_with(self, selected: Tensor) -> Tensor:
-        """int64 [entries], with these in the selected part, unless a choice has written them there."""
+        """Returns int64 [entries] with `blocks` as the selected part, unless a choice has already written them
+        there.
+        """
         chosen = self.chosen
         if chosen.holds is not selected:
             chosen.blocks.index_copy_(0, chosen.places, selected)
-            # whoever passes blocks may change them until the next layer
+            # the caller may change its blocks until the next layer
             chosen.written(None)
         return chosen.blocks
 
 
 def joined_lists(plan: CudaPlan, rows: int) -> Joined:
-    """Of a plan that joins its parts, for layers with this many rows."""
+    """Returns the lists of a plan that joins its parts, for layers with this many rows."""
     unique, selected = plan.parts.unique, plan.parts.selected
     assert unique is not None, "joined"
     assert selected is not None, "joined"
@@ -41,7 +45,7 @@ def joined_lists(plan: CudaPlan, rows: int) -> Joined:
 
 
 def join(unique: UniquePart, selected: SelectedPart, block_size: int, rows: int) -> Joined:
-    """A list for each of the step's rows: its unique blocks, then those chosen for it."""
+    """Makes a list for each of the step's rows: its unique blocks, then the blocks chosen for it."""
     chosen_seen = (selected.hi > 0) & (selected.num_rows > 0)[selected.spans]
     slice_ = torch.arange(unique.rows.shape[0], device=unique.rows.device)
     return sorted_by_owner(
@@ -58,7 +62,7 @@ def join(unique: UniquePart, selected: SelectedPart, block_size: int, rows: int)
 def sorted_by_owner(
     owners: Tensor, seen: Tensor, count: int, blocks: Tensor, lo: Tensor, hi: Tensor, chosen: slice
 ) -> Joined:
-    """Entries of this many lists, by their owners; chosen: which of them are those of the selected part."""
+    """Sorts the entries of this many lists by their owners. chosen: the entries of the selected part."""
     order, by_owner, offsets = sort_by_owner(owners, seen, count)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.shape[0], device=order.device)

@@ -1,8 +1,8 @@
 """Launches for layers whose values are the first elements of their keys: all query heads read one KV head.
 
-Query heads are multiplied in groups, as if each group had a KV head of its own at the same place. New tokens leave
-partial results as the other parts do; the merge is that of all layers. Why not the other kernels: their tiles are
-powers of two, so a key of 576 elements would take the room of 1024, and its value would be read once more.
+Query heads are multiplied in groups, as if each group had a KV head of its own at the same address. New tokens leave
+partial results like the other parts; all layers have the same merge. The other kernels do not fit: their tiles are
+powers of two, so a key of 576 elements would take the room of 1024, and its value would be read a second time.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Found, Work, roo
 from vllm_gaudi_ucm.ops.unified_attention.parts import NOTHING_SEEN, SelectedPart, SharedPart
 
 LARGEST_VALUE, LARGEST_REST = 512, 128
-# Rows times query heads of a program. What it keeps of each is a sum of 512 elements in registers.
+# Rows times query heads of a program. For each it keeps a sum of 512 elements in registers.
 MOST, MOST_WIDE = 64, 16
 TOKENS, TOKENS_WIDE = 32, 16  # of a step of a loop
-# Tiles of this many rows and heads are no products of warp groups: fewer warps do (H200, 64 decodes of 16 heads at
-# 8192: 0.256 -> 0.216 ms). A single row asks for more at once, by one program per multiprocessor (at 32768: 0.046 ->
-# 0.030).
+# Tiles of this many rows and heads are too small for products of warp groups, so fewer warps suffice (H200, 64 decodes
+# of 16 heads at 8192: 0.256 -> 0.216 ms). For a single row, one program per multiprocessor loads more at a time (at
+# 32768: 0.046 -> 0.030).
 SMALL, TOKENS_OF_ONE = 16, 64
 
 
 def why_not_latent(layer: Layer, plan: CudaPlan) -> str | None:
-    """Why the kernels do not cover this layer; None if they do."""
+    """Returns why the kernels do not cover this layer; None if they do."""
     dim, value_dim = layer.query.shape[2], layer.value_dim
     tensors = (layer.query, layer.key, layer.key_cache, layer.out)
     if layer.kv_heads != 1:
@@ -97,7 +97,9 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
 
 
 def in_groups(layer: Layer, rows: int = 1) -> Layer:
-    """The layer with a KV head for each group of query heads; rows: that a program holds, if that many fit."""
+    """Returns the layer with a KV head for each group of query heads. rows: rows that a program should hold, if they
+    fit.
+    """
     most = max(1, (MOST_WIDE if layer.wide else MOST) // rows)
     group = max(size for size in range(1, min(layer.heads, most) + 1) if layer.heads % size == 0)
     shape = (-1, -1, layer.heads // group, -1)
@@ -105,7 +107,7 @@ def in_groups(layer: Layer, rows: int = 1) -> Layer:
 
 
 def _sizes(layer: Layer, rows: int) -> dict[str, Any]:
-    """Compile-time arguments; rows: of a program."""
+    """Returns the compile-time arguments. rows: rows of a program."""
     sizes = layer.sizes()
     del sizes["BLOCK_D"], sizes["CAP"]
     wide, block_m = layer.wide, power_of_two(rows * layer.group)
@@ -120,7 +122,7 @@ def _sizes(layer: Layer, rows: int) -> dict[str, Any]:
 
 
 def _unique(layer: Layer, plan: CudaPlan, lists: Lists) -> Work:
-    """Single rows with their blocks, or their slots where the plan has a token table."""
+    """Launches single rows with their blocks, or with their slots if the plan has a token table."""
     size, slots = plan.block_size, None if plan.tokens is None else layer.by_slot()
     if slots is not None and plan.tokens is not None:
         layer, lists, size = slots, plan.tokens, 1
@@ -157,7 +159,9 @@ def _spans(
     spans: Sequence[Tensor | None],
     block_size: int,
 ) -> Work:
-    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
+    """Launches spans. rows: the most rows of a span. spans: first row and number of rows of each; None if span i is row
+    i.
+    """
     layer = in_groups(layer, rows)
     sizes = _sizes(layer, rows)
     programs = programs_of(layer, blocks.shape[0], beside=sizes["BLOCK_N"] == TOKENS_OF_ONE)
@@ -175,7 +179,7 @@ def _spans(
 
 
 def _shared(layer: Layer, plan: CudaPlan, part: SharedPart) -> Work:
-    """Tiles of rows with the shared blocks that they use."""
+    """Launches tiles of rows with the shared blocks that they use."""
     layer = in_groups(layer)
     rows = _rows_per_tile(layer)
     tiles = plan.kept(("tiles", rows), lambda: tiles_of(part, plan.block_size, layer.rows, rows))
@@ -195,7 +199,7 @@ def _shared(layer: Layer, plan: CudaPlan, part: SharedPart) -> Work:
 
 
 def _causal(layer: Layer, plan: CudaPlan, starts: Tensor) -> Work:
-    """New tokens among themselves, in tiles of rows that lie together: a list of one entry for each tile."""
+    """Launches new tokens among themselves, in tiles of adjacent rows: a list of one entry for each tile."""
     layer = in_groups(layer)
     rows = _rows_per_tile(layer)
     count = -(-layer.rows // rows)
@@ -215,12 +219,12 @@ def _causal(layer: Layer, plan: CudaPlan, starts: Tensor) -> Work:
 
 
 def _in_order(starts: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """The place of each row with a causal part, which is the row itself, and the offsets of the tiles."""
+    """Returns the place of each row with a causal part, which is the row itself, and the offsets of the tiles."""
     row = torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
     return torch.where(starts <= row, row, -1), torch.arange(tiles + 1, dtype=torch.int32, device=starts.device)
 
 
 def _rows_per_tile(layer: Layer) -> int:
-    """A power of two, of a layer in groups of heads."""
+    """Returns the rows of a tile, a power of two, for a layer in groups of heads."""
     most = max(1, (MOST_WIDE if layer.wide else MOST) // layer.group)
     return 1 << most.bit_length() - 1

@@ -1,4 +1,4 @@
-"""The tensors of one layer as the CUDA kernels take them: sizes, strides, tile sizes, and what is not covered."""
+"""The tensors of one layer as the CUDA kernels take them: sizes, strides, tile sizes, and the cases not covered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LARGEST_HEAD = 512
-LARGEST_COPIED = 256  # elements of a head that the copy engine takes at once
+LARGEST_COPIED = 256  # elements of a head that the copy engine loads at once
 LARGEST_GROUP = 64  # query heads per kv head
 
 
@@ -65,7 +65,7 @@ class Layer:
 
     @property
     def huge(self) -> bool:
-        """True if heads are so large that tiles of few rows fill the registers."""
+        """True if heads are large enough for tiles of few rows to fill the registers."""
         return max(self.query.shape[2], self.value_dim) > LARGEST_COPIED
 
     def sizes(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Layer:
         return (*self.key_cache.stride()[:3], *self.value_cache.stride()[:3])
 
     def by_slot(self) -> Layer | None:
-        """The layer with caches of blocks of one token; None if blocks do not lie behind each other."""
+        """Returns the layer with caches of blocks of one token; None if blocks are not adjacent in memory."""
         caches = []
         for cache in (self.key_cache, self.value_cache):
             if cache.stride(0) != cache.shape[1] * cache.stride(1):
@@ -107,7 +107,7 @@ class Layer:
 
 
 def why_not(layer: Layer) -> str | None:
-    """Why the kernels do not cover this layer; None if they do."""
+    """Returns why the kernels do not cover this layer; None if they do."""
     dim = max(layer.query.shape[2], layer.value_dim)
     tensors = (layer.query, layer.key, layer.value, layer.key_cache, layer.value_cache, layer.out)
     if dim > LARGEST_HEAD:
@@ -122,18 +122,22 @@ def why_not(layer: Layer) -> str | None:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size` and at least 16, as matrix products need."""
+    """Returns the smallest power of two that is at least `size` and at least 16, as matrix products need."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def lists_size(count: int) -> int:
-    """A power of two for this many lists; the same for most steps, because each value compiles another kernel."""
+    """Returns a power of two for this many lists. It is the same for most steps, because each value compiles another
+    kernel.
+    """
     return max(1024, power_of_two(count))
 
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU. For a CPU, where kernels are interpreted, a small number that still divides the work."""
+    """Returns the number of multiprocessors of a GPU; for a CPU, where kernels are interpreted, a small number that
+    still divides the work.
+    """
     if device.type != "cuda":
         return 5
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -141,15 +145,15 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def has_copy_engine(device: torch.device) -> bool:
-    """True if the GPU can copy tiles by descriptor (Hopper and later); so can the interpreter."""
+    """True if the GPU can copy tiles by descriptor (Hopper and later); and for the interpreter."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-ALIGNMENT = 16  # bytes, of the first element and of every stride
+ALIGNMENT = 16  # bytes; alignment of the first element and of every stride
 
 
 def describe_tokens(tokens: Tensor, block_n: int) -> TensorDescriptor | None:
-    """Tiles [block_n, dim] of [rows, kv_heads * dim]; tokens: [rows, kv_heads, dim]. None if unusable."""
+    """Describes tiles [block_n, dim] of [rows, kv_heads * dim]; tokens: [rows, kv_heads, dim]. None if impossible."""
     rows, heads, dim = tokens.shape
     if not _fits(tokens) or tokens.stride(1) != dim:
         return None
@@ -157,9 +161,10 @@ def describe_tokens(tokens: Tensor, block_n: int) -> TensorDescriptor | None:
 
 
 def describe_cache(cache: Tensor, block_n: int) -> TensorDescriptor | None:
-    """Tiles [1, 1, block_n, dim] of [blocks, kv_heads, block_size, dim]; cache: [blocks, block_size, kv_heads, dim].
+    """Describes tiles [1, 1, block_n, dim] of [blocks, kv_heads, block_size, dim]; cache: [blocks, block_size,
+    kv_heads, dim].
 
-    None if it cannot be used, or if a tile would span more than one block.
+    None if impossible, or if a tile would span more than one block.
     """
     if not _fits(cache) or cache.shape[1] % block_n:
         return None

@@ -1,4 +1,4 @@
-"""The merge of the parts' partial results, and what they leave for it."""
+"""Merges the partial results of the parts, and allocates what they leave for it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import CudaPlan, merges
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.merge import merge_parts
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Found, scratch
 
-# Heads per program, and pieces of a row that are read at once. Of few rows, many programs hold pieces of each, and one
-# piece after the other is slow (H200, one request of 2560 tokens: 0.023 -> 0.009 ms).
+# Heads per program, and pieces of a row that are read at once. With few rows, many programs hold pieces of each, and
+# reading one piece after the other is slow (H200, one request of 2560 tokens: 0.023 -> 0.009 ms).
 FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
-# Where this many rows belong to requests with several, each row has few pieces (H200, 64 verifications of 4 rows 0.176
-# -> 0.132 ms).
+# If this many rows belong to requests with several rows, each row has few pieces (H200, 64 verifications of 4 rows
+# 0.176 -> 0.132 ms).
 MANY_ROWS, OF_SEVERAL = 128, (8, 1)
 
 NO_LISTS: tuple[Any, ...] = (None, None, None, None, None, 0, 0, 1)
 
 
 def lists_of(one: Found) -> tuple[Any, ...]:
-    """As arguments of kernels."""
+    """Returns lists as arguments of kernels."""
     return one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs, one.units
 
 
@@ -37,10 +37,10 @@ def merge(
     continued: bool = False,
     log_sums: Tensor | None = None,
 ) -> None:
-    """Adds the partial results of each row; rows with only a causal part are already complete.
+    """Adds the partial results of each row; rows with only a causal part are complete already.
 
-    alone: the step has one part, whose kernel is the last one on this stream. continued: the causal part contains what
-        was found of own blocks. log_sums: fp32 [rows, heads], written if there is no causal part.
+    alone: the step has one part, whose kernel is the last one on this stream. continued: the causal part includes the
+        partial results of own blocks. log_sums: fp32 [rows, heads], written if there is no causal part.
     """
     by_part = {one.part: one for one in found}
     arguments: list[Any] = []
@@ -85,7 +85,8 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 
 def saved_sums(layer: Layer, plan: CudaPlan, others: Sequence[Found]) -> Sums | None:
-    """Scratch for the sums of rows with cached blocks: acc, top, total. None if there can be no such rows.
+    """Returns scratch memory for the sums of rows with cached blocks: acc, top, total. None if there cannot be such
+        rows.
 
     Unique blocks belong to single rows, which have no causal part.
     """
@@ -97,5 +98,5 @@ def saved_sums(layer: Layer, plan: CudaPlan, others: Sequence[Found]) -> Sums | 
 
 
 def rows_with_more(others: Sequence[Found]) -> Tensor:
-    """Whether a row has a place in a list: int32 [rows]."""
+    """Marks rows that have a place in a list: int32 [rows]."""
     return torch.stack([one.place >= 0 for one in others]).any(0).int()

@@ -1,4 +1,4 @@
-"""The own blocks of requests with several rows: in the shared part, but used by the rows of one span alone.
+"""The own blocks of requests with several rows: in the shared part, but used by the rows of a single span.
 
 A tile of the shared part holds rows of several short requests and would multiply each with the blocks of all of them.
 Here a tile has rows of one span only, and each of its blocks is seen by all of them.
@@ -25,15 +25,15 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.own import attend_own
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Work
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
 
-# Shared blocks that a program looks at in one step; rows that it places, and rows or spans that it looks at for these.
+# Shared blocks that a program examines in one step; rows that it places, and rows or spans that it examines for them.
 COLUMNS, TAKEN, STEP = 128, 32, 256
 
 
 class Division(NamedTuple):
-    """The shared part, divided by who uses a block.
+    """The shared part, divided by the users of each block.
 
-    users: int32 [shared] spans that see a token of the block; one: the block is its own. common: the part without own
-    blocks.
+    users: int32 [shared] number of spans that see a token of the block; 1: the block is the span's own. common: the
+    part without own blocks.
     """
 
     users: Tensor
@@ -41,7 +41,7 @@ class Division(NamedTuple):
 
 
 def divide(part: SharedPart, block_size: int) -> Division:
-    """Which blocks are a span's own; queues work on the device, reads nothing."""
+    """Finds the blocks that are a span's own; queues work on the device, reads nothing on the host."""
     spans, num_columns = part.hi.shape
     common_hi = torch.empty((spans, num_columns), dtype=torch.int32, device=part.hi.device)
     users = common_hi.new_empty(num_columns)
@@ -63,15 +63,16 @@ def divide(part: SharedPart, block_size: int) -> Division:
 
 
 class OwnAndChosen(NamedTuple):
-    """joined: a list for each span of the selected part, of what is chosen for it and of its own blocks. division: of
-    the shared part, with no user for these blocks."""
+    """joined: a list for each span of the selected part, with its chosen blocks and its own blocks. division: the
+    shared part, in which these blocks have no user.
+    """
 
     joined: Joined
     division: Division
 
 
 def own_and_chosen(plan: CudaPlan) -> OwnAndChosen:
-    """Of a plan with `joined_own`."""
+    """Returns the lists of a plan with `joined_own`."""
     shared, selected = plan.parts.shared, plan.parts.selected
     assert shared is not None, "joined_own"
     assert selected is not None, "joined_own"
@@ -79,7 +80,9 @@ def own_and_chosen(plan: CudaPlan) -> OwnAndChosen:
 
 
 def selected_with_own(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> Work:
-    """The rows of each request with the blocks chosen for it, and its own. blocks: see `unique_and_selected`."""
+    """Launches the rows of each request with the blocks chosen for it, and its own. blocks: see
+    `unique_and_selected`.
+    """
     part, both = plan.parts.selected, own_and_chosen(plan).joined
     assert part is not None, "joined_own"
     entries = both.blocks_with(part.blocks if blocks is None else blocks)
@@ -87,12 +90,13 @@ def selected_with_own(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> Wo
 
 
 def _join(shared: SharedPart, selected: SelectedPart, block_size: int) -> OwnAndChosen:
-    """A few blocks of a request beside the many that are chosen for it: by themselves they were a launch that found no
-    room until that of the others had ended (H100, 8 verifications of 5 rows: 22 of 82 microseconds)."""
+    """Joins the few own blocks of a request with the many that are chosen for it. On their own they were a launch that
+    found no room until the other launch had ended (H100, 8 verifications of 5 rows: 22 of 82 microseconds).
+    """
     division = divide(shared, block_size)
     (spans, _), count = shared.hi.shape, selected.first_rows.shape[0]
     owner = (shared.hi.clamp(max=block_size) > shared.lo.clamp(min=0)).int().argmax(0)
-    # the choice of each span of the shared part; `count` where it has none
+    # the choice of each span of the shared part; `count` if it has none
     span = torch.where(selected.num_rows > 0, shared.row_spans[selected.first_rows], spans)
     choices = torch.full((spans + 1,), count, dtype=span.dtype, device=span.device)
     choices.scatter_(0, span, torch.arange(count, dtype=span.dtype, device=span.device))
@@ -112,7 +116,7 @@ def _join(shared: SharedPart, selected: SelectedPart, block_size: int) -> OwnAnd
 
 
 def own_tile(layer: Layer) -> Tile:
-    """The sizes of the causal part, which is bound by the same products: two programs per multiprocessor."""
+    """Returns the sizes of the causal part, which is limited by the same products: two programs per multiprocessor."""
     if layer.huge:
         return Tile(power_of_two(layer.group), layer.tokens_per_tile(STAGE), 2, 4)
     if layer.wide:
@@ -121,7 +125,7 @@ def own_tile(layer: Layer) -> Tile:
 
 
 def own(layer: Layer, plan: CudaPlan, part: SharedPart, division: Division) -> Work:
-    """The rows of each span with its own blocks. part: the whole shared part."""
+    """Launches the rows of each span with its own blocks. part: the whole shared part."""
     tile = own_tile(layer)
     rows_per_tile = tile.block_m // layer.group
     tiles, spans = plan.kept(
@@ -132,16 +136,16 @@ def own(layer: Layer, plan: CudaPlan, part: SharedPart, division: Division) -> W
 
 
 def most_tiles(rows: int, spans: int, rows_per_tile: int) -> int:
-    """Tiles that rows of this many spans need at most: each span may end in the middle of one."""
+    """Returns the most tiles that rows of this many spans need: each span may end in the middle of one."""
     return rows // rows_per_tile + min(rows, spans)
 
 
 def _tiles(
     part: SharedPart, division: Division, block_size: int, rows: int, rows_per_tile: int
 ) -> tuple[Tiles, Tensor]:
-    """Tiles of rows of one span, and int32 [tiles], the span of each.
+    """Makes tiles of rows of one span, and int32 [tiles], the span of each.
 
-    Their lists are those of spans: columns and column_blocks [spans, shared], whole_counts [spans]; see `list_own`.
+    They use the lists of spans: columns and column_blocks [spans, shared], whole_counts [spans]; see `list_own`.
     """
     users, (spans, num_columns) = division.users, part.hi.shape
     columns, column_blocks = users.new_empty((2, spans, num_columns))

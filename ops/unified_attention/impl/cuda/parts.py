@@ -41,16 +41,17 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.unique import attend_
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Found, Work, room_for
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
 
-LOOKED_AT = 64  # pairs of a tile and a head that a program of the repair looks at
-# Of a repair with 64 rows: too few for products of warp groups, which ptxas gave addresses that it never computed
+LOOKED_AT = 64  # pairs of a tile and a head that a program of the repair examines
+# Warps of a repair with 64 rows: too few for products of warp groups, for which ptxas used addresses that it never
+# computed
 REPAIR_WARPS = 2
 
 
 def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found], before: Found | None = None) -> Work:
-    """New tokens among themselves: written to `out`, or to scratch for rows that also have cached blocks.
+    """Launches new tokens among themselves. Results go to `out`, or to scratch for rows that also have cached blocks.
 
-    starts: int32 [rows], see CudaPlan. others: the partial results of the other parts of the step. before: those of own
-        blocks, which its sums contain: they are no other part, and were launched on this stream.
+    starts: int32 [rows], see CudaPlan. others: the partial results of the other parts of the step. before: the results
+        of own blocks, which its sums include; they are not among the others, and were launched on this stream.
     """
     tile = causal_tile(layer)
     tiles = -(-layer.rows // tile.block_m)
@@ -101,12 +102,14 @@ def bounds_of(starts: Tensor, block_m: int) -> Tensor:
     return bounds
 
 
-COLUMNS = 128  # shared blocks that a program looks at in one step
-MOST_LISTED = 1 << 27  # columns per tile of rows, int32 twice: lists of more are larger than what they save
+COLUMNS = 128  # shared blocks that a program examines in one step
+MOST_LISTED = 1 << 27  # columns per tile of rows, int32 twice: longer lists would be larger than what they save
 
 
 def shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> Work:
-    """Tiles of rows with the shared blocks that they use. beside: other parts of the step read the cache, too."""
+    """Launches tiles of rows with the shared blocks that they use. beside: other parts of the step read the cache,
+    too.
+    """
     tile = shared_tile(layer, plan.starts is not None and not beside)
     rows_per_tile = tile.block_m // layer.group
     tiles = plan.kept(("tiles", rows_per_tile), lambda: tiles_of(part, plan.block_size, layer.rows, rows_per_tile))
@@ -125,9 +128,10 @@ def tiled(
     spans: Tensor,
     programs: int,
 ) -> Work:
-    """Tiles of rows with lists of shared blocks, by `attend_shared`, or by `attend_own`, whose arguments are the same.
+    """Launches tiles of rows with lists of shared blocks, by `attend_shared`, or by `attend_own`, whose arguments are
+    the same.
 
-    spans: what the kernel takes beside `order`. programs: for each kv head.
+    spans: arguments of the kernel in addition to `order`. programs: per kv head.
     """
     rows_per_tile = tile.block_m // layer.group
     found = room_for(layer, plan, name, tiles.place, tiles.offsets, programs, rows_per_tile)
@@ -175,13 +179,13 @@ def tiled(
     return Work(launch, found)
 
 
-# Up to this many unique blocks for each pair of a tile of rows and a shared block, the two parts take about as long:
-# each then gets half of the GPU (H200, 64 decodes at 8192 shared and 512 own tokens: 0.081 -> 0.077 ms).
+# Up to this many unique blocks for each pair of a tile of rows and a shared block, the two parts take about equally
+# long, and each gets half of the GPU (H200, 64 decodes at 8192 shared and 512 own tokens: 0.081 -> 0.077 ms).
 BALANCED = 2
 
 
 def listed_pairs(layer: Layer, part: SharedPart | None) -> int:
-    """Number of pairs of a row tile and a shared block, which is the size of the lists."""
+    """Returns the number of pairs of a row tile and a shared block, which is the size of the lists."""
     if part is None:
         return 0
     return -(-layer.rows // (shared_tile(layer).block_m // layer.group)) * part.blocks.shape[0]
@@ -193,7 +197,7 @@ def tiles_of(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -
 
 
 def listed(part: SharedPart, block_size: int, order: Tensor, place: Tensor, rows_per_tile: int) -> Tiles:
-    """Tiles of rows, each with a list of the blocks that its rows see. order, place: see Tiles."""
+    """Launches tiles of rows, each with a list of the blocks that its rows see. order, place: see Tiles."""
     count, num_columns = order.shape[0] // rows_per_tile, part.blocks.shape[0]
     columns, column_blocks = order.new_empty((2, count, num_columns))
     counts, whole_counts = order.new_empty((2, count))
@@ -222,16 +226,17 @@ def listed(part: SharedPart, block_size: int, order: Tensor, place: Tensor, rows
     return Tiles(order, place, columns, column_blocks, whole_counts, offsets)
 
 
-# From this many single rows on, one loop over all entries is faster (H200, 256 requests of 512 tokens: 0.162 -> 0.157
-# ms); of fewer rows it is slower, and so it is where spans are long (8 with 77 chosen blocks each: by a sixth).
+# From this many single rows, one loop over all entries is faster (H200, 256 requests of 512 tokens: 0.162 -> 0.157 ms);
+# with fewer rows it is slower, and also with long spans (8 with 77 chosen blocks each: by a sixth).
 MANY_SPANS = 64
-# Never beside blocks of requests with several rows: a bucket counts more single rows than a step has, and this was the
-# one launch that differed from the true shape's (H200, a chunk of 2048 after 30K, 63 decodes at 2K: 2.50 and 2.13 ms).
+# Never together with blocks of requests with several rows: a bucket counts more single rows than a step has, and this
+# was the only launch that differed from the true shape's (H200, a chunk of 2048 after 30K, 63 decodes at 2K: 2.50 and
+# 2.13 ms).
 MANY_BESIDE = 1 << 30
 
 
 def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
-    """The single rows with their unique blocks, or their slots where the plan has a token table.
+    """Launches the single rows with their unique blocks, or with their slots if the plan has a token table.
 
     beside: leaves room for the shared part. alone: the step has no other part; a short context then goes directly to
         the result.
@@ -242,7 +247,7 @@ def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
     slots = None if plan.tokens is None or layer.slopes is not None else layer.by_slot()
     if slots is not None and plan.tokens is not None:
         layer, lists, size = slots, plan.tokens, 1
-    # a list of slots is as long as its row has tokens, which is not known
+    # a list of slots is as long as its row has tokens, a number that is not known
     of_row = 0 if size == 1 else size * (plan.most_of_row or 0)
     if alone and layer.slopes is None and is_short(layer, lists.blocks.shape[0] * size, of_row):
         return finished(layer, lists, size)
@@ -251,21 +256,21 @@ def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
 
 
 def selected(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blocks: Tensor | None) -> Work:
-    """The rows of each span with its selected blocks; blocks: int64 [selected], those of the layer."""
+    """Launches the rows of each span with its selected blocks. blocks: int64 [selected], chosen by the layer."""
     return selected_lists(layer, plan, part, lists, lists.blocks if blocks is None else blocks[lists.order])
 
 
 def selected_lists(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blocks: Tensor) -> Work:
-    """The rows of each span with a list of blocks; blocks: int64 [entries]."""
+    """Launches the rows of each span with a list of blocks; blocks: int64 [entries]."""
     place = plan.kept(("selected place", layer.rows), lambda: selected_place(part, layer.rows))
     spans = part.first_rows, part.num_rows
     return _spans(layer, plan, "selected", place, lists, blocks, part.max_rows, spans, chosen=True)
 
 
 def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> Work:
-    """The single rows with their unique blocks and with those chosen for them, as one list for each row.
+    """Launches the single rows with their unique blocks and the blocks chosen for them, as one list for each row.
 
-    blocks: int64 [selected], those of the layer; None: those of the part.
+    blocks: int64 [selected], chosen by the layer; None: the blocks of the part.
     """
     chosen = plan.parts.selected
     assert chosen is not None, "joined"
@@ -289,9 +294,10 @@ def _spans(
     block_size: int | None = None,
     chosen: bool = False,
 ) -> Work:
-    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i.
+    """Launches spans. rows: the most rows of a span. spans: first row and number of rows of each; None if span i is row
+        i.
 
-    chosen: blocks are a sparse method's choice, and so few.
+    chosen: blocks are a sparse method's choice, so they are few.
     """
     block_size = block_size or plan.block_size
     # or does a request with several rows read the cache, too?

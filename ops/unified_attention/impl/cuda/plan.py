@@ -1,4 +1,5 @@
-"""What the CUDA kernels read in addition to the parts: sorted lists and places, made on the device once per step.
+"""The data that the CUDA kernels read in addition to the parts: sorted lists and places, made on the device once per
+step.
 
 Shapes depend only on the shapes of the parts, and nothing is read on the host. So a graph with `plan` inside works for
 every step of its bucket.
@@ -27,7 +28,7 @@ T = TypeVar("T")
 class Lists(NamedTuple):
     """Entries (a block and its visible token range) sorted by list; invisible entries come last.
 
-    order: int64 [entries] place of each in the part. blocks: int64, lo, hi: int32 [entries].
+    order: int64 [entries] index of each in the part. blocks: int64, lo, hi: int32 [entries].
     owners: int32 [entries] list of each. offsets: int32 [lists + 1] start of each list.
     """
 
@@ -48,7 +49,7 @@ class Tiles(NamedTuple):
 
     order: int32 [tiles * rows_per_tile] rows, or -1. place: int32 [rows] the inverse; -1 if a row uses no shared block.
     columns, column_blocks: int32 [tiles, shared]. offsets: int32 [tiles + 1] of the columns in use. whole_counts: int32
-    [tiles]: the first columns of a tile, this many, are completely visible to all of its rows.
+    [tiles]: this many first columns of a tile are completely visible to all of its rows.
     """
 
     order: Tensor
@@ -65,14 +66,14 @@ class Tiles(NamedTuple):
 
 @dataclass
 class CudaPlan:
-    """The plan of one step. One layer at a time may use it, because the layers share `scratch`.
+    """The plan of one step. Only one layer may use it at a time, because the layers share `scratch`.
 
     starts: int32 [rows] first row that a row sees in the causal part; later than the row itself if it has none.
-    tokens: the unique part as a token table, its entries are slots; None if blocks are read.
-    joined: whether unique and selected part are one list, see `cuda_joined`; neither has one of its own then.
-    joined_own: whether what is selected for requests with several rows is one list with their own blocks in the shared
-        part, see `own.py`; the selected part has none of its own then.
-    derived: values that also depend on the heads or rows of a layer.
+    tokens: the unique part as a token table whose entries are slots; None if blocks are read.
+    joined: whether unique and selected part are one list, see `cuda_joined`; neither then has a list of its own.
+    joined_own: whether the blocks selected for requests with several rows form one list with their own blocks in the
+        shared part, see `own.py`; the selected part then has no list of its own.
+    derived: cached values that also depend on the heads or rows of a layer.
     """
 
     parts: AttentionParts
@@ -88,18 +89,18 @@ class CudaPlan:
 
     @property
     def most_of_row(self) -> int | None:
-        """Blocks that a single row has at most, where that is known."""
+        """The most blocks of a single row, if that is known."""
         return None if self.parts.unique is None else self.parts.unique.most_of_row
 
     def selected_lists(self) -> Lists | None:
-        """Those of the selected part by itself."""
+        """Returns the lists of the selected part alone."""
         part = self.parts.selected
         if part is None or not self.joined_own:
             return self.selected
         return self.kept(("selected lists", 0), lambda: _selected_lists(part))
 
     def kept(self, key: tuple[str, int], derive: Callable[[], T]) -> T:
-        """The value for this key, derived on the first call."""
+        """Returns the value for this key, derived on the first call."""
         if key not in self.derived:
             self.derived[key] = derive()
         return cast(T, self.derived[key])
@@ -124,19 +125,19 @@ def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
     )
 
 
-# A block is read as a whole, whatever is seen of it, a slot by itself. From this many tokens read per token in use on,
-# a table of slots is faster (H200, 64 requests of 440 tokens in runs of 1, 8, 64, 128: by blocks 2.11, 0.278, 0.050,
-# 0.043 ms, by slots 0.051, 0.049, 0.048, 0.048).
+# A block is read as a whole, however few of its tokens are seen; a slot is read by itself. From this many tokens read
+# per token in use, a table of slots is faster (H200, 64 requests of 440 tokens in runs of 1, 8, 64, 128: by blocks
+# 2.11, 0.278, 0.050, 0.043 ms, by slots 0.051, 0.049, 0.048, 0.048).
 SCATTERED = 1.35
 
 
 def _reads_blocks(part: UniquePart, block_size: int) -> bool:
-    """True if blocks are read as a whole, and no slots by themselves."""
+    """True if whole blocks are read, not single slots."""
     return part.num_tokens is None or part.num_tokens * SCATTERED > part.rows.shape[0] * block_size
 
 
 def _joins(parts: AttentionParts, block_size: int) -> bool:
-    """True if there are a unique and a selected part, and every choice is one row's."""
+    """True if there are a unique and a selected part, and every choice is for a single row."""
     unique, selected = parts.unique, parts.selected
     if unique is None or selected is None or not unique.num_rows or not unique.rows.numel():
         return False
@@ -144,9 +145,9 @@ def _joins(parts: AttentionParts, block_size: int) -> bool:
 
 
 def _joins_own(parts: AttentionParts, selected: SelectedPart) -> bool:
-    """True if there are choices for several rows, and blocks beside them that may be these rows' own.
+    """True if there are choices for several rows, and other blocks that may be these rows' own.
 
-    Not under a window, whose rows see different tokens, and not where slopes need the distance of every block.
+    False under a window, whose rows see different tokens, and with slopes, which need the distance of every block.
     """
     shared = parts.shared
     if parts.causal is None or shared is None or not shared.blocks.numel():
@@ -155,7 +156,7 @@ def _joins_own(parts: AttentionParts, selected: SelectedPart) -> bool:
 
 
 def _token_lists(part: UniquePart, unique: Lists, block_size: int) -> Lists | None:
-    """The slots of the tokens that rows see, a list for each row; None if blocks are read faster.
+    """Returns the slots of the tokens that rows see, a list for each row; None if reading blocks is faster.
 
     Slot `s` is token `s % block_size` of block `s // block_size`.
     """
@@ -187,7 +188,7 @@ def selected_place(part: SelectedPart, rows: int) -> Tensor:
     """The place of each row, span * max_rows + lane, or -1: int32 [rows]. A row belongs to one span at most."""
     spans, device = part.first_rows.shape[0], part.first_rows.device
     lane = torch.arange(part.max_rows, device=device)
-    # what is no row of a span goes to one more entry, which is cut off
+    # rows without a span go to one extra entry, which is cut off
     row = torch.where(lane < part.num_rows[:, None], part.first_rows[:, None] + lane, rows).clamp(max=rows)
     place = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
     places = torch.arange(spans * part.max_rows, dtype=torch.int32, device=device)
@@ -195,7 +196,7 @@ def selected_place(part: SelectedPart, rows: int) -> Tensor:
 
 
 def row_order(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> tuple[Tensor, Tensor]:
-    """Rows sorted by their first shared block, so that the rows of a tile mostly use the same; see Tiles."""
+    """Sorts rows by their first shared block, so that the rows of a tile mostly use the same; see Tiles."""
     count = part.blocks.shape[0]
     used = part.hi.clamp(max=block_size) > part.lo.clamp(min=0)
     column = torch.arange(count, dtype=torch.int32, device=used.device)
@@ -234,7 +235,7 @@ def _selected_lists(part: SelectedPart) -> Lists:
 
 
 def sort_by_owner(owners: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries by owner, int64 [entries], invisible ones last; the owner of each, int32; offsets, see Lists."""
+    """Sorts entries by owner: int64 [entries], invisible ones last; the owner of each, int32; offsets, see Lists."""
     key = torch.where(seen, owners, count).int()
     by_owner, order = torch.sort(key, stable=True)
     bounds = torch.arange(count + 1, dtype=key.dtype, device=key.device)
@@ -245,13 +246,13 @@ def _has_room(part: SelectedPart) -> bool:
     return part.blocks.shape[0] > 0 and part.first_rows.shape[0] > 0
 
 
-# Programs of a kernel over the cache, per multiprocessor; one, where it is to leave room for another part.
+# Programs per multiprocessor of a kernel over the cache; one, if it has to leave room for another part.
 PROGRAMS, PROGRAMS_BESIDE, PROGRAMS_FLAT = 2, 1, 4
-# Bytes of keys and values of one step of a loop: what is bound by memory asks for more at once.
+# Bytes of keys and values of one step of a loop: kernels limited by memory request more at once.
 STAGE, LARGE_STAGE = 32 * 1024, 64 * 1024
-SPANS_STAGES, FEW_STAGES = 2, 3  # of the loop over the blocks of a span, or over half ones
-# Tiles of fp32 are smaller throughout: their products are unrolled into single multiplications, which the compiler and
-# the registers feel.
+SPANS_STAGES, FEW_STAGES = 2, 3  # for the loop over the blocks of a span, or over half blocks
+# Tiles of fp32 are smaller throughout: their products are unrolled into single multiplications, which costs compile
+# time and registers.
 
 
 class Tile(NamedTuple):
@@ -263,7 +264,7 @@ class Tile(NamedTuple):
     warps: int
 
     def sizes(self) -> dict[str, int]:
-        """The sizes as arguments of a launch."""
+        """Returns the sizes as arguments of a launch."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -273,7 +274,7 @@ class Tile(NamedTuple):
 
 
 def causal_tile(layer: Layer) -> Tile:
-    """Tile of the causal part. block_m: rows."""
+    """Returns the tile of the causal part. block_m: rows."""
     if layer.huge:
         return Tile(16, layer.tokens_per_tile(STAGE), 2, 4)
     if layer.wide:
@@ -282,25 +283,29 @@ def causal_tile(layer: Layer) -> Tile:
 
 
 def spans_tile(layer: Layer, rows: int) -> Tile:
-    """Tile for spans of up to `rows` rows."""
+    """Returns the tile for spans of up to `rows` rows."""
     most = 64 if layer.wide else 128
     block_m = power_of_two(rows * layer.group)
     return Tile(block_m, min(most, layer.tokens_per_tile(LARGE_STAGE)), SPANS_STAGES, 8 if block_m >= 128 else 4)
 
 
-# Blocks of a program up to which it takes halves of blocks: of 3.2 blocks on average the most of whole ones are 4.
+# Up to this many blocks of a program, it takes half blocks: for an average of 3.2, some program would get 4 whole
+# blocks.
 FEW_BLOCKS = 12
 
 
 def of_few_blocks(tile: Tile, layer: Layer, entries: int, block_size: int) -> Tile:
-    """The tile, or half of it where programs have few blocks, which they then share evenly. entries: blocks of all."""
+    """Returns the tile, or half of it if programs have few blocks, which they then share evenly. entries: blocks of all
+    programs.
+    """
     if tile.block_n != block_size or tile.block_n <= 64 or entries > FEW_BLOCKS * programs_of(layer, entries):
         return tile
     return tile._replace(block_n=tile.block_n // 2, stages=FEW_STAGES)
 
 
 def flat_spans_tile(layer: Layer, block_size: int, beside: bool) -> Tile | None:
-    """For single rows in one loop over all entries, whose stages also hold queries; None if it does not fit.
+    """Returns the tile for single rows in one loop over all entries, whose stages also hold queries; None if it does
+    not fit.
 
     beside: as in `programs_of`; with fewer programs each requests more at once.
     """
@@ -312,10 +317,11 @@ def flat_spans_tile(layer: Layer, block_size: int, beside: bool) -> Tile | None:
 
 
 def shared_tile(layer: Layer, several: bool = False) -> Tile:
-    """Tile of the shared part: block_m has two sizes, for few and for many rows, since each compiles another kernel.
+    """Returns the tile of the shared part: block_m has two sizes, for few and for many rows, because each compiles
+        another kernel.
 
-    Two stages leave enough shared memory for the unique part beside it. several: requests have several rows, and no
-        unique part is beside it. Products then take the time, and two programs shall fit a multiprocessor (H200, two
+    Two stages leave enough shared memory for a concurrent unique part. several: requests have several rows, and there
+        is no unique part. Products then take the time, and two programs should fit on a multiprocessor (H200, two
         chunks of 512 after 4096 shared tokens 0.358 -> 0.272 ms).
     """
     if layer.huge:
@@ -328,9 +334,10 @@ def shared_tile(layer: Layer, several: bool = False) -> Tile:
 
 
 def programs_of(layer: Layer, entries: int, beside: bool = False, flat: bool = False) -> int:
-    """Programs per KV head, never more than entries. beside: it runs beside a part that is limited by memory.
+    """Returns the programs per KV head, never more than entries. beside: it runs together with a part that is limited
+        by memory.
 
-    A multiple of eight if there are that many: shares then more often end where a list ends.
+    The number is a multiple of eight if it is large enough: shares then more often end where a list ends.
     """
     per_multiprocessor = PROGRAMS_BESIDE if beside else PROGRAMS_FLAT if flat else PROGRAMS
     most = per_multiprocessor * multiprocessors(layer.query.device) // layer.kv_heads
@@ -338,7 +345,8 @@ def programs_of(layer: Layer, entries: int, beside: bool = False, flat: bool = F
 
 
 def merges_early(layer: Layer, programs: int) -> bool:
-    """True if the merge starts before this many programs per KV head have ended: for one row, if both fit on the GPU.
+    """True if the merge starts before this many programs per KV head have ended: only for one row, and if both fit on
+    the GPU.
 
     H200: 512 tokens 8.3 -> 8.0 us, 2560 tokens 9.5 -> 9.2. On a full GPU the merge displaces the programs that it waits
     for (8704 tokens 0.016 -> 0.019 ms, two requests of 4096 tokens 13.4 -> 15.6 us).

@@ -1,4 +1,6 @@
-"""Single rows of few tokens: a program per row and kv head, straight to the result, instead of even shares."""
+"""Single rows of few tokens: a program per row and kv head writes the result directly, instead of sharing work
+evenly.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import Lists, spans_til
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.softmax import attend_rows
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Work
 
-# Up to this many tokens in all, a program per row and kv head that needs no merge is faster than many and one (H200,
-# one request of 128 tokens 7.5 -> 4.5 us, of 256 7.6 -> 6.2, of 512 8.3 -> 9.9).
+# Up to this many tokens in total, a program per row and kv head without a merge is faster than many programs and a
+# merge (H200, one request of 128 tokens 7.5 -> 4.5 us, of 256 7.6 -> 6.2, of 512 8.3 -> 9.9).
 FINAL_TOKENS = 256
-# The same where no row has more, however many there are (64 rows of 128 tokens 0.0175 -> 0.0088 ms), and up to this
-# many tokens of each where rows alone fill the GPU (64 of 1024 tokens 0.076 -> 0.069 ms, but 16 0.0266 -> 0.0268).
+# The same if no row has more tokens, however many rows there are (64 rows of 128 tokens 0.0175 -> 0.0088 ms), and up to
+# this many tokens per row if rows alone fill the GPU (64 of 1024 tokens 0.076 -> 0.069 ms, but 16 0.0266 -> 0.0268).
 FINAL_OF_MANY, FILLED = 1152, 3
 
 
@@ -27,7 +29,7 @@ def is_short(layer: Layer, tokens: int, of_row: int) -> bool:
 
 
 def finished(layer: Layer, lists: Lists, block_size: int) -> Work:
-    """One program per row, with all of its blocks, straight to the result."""
+    """Launches one program per row with all of its blocks, which writes the result directly."""
     sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": block_size}
 
     def launch() -> None:

@@ -1,8 +1,8 @@
 """Requests with several rows under a window: their blocks in tiles of rows of one request.
 
 Rows of a request see different tokens, so `own.py` does not take them, and tiles of the shared part hold rows of
-several requests: every block is one that not all rows of the tile see, which is multiplied with all of them, masked,
-and not asked for ahead. Here a window's blocks but the first and last are seen by all rows of a tile.
+several requests: no block is seen by all rows of the tile, so it is multiplied with all of them, masked, and not
+prefetched. Here, all rows of a tile see all blocks of a window except the first and last.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Work
 from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
 
 # Measured by `make bench-attention ARGS="--device cuda --models --variants"`. One launch: up to this many rows of a
-# step (0: never), and this many cached tokens of a request; any number where verifications alone fill the GPU.
+# step (0: never), and this many cached tokens of a request; any number if verifications alone fill the GPU.
 ONE_LAUNCH_ROWS, ONE_LAUNCH_TOKENS = 512, 512
 # Programs per multiprocessor that fill the GPU.
 FILLED = 0.75
-# Rows of a request in a tile, in steps of up to this many rows: a verification. A bucket does not say how many rows its
-# requests have, and a chunk of a prompt reads its blocks once for each tile.
+# Rows of a request in a tile, in steps of up to this many rows: a verification. A bucket does not tell how many rows
+# its requests have, and a prompt chunk reads its blocks once for each tile.
 VERIFIED, FEW_ROWS = 8, 128
-# Whether tiles have rows of one request in verifications that one launch would not fill the GPU with. Chunks of a
-# prompt are faster in tiles of any rows.
+# Whether tiles of verifications hold rows of one request if one launch is not used. Chunks of a prompt are faster in
+# tiles of any rows.
 BY_REQUEST = True
 NEW = 32  # new tokens of a step of the loop over these
 
 
 def window_tile(layer: Layer) -> Tile:
-    """For the rows of a verification; as for single rows, what is read takes the time."""
+    """Returns the tile for the rows of a verification. As for single rows, reading takes the time."""
     if layer.huge:
         return own_tile(layer)
     block_m = max(power_of_two(layer.group), min(32 if layer.wide else 64, power_of_two(VERIFIED * layer.group)))
@@ -43,7 +43,7 @@ def window_tile(layer: Layer) -> Tile:
 
 
 def fits_one_launch(layer: Layer, plan: CudaPlan) -> bool:
-    """True if a program per tile and kv head, straight to the result, is faster than even shares and a merge."""
+    """True if a program per tile and kv head that writes the result directly is faster than even shares and a merge."""
     part, unique = plan.parts.shared, plan.parts.unique
     if part is None or part.rise is None or plan.starts is None or part.most_of_span is None:
         return False
@@ -61,7 +61,9 @@ def fits_one_launch(layer: Layer, plan: CudaPlan) -> bool:
 
 
 def one_launch(layer: Layer, plan: CudaPlan, part: SharedPart) -> Work:
-    """All of a step: cached blocks, shared or not, single rows, new tokens, sinks. part: the shared part."""
+    """Computes all of a step in one launch: cached blocks, shared or not, single rows, new tokens, sinks. part: the
+    shared part.
+    """
     tile = window_tile(layer)
     rows_per_tile = tile.block_m // layer.group
     tiles = plan.kept(("windows", rows_per_tile), lambda: _all_rows(part, plan.block_size, layer.rows, rows_per_tile))
@@ -83,13 +85,13 @@ def one_launch(layer: Layer, plan: CudaPlan, part: SharedPart) -> Work:
 
 
 def takes_requests(layer: Layer, part: SharedPart) -> bool:
-    """True if tiles have rows of one request; not where their lists are too large."""
+    """True if tiles hold rows of one request; False if their lists are too large."""
     tiles = most_tiles(layer.rows, part.hi.shape[0], window_tile(layer).block_m // layer.group)
     return BY_REQUEST and layer.rows <= FEW_ROWS and tiles * part.blocks.shape[0] <= MOST_LISTED
 
 
 def by_request(layer: Layer, plan: CudaPlan, part: SharedPart, division: Division) -> Work:
-    """The rows of each request with its own blocks, as `own`. part: the whole shared part."""
+    """Launches the rows of each request with its own blocks, like `own`. part: the whole shared part."""
     tile = window_tile(layer)
     rows_per_tile = tile.block_m // layer.group
     alone = plan.kept(("own of windows", 0), lambda: _alone(part, division))
@@ -109,20 +111,20 @@ def _alone(part: SharedPart, division: Division) -> SharedPart:
 
 
 def _with_blocks(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
-    """Of the rows whose tiles have blocks."""
+    """Returns the rows whose tiles have blocks."""
     tiles = _all_rows(part, block_size, rows, rows_per_tile)
     used = tiles.offsets[1:] > tiles.offsets[:-1]
     return tiles._replace(place=torch.where(used[tiles.place // rows_per_tile], tiles.place, -1))
 
 
 def _all_rows(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
-    """Tiles of rows of one span, wherever these lie in the step; rows without a request are a span, too."""
+    """Makes tiles of rows of one span, wherever these are in the step; rows without a request are a span, too."""
     order, place = span_order(part.row_spans, part.hi.shape[0], rows, rows_per_tile)
     return listed(part, block_size, order, place, rows_per_tile)
 
 
 def span_order(row_spans: Tensor, spans: int, rows: int, rows_per_tile: int) -> tuple[Tensor, Tensor]:
-    """order and place of Tiles, see there."""
+    """Returns `order` and `place` of Tiles."""
     ones = torch.ones(max(rows, spans), dtype=torch.int32, device=row_spans.device)
     row_counts = torch.zeros_like(ones[:spans]).index_add_(0, row_spans[:rows], ones[:rows])
     count = most_tiles(rows, spans, rows_per_tile)

@@ -1,4 +1,4 @@
-"""Launches of the parts of a layer, where they leave their partial results, and the streams that they run on."""
+"""Launches of the parts of a layer, the places of their partial results, and the streams that they run on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _threads = threading.local()
 class Found(NamedTuple):
     """Partial results of the programs of a part: acc, top, total, fp32 [programs + lists, rows, heads].
 
-    units: of an entry that programs share evenly.
+    units: units of an entry that programs share evenly.
     place: int32 [rows of the step]: list * rows per list + lane, or -1. offsets: int32 [lists + 1].
     """
 
@@ -34,9 +34,9 @@ class Found(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A launch, and where it leaves its partial results; None if it writes to the result of the step.
+    """A launch, and the place of its partial results; None if it writes to the result of the step.
 
-    small: it fills no GPU.
+    small: it does not fill a GPU.
     """
 
     launch: Callable[[], None]
@@ -47,7 +47,7 @@ class Work(NamedTuple):
 def room_for(
     layer: Layer, plan: CudaPlan, part: str, place: Tensor, offsets: Tensor, programs: int, rows: int
 ) -> Found:
-    """Scratch memory for a part whose lists have `rows` rows each."""
+    """Returns scratch memory for a part whose lists have `rows` rows each."""
     size = (programs + offsets.shape[0] - 1) * rows * layer.heads
     acc = scratch(layer, plan, f"{part} acc", size * layer.value_dim)
     top, total = (scratch(layer, plan, f"{part} {name}", size) for name in ("top", "total"))
@@ -66,7 +66,8 @@ def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
     """Launches all in parallel, the first on the current stream; later work waits for all of them.
 
     If memory limits one part and arithmetic another, together they take little longer than the slower one. A captured
-    graph gets parallel branches. What is small goes ahead of what fills the GPU, behind which it would find no room.
+    graph gets parallel branches. Small launches go ahead of those that fill the GPU, behind which they would find no
+    room.
     """
     if device.type != "cuda" or len(work) == 1:
         for one in work:
@@ -85,14 +86,14 @@ def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
 
 
 class _Sides(NamedTuple):
-    """Streams beside the current one: of its priority, and of a higher one."""
+    """Streams in addition to the current one: of its priority, and of a higher one."""
 
     beside: list[torch.cuda.Stream]
     ahead: list[torch.cuda.Stream]
 
 
 def _side_streams(device: torch.device) -> _Sides:
-    """Side streams of this thread: launches here must not enter a graph that another thread captures."""
+    """Returns the side streams of this thread: launches here must not enter a graph that another thread captures."""
     streams: dict[torch.device, _Sides] | None = getattr(_threads, "streams", None)
     if streams is None:
         streams = _threads.streams = {}

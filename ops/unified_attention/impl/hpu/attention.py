@@ -1,9 +1,9 @@
 """Unified Attention for Gaudi: a few batched matrix products with a softmax between them, nothing read on the host.
 
 A graph is small whatever its sizes: a part is one product, or a handful over chunks of rows, and tiling for the chip's
-memory is the graph compiler's work. What does not fit the card's memory (`score_memory`) is divided into steps. Runs on
-any device. What it computes is what the reference defines, except for keys with an infinite element: they are not
-looked at for themselves, and where a score is -Inf, it has the weight 0.
+memory is the graph compiler's work. A step that does not fit in the card's memory (`score_memory`) is divided. Runs on
+any device. It computes what the reference defines, except for keys with an infinite element: these are not detected,
+and a score of -Inf has weight 0.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, Attentio
 
 
 class HpuPlan(NamedTuple):
-    """What the layers of a step have in common: masks and indices, made once.
+    """Data that the layers of a step share: masks and indices, made once.
 
-    causal, shared: these parts; None without rows or blocks.
+    causal, shared: the parts; None if they have no rows or blocks.
     hidden: bool [rows, tokens] of shared blocks and, unless there are tiles, of new tokens; see `hidden_tokens`.
     window: of the causal part's tiles; None: its slices are used.
-    blocks: of the unique and the selected part.
+    blocks: the blocks of the unique and the selected part.
     distances: fp32 [rows, tokens] of the tokens of `hidden`, for layers with slopes; see `token_distances`.
     """
 
@@ -44,7 +44,7 @@ class HpuPlan(NamedTuple):
 
 
 class HpuAttention(AttentionImplementation):
-    """Made for Gaudi; by name on any device."""
+    """Unified Attention for Gaudi; runs on any device if chosen by name."""
 
     devices = frozenset({"hpu"})
     priority = 20
@@ -64,8 +64,8 @@ class HpuAttention(AttentionImplementation):
         token = None if of_blocks is None else torch.arange(block_size, device=of_blocks.hi.device)
         positions = parts.positions
         blocks = blocks_of(parts.unique, parts.selected, token, positions)
-        # beside chosen blocks slices keep the graph small; what chooses these has as many operators again. Tiles
-        # have no distances
+        # with chosen blocks, slices keep the graph small: choosing them needs as many operators again. Tiles have no
+        # distances
         slices = parts.selected is not None or positions is not None
         tiles = None if causal is None or slices else causal.tiles
         in_rows = causal if tiles is None else None
@@ -88,7 +88,7 @@ class HpuAttention(AttentionImplementation):
         per_head: PerHead = NOTHING_PER_HEAD,
         log_sums: Tensor | None = None,
     ) -> bool:
-        """Always True: no tensors need the reference."""
+        """Like the interface. Always True: no tensors need the reference."""
         num_rows, kv_heads = query.shape[0], key.shape[1]
         if num_rows == 0:
             return True

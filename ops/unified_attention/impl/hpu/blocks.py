@@ -1,4 +1,4 @@
-"""Cached blocks that rows of one request see, the unique part and the selected part: block by block, then by row."""
+"""Attends to cached blocks that rows of one request see, the unique and the selected part: by block, then by row."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Blocks(NamedTuple):
     """Blocks and the rows that read them; a block's rows see the same tokens of it. The same in all layers except for
     ids.
 
-    ids: int64 [blocks] to gather; None: the first ones of the cache, or those that a layer has chosen.
-    before: int64 [n] blocks to gather before those that a layer has chosen; None: there are none.
+    ids: int64 [blocks] to gather; None: the first blocks of the cache, or the blocks that a layer has chosen.
+    before: int64 [n] blocks to gather before the blocks that a layer has chosen; None: there are none.
     is_chosen: whether a layer's choice is gathered.
     rows: int64 [blocks * most rows], by block.
     unseen: bool [blocks, block_size] tokens that the rows do not see.
-    absent: bool [blocks, most rows] places without a row, whose `rows` are others; None: there are none.
+    absent: bool [blocks, most rows] places without a row, whose `rows` are arbitrary; None: there are none.
     distances: fp32 [blocks, block_size] of a block's tokens from its row, for layers with slopes.
     """
 
@@ -43,7 +43,9 @@ class Blocks(NamedTuple):
     distances: Tensor | None = None
 
     def gathered(self, chosen: Tensor | None) -> Tensor | None:
-        """int64 [blocks]; None: the first ones of the cache. chosen: int64 [selected] of a layer, instead of `ids`."""
+        """Returns the blocks to gather, int64 [blocks]; None: the first blocks of the cache. chosen: int64 [selected]
+        of a layer, instead of `ids`.
+        """
         if not self.is_chosen or chosen is None:
             return self.ids
         return chosen if self.before is None else torch.cat((self.before, chosen))
@@ -52,8 +54,9 @@ class Blocks(NamedTuple):
 def blocks_of(
     unique: UniquePart | None, selected: SelectedPart | None, token: Tensor | None, positions: Tensor | None = None
 ) -> tuple[Blocks, ...]:
-    """The blocks of both parts, together where each block has one row. token: int64 [block_size] 0, 1, ..; positions:
-    int64 [rows], for layers with slopes, which have no selected part."""
+    """Returns the blocks of both parts, in one if each block has one row. token: int64 [block_size] 0, 1, ..;
+    positions: int64 [rows], for layers with slopes, which have no selected part.
+    """
     own = others = None
     if token is None:
         return ()
@@ -72,7 +75,9 @@ def blocks_of(
 
 
 def _together(own: Blocks, others: Blocks, chosen: Tensor) -> Blocks:
-    """The slice of one is gathered then: a copy more of its blocks, and half of the operators."""
+    """Joins both parts. The slice of the unique part is then gathered: an extra copy of its blocks, but half of the
+    operators.
+    """
     places = torch.arange(own.rows.shape[0], device=chosen.device) if own.ids is None else own.ids
     rows, unseen = torch.cat((own.rows, others.rows)), torch.cat((own.unseen, others.unseen))
     return Blocks(torch.cat((places, chosen)), places, True, rows, unseen)
@@ -99,9 +104,10 @@ def attend_blocks(
     products: Products,
     seen: Seen | None,
 ) -> Seen:
-    """What rows have seen, and these blocks.
+    """Adds these blocks to what rows have seen.
 
-    query: [kv_heads, rows, groups, dim], prepared. chosen: int64 [selected] of the layer, or None for the part's own.
+    query: [kv_heads, rows, groups, dim], prepared. chosen: int64 [selected], the choice of the layer, or None for the
+        part's own blocks.
     """
     rows, unseen, ids = blocks.rows, blocks.unseen, blocks.gathered(chosen)
     count = unseen.shape[0]
@@ -134,13 +140,13 @@ def _gather(cache: Tensor, ids: Tensor | None, count: int) -> Tensor:
 
 
 def row_maxima(seen: Seen | None, rows: Tensor, tops: Tensor, num_rows: int) -> Tensor:
-    """fp32 [rows, ...] of what is seen and the maxima [pieces, ...] of pieces of these rows."""
+    """Returns the maxima fp32 [rows, ...] of what is seen and of pieces [pieces, ...] of these rows."""
     before = tops.new_full((num_rows, *tops.shape[1:]), LOWEST) if seen is None else seen.max
     return index_maximum(before, rows, tops)
 
 
 def add_to_rows(seen: Seen | None, top: Tensor, rows: Tensor, out: Tensor, total: Tensor) -> Seen:
-    """Adds pieces [pieces, ...] that are weighted by `top`, the maxima of all rows, to what is seen."""
+    """Adds pieces [pieces, ...], weighted by the maxima `top` of all rows, to what is seen."""
     if seen is None:
         before, sums = out.new_zeros((*top.shape, out.shape[-1])), torch.full_like(top, LEAST_SUM)
     else:

@@ -1,4 +1,6 @@
-"""A step of prompts alone, by Gaudi's fused kernel: with nothing to merge, its missing statistics are not needed."""
+"""Computes a step of prompts only by Gaudi's fused kernel: with nothing to merge, its missing statistics are not
+needed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import CausalPart, CausalTiles
 from vllm_gaudi_ucm.ops.unified_attention.score_memory import MOST_CHUNKS
 
 Kernel = Callable[..., Tensor]
-"""`FusedSDPA.apply`."""
+"""The type of `FusedSDPA.apply`."""
 
 
 def fused_causal(
@@ -27,7 +29,7 @@ def fused_causal(
     kernel: Kernel,
 ) -> None:
     """Writes all rows; those without a group are zeros. hidden: bool [rows, rows], or the window of the tiles."""
-    # what a row does not see is masked by adding the lowest number, so it must be finite
+    # tokens that a row does not see are masked by adding the lowest number, so all values must be finite
     broken_key, broken_value = (tensor - tensor for tensor in (key, value))
     broken = ((broken_key.sum(-1) + broken_value.sum(-1)) != 0).to(query.dtype)
     key, value = key.masked_fill(broken_key != 0, 0), value.masked_fill(broken_value != 0, 0)
@@ -71,7 +73,7 @@ def _attend_tiles(
     scale: float,
     kernel: Kernel,
 ) -> Tensor:
-    """Tiles are the batch of a call."""
+    """Attends tiles, as the batch of a call."""
     rows = _gather(query, window.rows)
     keys, values, tainted = (_gather(tensor, window.keys) for tensor in (key, value, broken))
     found, places = [], []
@@ -79,7 +81,7 @@ def _attend_tiles(
         tokens = (slice(first, last), slice(begin, end))
         hidden = window.hidden[first:last, lo:hi, begin:end]
         piece = _attend(rows[first:last, lo:hi], keys[tokens], values[tokens], tainted[tokens], hidden, scale, kernel)
-        # a repeated row is added as nothing: an index that occurs twice has no defined copy on the card
+        # a repeated row adds 0: the result of copying to an index twice is not defined on the card
         stale = window.stale[first:last, lo:hi, None, None]
         found.append(piece.masked_fill(stale, 0).flatten(0, 1))
         places.append(window.rows[first:last, lo:hi].flatten())
@@ -88,21 +90,23 @@ def _attend_tiles(
 
 
 def _gather(tensor: Tensor, index: Tensor) -> Tensor:
-    """[*index.shape, ...] rows of a tensor."""
+    """Gathers rows [*index.shape, ...] of a tensor."""
     return tensor.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, broken: Tensor, hidden: Tensor, scale: float, kernel: Kernel
 ) -> Tensor:
-    """[batch, rows, heads, ...] of query [batch, rows, heads, dim] over key and value [batch, keys, kv_heads, dim].
+    """Returns [batch, rows, heads, ...], attention of query [batch, rows, heads, dim] over key and value [batch, keys,
+    kv_heads, dim].
 
-    hidden: bool [batch, rows, keys]. broken: 1 [batch, keys, kv_heads] for a token that was not finite.
+    hidden: bool [batch, rows, keys]. broken: [batch, keys, kv_heads], 1 for a token that was not finite.
     """
     bias = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, torch.finfo(query.dtype).min)
     heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    # recompute: probabilities are never in the card's memory. A mask, so never causal: the kernel takes one of both
+    # recompute: probabilities are never in the card's memory. With a mask, never causal: the kernel takes one or the
+    # other
     found = kernel(*heads_first, bias[:, None], 0.0, False, scale, "None", True).transpose(1, 2)
     tainted = torch.bmm((~hidden).to(query.dtype), broken)
-    # the root of a negative number, because a NaN literal would leave the graph
+    # the root of a negative number, because a NaN literal would break the graph
     return (found.unflatten(2, (key.shape[2], -1)) + (-tainted).sqrt()[..., None, None]).flatten(2, 3)

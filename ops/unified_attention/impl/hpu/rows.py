@@ -1,7 +1,8 @@
-"""Rows times tokens: shared blocks, and new tokens where nothing bounds how far rows look back.
+"""Multiplies rows by tokens: shared blocks, and new tokens if no bound is known on how far rows look back.
 
 Every row is multiplied with every token of its chunk, shared tokens and new ones in one product; groups and slices only
-say what need not be. A causal step has a few chunks of rows, so that less is multiplied above the diagonal.
+tell which products are unnecessary. A causal step has a few chunks of rows, so that less is multiplied above the
+diagonal.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def attend_rows(
     most_chunks: int,
     distances: Tensor | None = None,
 ) -> Seen:
-    """What all rows see of the shared part, and of the causal part's slices.
+    """Attends all rows to the shared part, and to the causal part's slices.
 
     query: [kv_heads, rows, groups, dim], prepared. key, value: the new tokens. mask: see `hidden_tokens`.
     distances: see `token_distances`. One of the parts is given.
@@ -82,7 +83,7 @@ def attend_rows(
 
 
 def chunks(rows: int, before: int, causal: CausalPart | None, most: int) -> list[Chunk]:
-    """Chunks of `rows` rows over `before` shared tokens and then the new ones."""
+    """Returns chunks of `rows` rows over `before` shared tokens and then the new tokens."""
     count = max(1, min(most, rows // LEAST_ROWS))
     step = -(-rows // count)
     found = []
@@ -91,21 +92,22 @@ def chunks(rows: int, before: int, causal: CausalPart | None, most: int) -> list
         key_lo, key_hi = 0, before
         if causal is not None:
             key_lo, key_hi = _new_keys(causal, lo, hi)
-            # with shared tokens before them, the new ones are taken from the first one on: the keys are one range
+            # with shared tokens before them, new tokens are taken from the first, so that the keys are one range
             key_lo, key_hi = 0 if before else key_lo, before + key_hi
         found.append(Chunk(lo, hi, key_lo, max(key_hi, key_lo + 1)))
     return found
 
 
 def _new_keys(causal: CausalPart, lo: int, hi: int) -> tuple[int, int]:
-    """The new tokens that rows [lo, hi) may see by the slices; none is later than the last row."""
+    """Returns the new tokens that rows [lo, hi) may see according to the slices; none is later than the last row."""
     mine = [one for one in causal.slices if one.query_lo < hi and one.query_hi > lo]
     first, last = min([hi - 1, *(one.key_lo for one in mine)]), max([0, *(one.key_hi for one in mine)])
     return first, min(hi, last)
 
 
 def hidden_tokens(shared: SharedPart | None, causal: CausalPart | None, token: Tensor | None) -> Tensor | None:
-    """bool [rows, shared tokens, then new ones]: those that a row does not see. None: there are neither.
+    """Returns bool [rows, shared tokens, then new tokens]: the tokens that a row does not see. None if there are
+        neither.
 
     causal: this part, if its rows are multiplied with new tokens in chunks. token: int64 [block_size] 0, 1, ..
     """
@@ -129,7 +131,7 @@ def hidden_tokens(shared: SharedPart | None, causal: CausalPart | None, token: T
 def token_distances(
     shared: SharedPart | None, causal: CausalPart | None, token: Tensor | None, positions: Tensor
 ) -> Tensor | None:
-    """fp32 [rows, tokens] of the tokens of `hidden_tokens`: how far before the row a token that it sees is."""
+    """Returns fp32 [rows, tokens] for the tokens of `hidden_tokens`: how far before the row each visible token is."""
     found = []
     if shared is not None and token is not None:
         begin = positions[:, None] + shared.lo.index_select(0, shared.row_spans)
@@ -141,7 +143,9 @@ def token_distances(
 
 
 def outside(token: Tensor, lo: Tensor | None, hi: Tensor) -> Tensor:
-    """bool [..., block_size] of bounds [...]: the tokens of a block that are not in [lo, hi). No lo is 0."""
+    """Returns bool [..., block_size] for bounds [...]: the tokens of a block that are not in [lo, hi). lo of None means
+    0.
+    """
     after = token >= hi[..., None]
     return after if lo is None else after | (token < lo[..., None])
 

@@ -1,4 +1,6 @@
-"""New tokens among themselves in tiles of rows that data places, which look back as far as their levels say."""
+"""New tokens among themselves, in tiles of rows that are placed at run time and look back as far as their levels
+allow.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.products import (
 )
 from vllm_gaudi_ucm.ops.unified_attention.parts import CausalTiles
 
-# Products of a step. Four keep what is multiplied within 1.3 times what prompts of the bucket's length need.
+# Products of a step. With four, the work stays within 1.3 times what prompts of the bucket's length need.
 PRODUCTS = 4
 PRODUCTS_BESIDE_SHARED = 3
 
@@ -37,7 +39,7 @@ class TileProduct(NamedTuple):
 
 
 class Window(NamedTuple):
-    """rows: int64 [tiles, rows], the last one repeated. keys: int64 [tiles, window] row of each key.
+    """rows: int64 [tiles, rows], padded by repeating the last one. keys: int64 [tiles, window] row of each key.
 
     hidden: bool [tiles, rows, window] keys that a row does not see; repeated rows see none.
     stale: bool [tiles, rows] repeated rows.
@@ -50,7 +52,9 @@ class Window(NamedTuple):
 
 
 def tile_products(tiles: CausalTiles, most: int) -> list[TileProduct]:
-    """A class of tiles for each part of the reach, and parts of tiles if there are fewer classes than products."""
+    """Returns a class of tiles for each part of the look-back, and parts of tiles if there are fewer classes than
+    products.
+    """
     reach = len(tiles.levels)
     classes = min(most, reach)
     bounds = [-(-reach * number // classes) for number in range(classes + 1)]
@@ -68,7 +72,9 @@ def tile_products(tiles: CausalTiles, most: int) -> list[TileProduct]:
 
 
 def window_of(groups: Tensor, tiles: CausalTiles, first_rows: Tensor | None = None) -> Window:
-    """The rows of each tile, and all rows that the deepest ones look back on. groups, first_rows: see CausalPart."""
+    """Returns the rows of each tile, and all rows that the deepest tiles look back on. groups, first_rows: see
+    CausalPart.
+    """
     place = tiles.first[:, None] + torch.arange(tiles.rows, device=groups.device)
     rows = torch.minimum(place, tiles.last[:, None])
     back = (len(tiles.levels) - 1) * tiles.rows
@@ -93,9 +99,9 @@ def attend_tiles(
     products: Products,
     seen: Seen | None,
 ) -> Seen:
-    """What rows have seen, and the new tokens. See `attend_blocks`; key, value: the new tokens."""
+    """Adds the new tokens to what rows have seen. See `attend_blocks`; key, value: the new tokens."""
     kv_heads, num_rows, groups, _ = query.shape
-    # tiles lie outside of heads here, so that some of them are a slice; entries are kv head * rows + row
+    # the axis of tiles is outermost here, so that some tiles are a slice; entries are kv head * rows + row
     query = query.flatten(0, 1)
     first = torch.arange(0, kv_heads * num_rows, num_rows, device=query.device)[:, None]
     places = window.rows[:, None] + first  # [tiles, kv_heads, rows]
