@@ -1,4 +1,4 @@
-"""Finds the bucket of a step: the cheapest one that dominates it. Within the limits there is always one."""
+"""Finds the bucket of a step: the cheapest one that dominates it. Within the limits, one always exists."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class BucketSet:
 
     Forward shapes are kept in ascending order of cost. Each value of a dimension has the set of shapes that are large
     enough, as the bits of an integer. The intersection over all dimensions holds the shapes that dominate a step; its
-    lowest bit is the cheapest, which is the step's own shape where that is a bucket. That takes three binary searches
-    and three bitwise ands (about 1 microsecond at 64 buckets); a sparse method adds one of each, for selected blocks,
-    and so do max prompt tiles where buckets bound them.
+    lowest bit is the cheapest, which is the step's own shape if that is a bucket. This takes three binary searches and
+    three bitwise ands (about 1 microsecond at 64 buckets); a sparse method adds one of each, for selected blocks, and
+    so do max prompt tiles if buckets bound them.
 
     Args:
-        forward: forward shapes; `limits.maximum` is added where it is missing.
-        logits: logits rows; `limits.max_num_seqs` is added where it is missing.
-        limits: what steps keep within.
+        forward: forward shapes; `limits.maximum` is added if missing.
+        logits: logits rows; `limits.max_num_seqs` is added if missing.
+        limits: bounds that steps keep within.
         cost: decides which of several shapes that dominate a step is the cheapest.
     """
 
@@ -51,7 +51,7 @@ class BucketSet:
             _Axis(sizes) for sizes in list(zip(*self.forward, strict=True))[1:]
         )
         self.selected = tuple(self._selected.values)
-        """The different numbers of selected blocks, ascending; the last one is the limits'."""
+        """The different numbers of selected blocks, ascending; the last one is the limit."""
         self._has_selected = self.selected != (0,)
         self._has_prompt_tiles = len(self._prompt_tiles.values) > 1
 
@@ -60,7 +60,7 @@ class BucketSet:
         return len(self.forward) + len(self.logits)
 
     def lookup(self, step: Bucket) -> Bucket:
-        """The cheapest bucket that dominates `step`.
+        """Returns the cheapest bucket that dominates `step`.
 
         Raises:
             LimitsError: the step exceeds the limits that the set was made for.
@@ -85,11 +85,11 @@ class BucketSet:
         return found.step(self.logits[row] if logits else 0)
 
     def logits_rows(self, count: int) -> int:
-        """Rows of the smallest logits bucket that holds `count`; 0 for none."""
+        """Returns the rows of the smallest logits bucket that holds `count`; 0 for 0."""
         return self.logits[bisect_left(self.logits, count)] if count else 0
 
     def assign(self, shapes: Shapes) -> NDArray[np.int64]:
-        """[n] index into `forward` of the cheapest that dominates each shape: the lookup for many at once.
+        """Looks up many shapes at once: [n] the index into `forward` of the cheapest shape that dominates each.
 
         Args:
             shapes: [n, 4] to [n, 6] (see `Shapes`); further dimensions of the buckets are ignored.
@@ -98,21 +98,23 @@ class BucketSet:
 
 
 class NotWarmError(RuntimeError):
-    """A step was looked up before the configured maximum was warm."""
+    """Raised if a step is looked up before the configured maximum is warm."""
 
 
 class WarmState(NamedTuple):
-    """Which graphs are warm, at one moment. Immutable: a change in another thread never shows halfway."""
+    """The warm graphs at one moment. Immutable: a change in another thread never shows halfway."""
 
     wanted: BucketSet
     """Every bucket that is or will be warm."""
     warm: BucketSet | None
-    """None until the configured maximum is warm, forward shape and logits rows: only then every step has a bucket."""
+    """The warm buckets; None until the configured maximum (forward shape and logits rows) is warm: only then every step
+    has a bucket.
+    """
     warm_keys: frozenset[ForwardShape | int]
     cold_keys: frozenset[ForwardShape | int]
 
     def lookup(self, step: Bucket) -> tuple[Bucket, Bucket]:
-        """(the cheapest bucket that dominates `step`, the cheapest that does and is warm).
+        """Returns (the cheapest bucket that dominates `step`, the cheapest warm one that does).
 
         A pure function of the step and of the warm keys: workers that agree on these choose the same graph.
 
@@ -138,7 +140,7 @@ class _Axis:
 
 
 def cheapest_fit(ordered: Shapes, shapes: Shapes) -> NDArray[np.int64]:
-    """[n] first row of `ordered` (ascending cost) that dominates each of `shapes`, or -1."""
+    """Returns [n], the first row of `ordered` (ascending cost) that dominates each of `shapes`, or -1."""
     found = np.full(len(shapes), -1, np.int64)
     open_rows = np.arange(len(shapes))
     for index, shape in enumerate(ordered):
@@ -151,7 +153,7 @@ def cheapest_fit(ordered: Shapes, shapes: Shapes) -> NDArray[np.int64]:
 
 
 def _by_cost(shapes: Iterable[ForwardShape], cost: Cost) -> tuple[ForwardShape, ...]:
-    """Cheapest first; among equals smaller sizes first, so that a shape comes before all that dominate it."""
+    """Sorts the cheapest first; among equals smaller sizes first, so that a shape comes before all that dominate it."""
     listed = sorted(shapes, key=lambda shape: (shape.sizes, "c" in shape.phase))
     seconds = shape_seconds(cost, graph_array(listed))
     return tuple(listed[index] for index in np.argsort(seconds, kind="stable"))

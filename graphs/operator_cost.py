@@ -1,4 +1,6 @@
-"""What the operators of a region cost on a device: their stream, recorded on `meta` tensors, as FLOPs, bytes, time."""
+"""Estimates what the operators of a region cost on a device: FLOPs, bytes and time of their stream, recorded on `meta`
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from vllm_gaudi_ucm.graphs.recipes.recipe import operator_of, tensors_in
 class Access(NamedTuple):
     """Bytes [begin, end) of a memory that an operator touches.
 
-    used: bytes of these that it needs. chosen: an index chooses them at run time, so their places are unknown.
+    used: how many of these bytes it needs. chosen: an index chooses them at run time, so their places are unknown.
     """
 
     memory: int
@@ -33,7 +35,7 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedOperator:
-    """matrix: FLOPs of a matrix product. vector: elements that other arithmetic goes over, in units of two bytes."""
+    """matrix: FLOPs of a matrix product. vector: elements that other arithmetic processes, in units of two bytes."""
 
     name: str
     reads: tuple[Access, ...]
@@ -42,7 +44,7 @@ class TracedOperator:
     vector: float
 
 
-# An index chooses among the rows of the first argument: only those are touched.
+# An index chooses rows of the first argument: only these are touched.
 _GATHERS = frozenset(("aten::index_select", "aten::index", "aten::embedding", "aten::gather"))
 _SCATTERS = frozenset(("aten::index_copy_", "aten::index_add_", "aten::index_reduce_", "aten::index_put_"))
 _MOVES = frozenset(
@@ -53,12 +55,12 @@ _MOVES = frozenset(
     )
 )
 VECTOR_WORK: dict[Any, Callable[..., float]] = {}
-"""Two-byte elements that the vector engines go over in operators that do more than one thing, of their arguments."""
+"""Two-byte elements of their arguments that the vector engines process in operators that do more than one thing."""
 _ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided"))
 
 
 class OperatorTrace(TorchDispatchMode):
-    """While it is entered, `operations` grows by every operator that is no view and no change of metadata.
+    """Records in `operations`, while entered, every operator except views and changes of metadata.
 
     Memories are numbered in order of first appearance. `sizes`: their bytes. `outside`: memories from before.
     """
@@ -69,7 +71,7 @@ class OperatorTrace(TorchDispatchMode):
         self.sizes: list[int] = []
         self.outside: set[int] = set()
         self._numbers: dict[int, int] = {}
-        # While a storage is referred to, even weakly, its address is not given to another one.
+        # While a storage is referenced, even weakly, its address is not given to another one.
         self._referred: list[StorageWeakRef] = []
 
     def __torch_dispatch__(
@@ -106,7 +108,7 @@ class OperatorTrace(TorchDispatchMode):
             # an addition reads its target, a replacement does not
             reads[0:1] = [] if name in _MOVES else [_chosen(reads[0], reads[-1].used)]
         elif name in _MOVES and operator_of(func).writes:
-            reads = reads[1:]  # what was there is not looked at
+            reads = reads[1:]  # the old content is not read
         count = flop_registry.get(func._overloadpacket)
         matrix = 0 if count is None else int(count(*args, **kwargs, out_val=result))
         own = VECTOR_WORK.get(func._overloadpacket)
@@ -141,18 +143,20 @@ class OperatorTrace(TorchDispatchMode):
 
 
 def _chosen(access: Access, used: int) -> Access:
-    """An access by index; one that needs no less than everything is an ordinary one."""
+    """Returns an access by index; an access that needs everything is an ordinary one."""
     return access if used >= access.used else access._replace(used=used, chosen=True)
 
 
 def _vector_work(inputs: list[Tensor], results: list[Tensor]) -> float:
-    """The largest tensor in it, in two-byte elements: the vector engines do twice as many of those."""
+    """Returns the size of the largest tensor, in two-byte elements: the vector engines process twice as many of
+    them.
+    """
     floats = [tensor for tensor in (*inputs, *results) if tensor.is_floating_point()] or [*inputs, *results]
     return max((tensor.numel() * max(1.0, tensor.element_size() / 2) for tensor in floats), default=0.0)
 
 
 def trace(run: Any, *args: Any) -> OperatorTrace:
-    """The operators of `run(*args)`; composite ones in pieces."""
+    """Traces the operators of `run(*args)`; composite ones in pieces."""
     with torch.inference_mode(False), torch.no_grad(), OperatorTrace() as found:
         run(*args)
     return found
@@ -162,9 +166,9 @@ LINE = 512 << 10
 
 
 class OnChipMemory:
-    """Lines of memories. Reading one that is not here, and throwing out one that was written, is traffic.
+    """Lines of memories. Reading a missing line, and evicting a written one, is traffic.
 
-    A line of a memory that nothing will read any more is dropped for nothing. What came from outside is written back.
+    A line of a memory that is not read again is dropped at no cost. Memory from outside is written back.
     """
 
     def __init__(self, capacity: int, sizes: Sequence[int]) -> None:
@@ -194,7 +198,7 @@ class OnChipMemory:
             self._put(line, True)
 
     def forget(self, memory: int, write_back: bool) -> None:
-        """The memory is not used again; what was written to one from outside must get there."""
+        """Drops a memory that is not used again; writes to memory from outside still count."""
         for line in _lines(Access(memory, 0, self._sizes[memory], 0)):
             written = self._lines.pop(line, None)
             if written is not None:
@@ -220,7 +224,9 @@ class OnChipMemory:
 
 
 def memory_traffic(trace: OperatorTrace, capacity: int) -> int:
-    """Bytes that operators move to and from memory, run one after the other, with `capacity` bytes on the chip."""
+    """Returns the bytes that operators move to and from memory, run one after the other, with `capacity` bytes on the
+    chip.
+    """
     chip = OnChipMemory(capacity, trace.sizes)
     last: dict[int, int] = {}
     for index, operation in enumerate(trace.operations):
@@ -249,8 +255,8 @@ def _lines(access: Access) -> list[tuple[int, int]]:
 class StreamCost:
     """A stream of operators on one device.
 
-    work: with results kept on the chip as long as there is room. touched: bytes that the operators read and write, as
-    if each went to the device's memory. operators: how many there are to compile.
+    work: the work if results stay on the chip as long as there is room. touched: bytes that the operators read and
+    write, as if each went to the device's memory. operators: how many there are to compile.
     """
 
     work: Work
@@ -259,7 +265,7 @@ class StreamCost:
 
     @classmethod
     def of(cls, trace: OperatorTrace, on_chip: int) -> StreamCost:
-        """on_chip: bytes of SRAM."""
+        """Computes the cost. on_chip: bytes of SRAM."""
         operations = trace.operations
         work = Work(
             float(sum(operation.matrix for operation in operations)),

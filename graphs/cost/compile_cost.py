@@ -1,7 +1,8 @@
-"""What a graph costs to compile, from the number of its nodes: two bounds, modelled on the few figures on record.
+"""Estimates the time to compile a graph from the number of its nodes: two bounds, modelled on the few published
+figures.
 
-Nobody has published seconds over nodes for Gaudi's graph compiler. The bounds are straight lines through figures of
-vllm-gaudi, and their distance says how little is known.
+There are no published figures of seconds over nodes for Gaudi's graph compiler. The bounds are straight lines through
+figures of vllm-gaudi; their distance shows how little is known.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class CompileCost:
-    """Seconds of one graph: fixed + per_node * nodes. fixed: tracing, guards, allocation and a first launch."""
+    """Seconds of one graph: fixed + per_node * nodes. fixed: for tracing, guards, allocation and a first launch."""
 
     fixed: Spread
     per_node: Spread
@@ -43,14 +44,15 @@ _LAYERS, _NODES_OF_LAYER = 32, 50
 _FASTEST = 49.0 / (24 + 48)
 # vllm-fork, issue 201: one prompt bucket of 512 to 1024 tokens takes 14 to 38 s.
 _SLOWEST = 38.0
-# What does not shrink with the nodes, in layers. vllm-gaudi, pull request 1638: every layer of Gemma 4 E4B had been
-# compiled by itself, then one for all; prompts went from 12 to 3 minutes and decodes from 28 to 18. With 35 layers
-# (inferred) a layer takes (12 - 3) / 34 and (28 - 18) / 34 minutes, and what stays is as much as 10 and 60 of them.
+# The fixed part, in layers. vllm-gaudi, pull request 1638: every layer of Gemma 4 E4B used to be compiled separately,
+# and then one for all; prompts went from 12 to 3 minutes and decodes from 28 to 18. With 35 layers (inferred) a layer
+# takes (12
+# - 3) / 34 and (28 - 18) / 34 minutes, and the fixed part is as large as 10 and 60 of them.
 _FIXED_LAYERS = (10, 60)
 
 
 def _line_through(seconds: float, fixed_layers: int) -> tuple[float, float]:
-    """(fixed, per node) with which the whole model takes these seconds."""
+    """Returns (fixed, per node) with which the whole model takes these seconds."""
     per_layer = seconds / (fixed_layers + _LAYERS)
     return fixed_layers * per_layer, per_layer / _NODES_OF_LAYER
 
@@ -62,11 +64,12 @@ GAUDI_COMPILE = CompileCost(Spread(_LOW[0], _HIGH[0]), Spread(_LOW[1], _HIGH[1])
 CUDA_CAPTURE = CompileCost(Spread(0.3, 0.3), Spread(0.0, 0.0))
 NO_COMPILATION = CompileCost(Spread(0.0, 0.0), Spread(0.0, 0.0))
 
-# Most nodes of a layer's attention: in decode buckets, and in any. What the hpu implementation is held to.
+# The most nodes of a layer's attention, in decode buckets and in any bucket: the limits that the hpu implementation
+# must meet.
 DECODE_NODES, MOST_NODES = 60, 150
-# Of a layer around its attention: products, norms, rotary embedding, gate, cache writes; all in torch's form.
+# Nodes of a layer around its attention: products, norms, rotary embedding, gate, cache writes; all in torch's form.
 LAYER_NODES = 60
-# Embedding and final norm are compiled once, and so is what makes logits and samples them.
+# Embedding and final norm are compiled once, and so is the graph that computes and samples logits.
 OUTER_NODES, LOGITS_NODES = 12, 60
 
 AttentionNodes = Callable[[ForwardShape], int]
@@ -74,13 +77,13 @@ AttentionNodes = Callable[[ForwardShape], int]
 
 
 def most_attention_nodes(shape: ForwardShape) -> int:
-    """The most that the implementation may have; counting takes torch, and seconds."""
+    """Returns the most nodes that the implementation may have; counting them would need torch, and seconds."""
     return MOST_NODES if "c" in shape.phase or shape.selected_blocks else DECODE_NODES
 
 
 def graph_nodes(key: ForwardShape | int, attention: AttentionNodes = most_attention_nodes) -> int:
-    """Nodes that are compiled for a forward shape, or for a number of logits rows.
+    """Returns the nodes that are compiled for a forward shape, or for a number of logits rows.
 
-    One decoder layer is compiled for all layers, so their number is not in it.
+    One decoder layer is compiled for all layers, so the number of layers does not count.
     """
     return LOGITS_NODES if isinstance(key, int) else attention(key) + LAYER_NODES + OUTER_NODES

@@ -17,9 +17,10 @@ _PROJECTIONS = {"mixtral": ("block_sparse_moe", "w1"), "llama4_text": ("feed_for
 
 @dataclass(frozen=True)
 class CodeSpec:
-    """How codes are kept. bits: of each. block: outputs and inputs that share a float32 scale, of at most all there
-    are. zeros: whether each scale has a float32 zero, as packed integers have: they are unsigned. floats: whether
-    codes of 8 bits are floats."""
+    """How codes are stored. bits: bits of each code. block: outputs and inputs that share a float32 scale, at most all
+    of them. zeros: whether each scale has a float32 zero, as packed integers have: they are unsigned. floats: whether
+    codes of 8 bits are floats.
+    """
 
     bits: int
     block: tuple[int, int]
@@ -28,7 +29,7 @@ class CodeSpec:
 
     @classmethod
     def of_experts(cls, config: Mapping[str, Any], layers: int) -> CodeSpec | None:
-        """Of a `config.json`; None: its experts are not quantised, or in a format that no server reads."""
+        """Reads a `config.json`; None if its experts are not quantised, or in a format that is not supported."""
         quantised = config.get("quantization_config")
         if not isinstance(quantised, Mapping):
             return None
@@ -73,13 +74,13 @@ class CodeSpec:
         return None
 
     def bytes(self, outputs: int, inputs: int) -> int:
-        """Of a matrix."""
+        """Returns the bytes of a matrix."""
         rows, columns = -(-outputs // self.block[0]), -(-inputs // self.block[1])
         scales = rows * columns * SCALE_BYTES
         return outputs * inputs * self.bits // 8 + scales * (2 if self.zeros else 1)
 
     def within(self, inner: int) -> CodeSpec:
-        """With blocks that end where a device's part of an expert ends, as scales are repeated for it."""
+        """Returns the spec with blocks that end where a device's part of an expert ends; scales are repeated for it."""
         rows, columns = self.block
         return self if rows == 1 else replace(self, block=(gcd(rows, inner), gcd(columns, inner)))
 
@@ -91,9 +92,9 @@ class CodeSpec:
         )
 
     def why_not_on_gaudi(self, *inputs: int) -> str | None:
-        """Why a Gaudi has no product of matrices of this many inputs with these codes; None if it has one.
+        """Returns why a Gaudi has no product of matrices of this many inputs with these codes; None if it has one.
 
-        `ops.moe.impl.hpu.why_not_codes` of a plan: a server refuses gates that the product lacks, too.
+        Corresponds to `ops.moe.impl.hpu.why_not_codes` for a plan; a server also refuses gates that the product lacks.
         """
         if not self.floats or self.zeros:
             return "the product with codes takes 8-bit floats"

@@ -1,4 +1,6 @@
-"""Experts of a model, as its costs depend on them: how many there are, how many a row takes, in how many layers."""
+"""Experts of a model as far as costs depend on them: how many there are, how many a row takes, and in how many
+layers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token")
-# inputs that share a scale in gpt-oss's checkpoints, which no two devices share
+# inputs that share a scale in gpt-oss's checkpoints; two devices never share one
 MXFP4_GROUP = 32
 
 
@@ -21,9 +23,10 @@ MXFP4_GROUP = 32
 class ExpertSpec:
     """Experts of the layers that have some, or one device's part of them.
 
-    count: of a layer. chosen: of a row. inner: size of each. shared: size of what every row takes beside them.
-    layers: that have experts; the others have a plain MLP. group: what sizes of experts on a device are multiples of.
-    codes: of a checkpoint with quantised experts. The time of a step counts them as plain ones.
+    count: experts of a layer. chosen: experts of a row. inner: size of each. shared: size of the shared experts that
+        every row takes in addition. layers: layers that have experts; the others have a plain MLP. group: sizes of
+        experts on a device are multiples of it. codes: codes of a checkpoint with quantised experts. The time of a step
+        counts them as plain weights.
     """
 
     count: int
@@ -36,7 +39,8 @@ class ExpertSpec:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], layers: int) -> ExpertSpec | None:
-        """None for a dense model; one expert is none: configurations of dense models carry keys of mixtures, too.
+        """Reads a model's configuration; None for a dense model. One expert counts as none, because configurations of
+        dense models have keys of mixtures, too.
 
         Raises:
             ValueError: a size is missing or impossible; the message names the key.
@@ -70,19 +74,21 @@ class ExpertSpec:
         )
 
     def shard(self, tensor: int, layers: int) -> ExpertSpec:
-        """The part of one of `tensor` devices, with this many of the model's layers. Whether devices share out each
-        expert or whole experts, each has as many weights, and reads as many on average.
+        """Returns the part of one of `tensor` devices, with this many of the model's layers. Whether devices share out
+        each expert or whole experts, each has as many weights, and reads as many on average.
         """
         inner, shared = -(-self.inner // (tensor * self.group)) * self.group, -(-self.shared // tensor)
         return replace(self, inner=inner, shared=shared, layers=min(self.layers, layers))
 
     @property
     def weights(self) -> int:
-        """Sizes of all experts of a layer together."""
+        """Returns the sizes of all experts of a layer together."""
         return self.count * self.inner + self.shared
 
     def held_bytes(self, hidden: int, matrices: int, dtype_bytes: int, codes: CodeSpec | None) -> int:
-        """Of the routed experts of a layer. matrices: of each. codes: None if they are plain."""
+        """Returns the bytes of the routed experts of a layer. matrices: matrices of each. codes: None if they are
+        plain.
+        """
         ups, inner = matrices - 1, self.inner
         if codes is None:
             return self.count * matrices * hidden * inner * dtype_bytes
@@ -90,23 +96,25 @@ class ExpertSpec:
         return self.count * (ups * kept.bytes(inner, hidden) + kept.bytes(hidden, inner))
 
     def computed(self, rows: ArrayLike) -> NDArray[np.float64]:
-        """Sizes that rows multiply with, together."""
+        """Returns the sizes that rows are multiplied with, together."""
         return np.asarray(rows, np.float64) * (self.chosen * self.inner + self.shared)
 
     def read(self, rows: ArrayLike) -> NDArray[np.float64]:
-        """Sizes of the experts that rows take, if they choose independently and evenly: that is the most."""
+        """Returns the sizes of the experts that rows take if they choose independently and evenly, which is the
+        most.
+        """
         missed = (1.0 - self.chosen / self.count) ** np.asarray(rows, np.float64)
         return self.count * self.inner * (1.0 - missed) + self.shared
 
 
 def _layers(config: Mapping[str, Any], layers: int) -> int:
-    """How many of the layers have experts."""
+    """Returns how many of the layers have experts."""
     first = config.get("first_k_dense_replace") or 0
     from_one = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step")
     every = from_one or config.get("moe_layer_freq") or 1
     plain = config.get("mlp_only_layers") or []
     if type(first) is not int or type(every) is not int or every < 1 or not isinstance(plain, list):
-        # another way to say it: as if all had
+        # another way to write it: as if all had
         return layers
     # Qwen and Llama count layers from 1, DeepSeek from 0
     shift = 1 if from_one else 0

@@ -1,4 +1,6 @@
-"""Device specs and model specs: the peak figures of a device and the sizes of a model that costs are computed from."""
+"""Device specs and model specs: the peak figures of a device and the sizes of a model, from which costs are
+computed.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ GB = 1e9
 class DeviceSpec:
     """Peaks of one device.
 
-    flops: per second, in the type that weights have there.
+    flops: per second, in the dtype of weights there.
     bandwidth: bytes per second of device memory.
     memory: bytes of device memory.
     launch_seconds: fixed cost of a replay, and of each attention part in it.
-    compile_cost: of the compilation and capture of one new shape.
-    graph_bytes: device memory of one captured graph, beside its activations.
-    source: where they come from.
+    compile_cost: cost of compiling and capturing one new shape.
+    graph_bytes: device memory of one captured graph, in addition to its activations.
+    source: origin of the figures.
     link: bytes per second that a device sends to the others of its machine, and receives at the same time.
     """
 
@@ -66,17 +68,17 @@ DEVICES = {
 }
 
 
-# Whose quantised experts stay the codes of the checkpoint, unless `ucm.quantised_experts` says otherwise.
+# Devices on which quantised experts stay the codes of the checkpoint, unless `ucm.quantised_experts` says otherwise.
 KEEP_CODES = {"h200"}
-# Whose figures stand for a device that has no entry of its own.
+# Devices whose figures stand for a device that has no entry of its own.
 DEFAULT_SPECS = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
 
 
 @dataclass(frozen=True)
 class ChoiceSpec:
-    """What a step pays to choose blocks, beside reading their summaries; see `sparse.choice_cost`.
+    """The cost of choosing blocks in a step, in addition to reading their summaries; see `sparse.choice_cost`.
 
-    layer_seconds: of each layer that chooses. step_seconds: of the step, on the host.
+    layer_seconds: for each layer that chooses. step_seconds: for the step, on the host.
     """
 
     layer_seconds: float
@@ -87,15 +89,15 @@ class ChoiceSpec:
 CHOICES = {
     "gaudi2": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured"),
     "gaudi3": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured"),
-    "h200": ChoiceSpec(30e-6, 2e-4, "benchmarks.sparse_device, 2026-11-21: 0.03 ms beside the bytes, 1 x 32K"),
-    # nothing replays these steps without Python, as it does dense ones
+    "h200": ChoiceSpec(30e-6, 2e-4, "benchmarks.sparse_device, 2026-11-21: 0.03 ms in addition to the bytes, 1 x 32K"),
+    # these steps are not replayed without Python, unlike dense ones
     "cpu": ChoiceSpec(4e-4, 1e-3, "benchmarks.sparse_engine --device cpu --always, 2026-11-23"),
 }
 
 
 @dataclass(frozen=True)
 class ChipSpec:
-    """What the cost of a stream of operators needs beyond `DeviceSpec`.
+    """Figures for the cost of a stream of operators that `DeviceSpec` lacks.
 
     on_chip: bytes of SRAM. vector: operations per second of the vector engines on two-byte elements.
     """
@@ -104,26 +106,28 @@ class ChipSpec:
     vector: float
 
 
-# Vendor's papers: 48 and 96 MB of SRAM; 11 and 28.7 TFLOPS in bfloat16, where a fused multiply-add counts as two.
+# Vendor's papers: 48 and 96 MB of SRAM; 11 and 28.7 TFLOPS in bfloat16, counting a fused multiply-add as two.
 CHIPS = {"gaudi2": ChipSpec(48_000_000, 5.5e12), "gaudi3": ChipSpec(96_000_000, 14.35e12)}
 
 
 @dataclass(frozen=True)
 class Work:
-    """flops: of matrix products. bytes: to and from the device's memory. vector: elements of other arithmetic."""
+    """flops: FLOPs of matrix products. bytes: bytes to and from the device's memory. vector: elements of other
+    arithmetic.
+    """
 
     flops: float
     bytes: float
     vector: float = 0.0
 
     def seconds(self, device: DeviceSpec) -> float:
-        """A lower bound of the time: that of the slowest engine, all working at once at their peaks."""
+        """Returns a lower bound of the time: the time of the slowest engine, if all work in parallel at their peaks."""
         chip = CHIPS[device.name]
         return max(self.flops / device.flops, self.bytes / device.bandwidth, self.vector / chip.vector)
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """The spec of a device; an unknown name raises a ValueError that lists the known ones."""
+    """Returns the spec of a device; an unknown name raises a ValueError that lists the known ones."""
     try:
         return DEVICES[name]
     except KeyError:
@@ -133,16 +137,17 @@ def device_spec(name: str) -> DeviceSpec:
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Families whose MLP is two matrices; the others have a gate and need three.
 UNGATED = {"opt", "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "starcoder2", "phi", "falcon", "bloom", "mpt"}
-# The same size goes by other names in older families.
+# Older families use other names for the same size.
 ALIASES = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    # Llama 4's `intermediate_size` is that of an expert
+    # in Llama 4, `intermediate_size` is an expert's size
     "intermediate_size": ("intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab_size": ("vocab_size",),
 }
-# Families whose KV cache has one latent per token; others with the same keys cache what they make of it.
+# Families whose KV cache has one latent per token; others with the same keys cache the keys and values computed from
+# it.
 LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe"}
 
 MOST = 2**31 - 1  # of any size
@@ -150,10 +155,10 @@ MOST = 2**31 - 1  # of any size
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Sizes of multi-head latent attention. rank: of what is cached of a token beside `rotary` elements, for all heads.
-
-    nope, value: of a head's key without its rotary part, and of its value. query_rank: of what queries are made of; 0:
-    of the hidden states.
+    """Sizes of multi-head latent attention. rank: elements cached for a token in addition to `rotary` elements, for all
+    heads.
+    nope, value: elements of a head's key without its rotary part, and of its value. query_rank: elements from
+    which queries are made; 0: from the hidden states.
     """
 
     rank: int
@@ -163,7 +168,7 @@ class LatentSpec:
     query_rank: int = 0
 
     def weights(self, hidden: int, heads: int) -> int:
-        """Of the linear layers around attention."""
+        """Returns the weights of the linear layers around attention."""
         key = self.nope + self.rotary
         query = (hidden + heads * key) * self.query_rank if self.query_rank else hidden * heads * key
         made = self.rank * heads * (self.nope + self.value)
@@ -174,8 +179,8 @@ class LatentSpec:
 class ModelSpec:
     """Sizes of a decoder, or of one device's part of it; `mlp_matrices` is 3 with a gate, 2 without.
 
-    tensor: devices that share each layer, whose results they add up. experts: of a mixture of experts.
-    window_layers: of the layers those whose rows see `window` tokens, or chunks of this many; the others see all.
+    tensor: devices that share each layer and add up their results. experts: None without a mixture of experts.
+    window_layers: number of layers whose rows see `window` tokens, or chunks of this many; the others see all.
     latent: None if keys and values of each head are cached. With it there is one KV head, whose key of `head_dim`
         elements holds its value.
     """
@@ -197,7 +202,7 @@ class ModelSpec:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """The sizes in a `config.json`; a missing or impossible one raises a ValueError that names the key."""
+        """Reads the sizes in a `config.json`; a missing or impossible one raises a ValueError that names the key."""
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         layers = _size(config, "num_hidden_layers")
         experts = ExpertSpec.from_hf_config(config, layers)
@@ -223,12 +228,12 @@ class ModelSpec:
         )
 
     def shard(self, tensor: int, pipeline: int = 1) -> ModelSpec:
-        """The largest part that a device has where `tensor` of them share a layer, in `pipeline` stages of layers.
+        """Returns the largest part that a device has if `tensor` of them share a layer, in `pipeline` stages of layers.
 
-        KV heads are kept several times if there are fewer of them than devices.
+        KV heads are replicated if there are fewer of them than devices.
 
         Raises:
-            ValueError: sizes that devices cannot share evenly; the message names the option.
+            ValueError: devices cannot share the sizes evenly; the message names the option.
         """
         if tensor < 1 or self.heads % tensor or max(self.kv_heads, tensor) % min(self.kv_heads, tensor):
             raise ValueError(
@@ -252,7 +257,7 @@ class ModelSpec:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the linear layers of one decoder layer without experts."""
+        """Returns the weights of the linear layers of one decoder layer without experts."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         if self.latent is not None:
             attention = self.latent.weights(self.hidden, self.heads)
@@ -260,12 +265,12 @@ class ModelSpec:
 
     @property
     def expert_layers(self) -> int:
-        """Layers with experts in the place of the MLP."""
+        """Returns the layers with experts instead of the MLP."""
         return 0 if self.experts is None else self.experts.layers
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all linear layers, all experts and the output head, none of them quantised."""
+        """Returns the bytes of all linear layers, all experts and the output head, none of them quantised."""
         total = self.layers * self.layer_weights + self.hidden * self.vocab
         if self.experts is not None:
             per_size = self.mlp_matrices * self.hidden
@@ -274,12 +279,12 @@ class ModelSpec:
         return total * self.dtype_bytes
 
     def held_bytes(self, device: str, kept: str = "auto") -> int:
-        """Of the weights on a device: quantised experts stay codes there, or become plain ones.
+        """Returns the bytes of the weights on a device, where quantised experts stay codes or become plain weights.
 
-        kept: as `ucm.quantised_experts`: `auto`, `codes` or `plain`.
+        kept: like `ucm.quantised_experts`: `auto`, `codes` or `plain`.
 
         Raises:
-            ValueError: `codes` on a Gaudi, which has no product with these.
+            ValueError: `codes` on a Gaudi that has no product with them.
         """
         codes = self._kept_codes(device, kept)
         if self.experts is None or codes is None:
@@ -293,7 +298,7 @@ class ModelSpec:
         return self.weight_bytes - self.experts.layers * (plain - coded)
 
     def _kept_codes(self, device: str, kept: str) -> CodeSpec | None:
-        """Of experts that stay codes; see `ops.moe.api.are_codes_enough`."""
+        """Returns the codes of experts that stay codes; see `ops.moe.api.are_codes_enough`."""
         if self.experts is None or self.experts.codes is None or kept == "plain":
             return None
         codes = self.experts.codes.within(self.experts.inner)
@@ -302,47 +307,50 @@ class ModelSpec:
 
     @property
     def mlp_activations(self) -> int:
-        """Elements of a row inside of the MLP, or of its experts, where these are more."""
+        """Returns the elements of a row inside the MLP or inside its experts, whichever is more."""
         plain = self.mlp_matrices * self.intermediate
         if self.experts is None:
             return plain
-        # an expert's output is one of several, before they are added up
+        # an expert's output is one of several until they are added up
         one = self.mlp_matrices * self.experts.inner + self.hidden
         return max(plain, self.experts.chosen * one + self.mlp_matrices * self.experts.shared)
 
     @property
     def value_dim(self) -> int:
-        """Elements of a value that attention over the cache adds up."""
+        """Returns the elements of a value that attention over the cache adds up."""
         return self.head_dim if self.latent is None else self.latent.rank
 
     @property
     def new_pair(self) -> int:
-        """Elements of a key and a value of one head that new tokens are multiplied with among themselves."""
+        """Returns the elements of a key and a value of one head that new tokens are multiplied with among
+        themselves.
+        """
         if self.latent is None:
             return 2 * self.head_dim
         return self.latent.nope + self.latent.rotary + self.latent.value
 
     @property
     def kv_elements(self) -> int:
-        """Cached elements of one token in one layer."""
+        """Returns the cached elements of one token in one layer."""
         return self.head_dim * (2 * self.kv_heads if self.latent is None else 1)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers that a block is of."""
+        """Returns the bytes of keys and values of one token in all layers of a block."""
         return self.block_layers * self.kv_elements * self.dtype_bytes
 
     @property
     def block_layers(self) -> int:
-        """Layers that a block of the KV cache is of: all, or as many as vLLM puts into a group where some layers have a
-        window and others have not (`_get_kv_cache_groups_uniform_page_size`)."""
+        """Returns the layers of a KV-cache block: all, or as many as vLLM puts into a group if only some layers have a
+        window (`_get_kv_cache_groups_uniform_page_size`).
+        """
         fewest, most = sorted((self.window_layers, self.layers - self.window_layers))
         if not fewest:
             return most
         return most if most < 1.5 * fewest else fewest
 
 
-# Sizes of Meta's Llama 3.1 8B, the model of plans that name none.
+# Sizes of Meta's Llama 3.1 8B, the model of plans that do not name one.
 LLAMA_8B = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256)
 
 

@@ -26,7 +26,7 @@ SUMMARY_VECTORS = 2
 
 
 class Cost(Protocol):
-    """The seconds that a search over buckets compares: never fewer when a size grows or a part is added."""
+    """The seconds that a search over buckets compares: they never decrease when a size grows or a part is added."""
 
     def forward_seconds(
         self,
@@ -53,12 +53,12 @@ class CostModel:
     block_size: int
 
     def forward(self, shape: ForwardShape | Bucket) -> float:
-        """Seconds of the forward graph of `shape`."""
+        """Returns the seconds of the forward graph of `shape`."""
         forward = shape.forward if isinstance(shape, Bucket) else shape
         return float(self.forward_seconds("c" in shape.phase, *forward.sizes))
 
     def step(self, bucket: Bucket) -> float:
-        """Seconds of the forward graph and of the logits graph of `bucket`."""
+        """Returns the seconds of the forward graph and of the logits graph of `bucket`."""
         return self.forward(bucket) + float(self.logits_seconds(bucket.logits))
 
     def forward_seconds(
@@ -70,7 +70,7 @@ class CostModel:
         selected: ArrayLike = 0,
         max_tiles: ArrayLike = ALL_TILES,
     ) -> Floats:
-        """Seconds of forward graphs; the arguments broadcast."""
+        """Returns the seconds of forward graphs; the arguments broadcast."""
         flags = np.asarray(causal, np.float64)
         q, s, u = (np.asarray(size, np.float64) for size in (query, shared, unique))
         parts = 1 + flags + (s > 0) + (u > 0)
@@ -81,7 +81,7 @@ class CostModel:
         return parts * self.device.launch_seconds + seconds + self.selected_seconds(selected)
 
     def reduction_seconds(self, query: ArrayLike) -> Floats:
-        """Seconds that devices which share layers take to add up their results: twice a layer, around a ring."""
+        """Returns the seconds that devices sharing layers take to add up their results: twice per layer, in a ring."""
         m = self.model
         rows = np.asarray(query, np.float64)
         sent = 2 * (m.tensor - 1) / m.tensor * rows * m.hidden * m.dtype_bytes
@@ -89,7 +89,9 @@ class CostModel:
         return 2 * m.layers * each if m.tensor > 1 else np.zeros_like(rows)
 
     def selected_seconds(self, selected: ArrayLike) -> Floats:
-        """Seconds that a selected part adds to a forward graph of any other sizes: scoring, then attention."""
+        """Returns the seconds that a selected part adds to a forward graph of any other sizes: scoring, then
+        attention.
+        """
         blocks = np.asarray(selected, np.float64)
         m = self.model
         summaries = CANDIDATES_PER_SELECTED * SUMMARY_VECTORS
@@ -99,7 +101,7 @@ class CostModel:
         return np.where(blocks > 0, seconds, 0.0)
 
     def logits_seconds(self, logits: ArrayLike) -> Floats:
-        """Seconds of the output head and of sampling over its rows; no logits, no graph."""
+        """Returns the seconds of the output head and of sampling over its rows; without logits there is no graph."""
         rows = np.asarray(logits, np.float64)
         m = self.model
         of_row = m.vocab * m.tensor
@@ -137,7 +139,9 @@ class CostModel:
         return q * np.maximum(computing, moving)
 
     def _in_windows(self, q: Floats, s: Floats, u: Floats) -> Floats:
-        """Cached blocks of the layers with a window, of which a bucket has as many as `group_room` says."""
+        """Returns the seconds for cached blocks of the layers with a window; `group_room` gives their number in a
+        bucket.
+        """
         m = self.model
         most = q * most_blocks(m.window, self.block_size)
         shared, unique = np.minimum(s, most), np.minimum(s + u, most)
@@ -156,23 +160,23 @@ class CostModel:
         return u * ((self.model.layers - self.model.window_layers) * self._unique_block())
 
     def _unique_block(self) -> float:
-        """Seconds that a layer takes for a block of one row."""
+        """Returns the seconds that a layer takes for a block of one row."""
         m = self.model
         moving = self._moving(self._block_bytes() + m.heads * m.value_dim * PARTIAL_BYTES)
         return max(self._computing(self._pair_flops() * self.block_size), moving)
 
     def _pair_flops(self) -> float:
-        """Of a row and a token."""
+        """Returns the FLOPs of a row and a token."""
         m = self.model
         return 2.0 * m.heads * (m.head_dim + m.value_dim)
 
     def _block_bytes(self) -> float:
-        """Of the keys and values of a block in one layer."""
+        """Returns the bytes of the keys and values of a block in one layer."""
         return self.block_size * self.model.kv_elements * self.model.dtype_bytes
 
     def _computing(self, flops: float) -> float:
         return flops / self.device.flops
 
     def _moving(self, size: float) -> float:
-        """Seconds of this many bytes."""
+        """Returns the seconds to move this many bytes."""
         return size / self.device.bandwidth

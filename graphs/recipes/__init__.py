@@ -1,1 +1,1 @@
-"""Recipes of a device with lazy execution, counted on any device: which are compiled after warm-up."""
+"""Counts, on any device, the recipes that a device with lazy execution would compile after warm-up."""

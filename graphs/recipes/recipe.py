@@ -1,4 +1,4 @@
-"""A recipe: the operators of one region, hashed as they pass, and what to report of a new one."""
+"""A recipe: the operators of one region, hashed as they pass, and a report on a new one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def describe(value: object, tensors: list[Tensor]) -> str:
-    """Text of one argument, containers recursed; the tensors in it are appended to `tensors` in order of appearance.
+    """Returns the text of one argument, with containers recursed; the tensors in it are appended to `tensors` in order
+    of appearance.
 
     Tensors by type, shape, view and device type, never by data; numbers and strings by value; anything else (a
     generator, a process group) by its type, because a device takes its state as data.
@@ -40,7 +41,7 @@ def describe(value: object, tensors: list[Tensor]) -> str:
 
 
 def describe_all(values: Iterable[object], tensors: list[Tensor]) -> str:
-    """Text of the arguments of an operator, or of a list: as `describe`, with fewer calls."""
+    """Returns the text of an operator's arguments, or of a list: like `describe`, with fewer calls."""
     texts = []
     for value in values:
         if type(value) in _PLAIN:
@@ -54,14 +55,16 @@ def describe_all(values: Iterable[object], tensors: list[Tensor]) -> str:
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """`float32[4, 6]@cpu`, with strides and storage offset where the tensor is not its whole memory in order."""
+    """Returns text like `float32[4, 6]@cpu`, with strides and storage offset if the tensor is not its whole memory in
+    order.
+    """
     if tensor.layout is not torch.strided:
         return f"{tensor.dtype}{list(tensor.shape)}{tensor.layout}@{tensor.device.type}"
     return _text(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
 
 
 def tensors_in(result: object) -> Iterator[Tensor]:
-    """The tensors that an operator returned; numbers it returned are data and no part of a recipe."""
+    """Returns the tensors that an operator returned; numbers that it returned are data, not a part of a recipe."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, (tuple, list)):
@@ -69,7 +72,8 @@ def tensors_in(result: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-# Writing the text costs more than all else; a step has few different tensors. A shape that fell out is written again.
+# Formatting the text costs more than all else; a step has few different tensors. A shape that was evicted is formatted
+# again.
 @lru_cache(maxsize=16384)
 def _text(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int, device: torch.device) -> str:
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
@@ -85,9 +89,9 @@ def _text(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset
 class Recipe(NamedTuple):
     """The operators of a region.
 
-    label: whose region it was. digest: 16 bytes, equal for regions that a device would compile to one recipe.
-    operators: how many there were. first_at: text of each different operator -> position of its first occurrence.
-    inputs: texts of the first tensors that came from outside.
+    label: name of the region. digest: 16 bytes, equal for regions that a device would compile to one recipe.
+    operators: their number. first_at: text of each different operator -> position of its first occurrence.
+    inputs: texts of the first tensors from outside.
     """
 
     label: str
@@ -101,9 +105,9 @@ class NewRecipe(NamedTuple):
     """A recipe that was first seen after warm-up.
 
     label, operators, inputs: as in `Recipe`.
-    new_operators: the first few (position, text) of operators that no recipe before it has.
-    new_operator_count: how many different ones those are; 0 means that known operators came in another order, or with
-        another flow of data.
+    new_operators: the first few (position, text) of operators that no earlier recipe has.
+    new_operator_count: the number of different new operators; 0 means that known operators came in another order, or
+        with another flow of data.
     """
 
     label: str
@@ -124,9 +128,9 @@ class NewRecipe(NamedTuple):
 class MemoryNumbers:
     """A number for each memory that was seen, as long as it lives.
 
-    A memory is told by the Python object of its storage, which lives exactly as long as the storage. Nothing of one
-    that is gone is kept: a weak reference of torch's own keeps the header of the storage, a few bytes on the heap that
-    keep a large freed block beside them from being used again (5.7 GiB after 120 tensors of 48 MiB, one at a time).
+    A memory is identified by the Python object of its storage, which lives exactly as long as the storage. No data
+    about a freed memory is kept: torch's own weak references keep the header of the storage, a few bytes on the heap
+    that keep a large freed block next to them from being reused (5.7 GiB after 120 tensors of 48 MiB, one at a time).
     """
 
     def __init__(self) -> None:
@@ -138,48 +142,50 @@ class MemoryNumbers:
         return memory in self._seen
 
     def number(self, tensor: Tensor, memory: int) -> tuple[int, bool]:
-        """The number of a tensor's memory, and whether it is seen for the first time. memory: what `memory_of` said."""
+        """Returns the number of a tensor's memory, and whether it is new. memory: the result of `memory_of`."""
         known = self._seen.get(memory)
         if known is not None:
             return known[0], False
         seen, number = self._seen, self._count
-        # called before the storage is gone: its id is given to nothing that is still found here
+        # called before the storage is gone: its id is not reused while it can still be found here
         seen[memory] = number, weakref.ref(_owner(tensor), lambda _: seen.pop(memory))
         self._count += 1
         return number, True
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tells memories apart while they live."""
+    """Returns an id that distinguishes memories while they live."""
     return id(_owner(tensor))
 
 
 def _owner(tensor: Tensor) -> object:
-    """A packed weight has no storage and stands for itself."""
+    """Returns the owner of a tensor's memory. A packed weight has no storage and is its own owner."""
     return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
 
 
-# Operators of these namespaces are nodes of a device's graph. Any other operator is someone's library operator, whose
-# implementation runs operators of its own: those are what the device sees.
+# Operators of these namespaces are nodes of a device's graph. Any other operator belongs to a library; its
+# implementation runs other operators, and the device sees these.
 _NODES = frozenset(
     ("aten", "prim", "prims", "quantized", "mkldnn", "mkl", "onednn", "hpu", "c10d", "_c10d_functional", "inductor")
 )
 # Copies: name -> position of the source.
 _COPIES = {"aten::_to_copy": 0, "aten::to": 0, "aten::copy_": 1, "aten::_copy_from": 0}
-# What `x[...] = 1.0` becomes on CPU: the number arrives as a tensor without dimensions, on other devices as a scalar.
+# `x[...] = 1.0` becomes this on a CPU: the number arrives as a tensor without dimensions; on other devices, as a
+# scalar.
 _LITERALS = frozenset(("aten::fill_", "aten::index_put_", "aten::_index_put_impl_"))
 
 
 class Operator(NamedTuple):
     """Properties of one overload.
 
-    name: with the overload, `aten.add.Tensor`.
+    name: name with the overload, `aten.add.Tensor`.
     writes: some argument is written.
     metadata: only what the host knows of a tensor changes (`transpose_`, `detach_`); the device does nothing.
-    library: defined by a library, and so replaced by what its implementation calls.
-    source: position of what a copy copies, else None.
+    library: defined by a library, and so replaced by the operators that its implementation calls.
+    source: position
+        of a copy's source, otherwise None.
     literals: arguments without dimensions may be Python numbers in disguise.
-    views: what it returns may be its first argument's memory, which it does not write.
+    views: its result may be its first argument's memory, which it does not write.
     """
 
     name: str
@@ -193,7 +199,9 @@ class Operator(NamedTuple):
 
 @cache
 def operator_of(overload: OpOverload) -> Operator:
-    """The properties of an overload; kept for good, since overloads are as many as the program has."""
+    """Returns the properties of an overload. They are kept forever, because a program has a fixed number of
+    overloads.
+    """
     schema = overload._schema
     name = schema.name
     aliases = any(returned.alias_info is not None for returned in schema.returns)
@@ -209,7 +217,7 @@ def operator_of(overload: OpOverload) -> Operator:
     )
 
 
-# Inputs named in a report: the first ones belong to the step, after them come weights.
+# Inputs named in a report: the first ones belong to the step; weights follow.
 _NAMED_INPUTS = 6
 
 
@@ -218,13 +226,13 @@ class OperatorStream(TorchDispatchMode):
 
     Every operator enters with its overload, its numbers and strings by value, and its tensors by type, shape, strides,
     storage offset and device type. Tensors are numbered by their memory in order of first appearance, so that the flow
-    of data and aliasing enter too; their data and addresses never do. Not part of a recipe are
-    views (a later operator shows the view that it reads), tensors returned as they are, changes of metadata,
-    copies from the host (data arriving in a buffer) and operators that touch no tensor of the device. Copies to the
-    host and reads on it do count: they end a device's recipe where they stand. With device type `cpu` every tensor is
-    the device's. A tensor without dimensions counts by value where its number is handed over by the host.
+    of data and aliasing enter too; their data and addresses never do. A recipe does not include views (a later operator
+    shows the view that it reads), tensors returned as they are, changes of metadata, copies from the host (data
+    arriving in a buffer) and operators that touch no tensor of the device. Copies to the host and reads on it do count:
+    they end a device's recipe. With device type `cpu` every tensor is the device's. A tensor without dimensions counts
+    by value if the host provides its number.
 
-    Not seen: what runs inside of compiled code or a replayed graph, and kernels launched past torch's dispatcher. Under
+    Not seen: operators inside compiled code or a replayed graph, and kernels launched without torch's dispatcher. Under
     inference mode torch shows composite operators whole (`linear`), otherwise in pieces: warm as you serve.
 
     Costs 12 to 14 us per operator, views included (one core of a shared x86 server, torch 2.13), 5 of which are torch's
@@ -239,7 +247,7 @@ class OperatorStream(TorchDispatchMode):
         self._start()
 
     def cut(self) -> Recipe | None:
-        """The recipe of the operators since the last cut, or None if there were none; begins again."""
+        """Returns the recipe of the operators since the last cut, or None if there were none, and starts the next."""
         count = self._count
         recipe = Recipe(self._label, self._hash.digest(), count, self._first_at, tuple(self._inputs))
         self._start()
@@ -261,7 +269,7 @@ class OperatorStream(TorchDispatchMode):
         operator = operator_of(func)
         result = None
         if operator.views:
-            # a third of all operators, and no part of a recipe: not worth a text
+            # a third of all operators, and not part of a recipe: not worth a text
             result = func(*args, **kwargs)
             given = args[0] if args else None
             if isinstance(result, Tensor) and isinstance(given, Tensor) and memory_of(result) == memory_of(given):
@@ -285,12 +293,14 @@ class OperatorStream(TorchDispatchMode):
     def _run_library(
         self, func: OpOverload, text: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A library's operator: its arguments, then the operators that its implementation runs, then its results."""
+        """Records a library's operator: its arguments, then the operators that its implementation runs, then its
+        results.
+        """
         on_device = any(map(self._on_device, tensors))
         if on_device:
             self._add(text, tensors, [memory_of(tensor) for tensor in tensors], [], [])
         key = torch._C._dispatch_key_parse(torch._C._dispatch_key_for_device(tensors[0].device.type))
-        # Past the dispatcher's stop at modes, or this call would come back here for ever.
+        # Bypasses the dispatcher's mode handling; otherwise this call would recurse forever.
         redispatch: Callable[..., Any] = func.redispatch
         with self:
             result = redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
@@ -311,9 +321,9 @@ class OperatorStream(TorchDispatchMode):
         return not operator.writes and bool(after) and all(memory in before for memory in after)
 
     def _literals(self, operator: Operator, tensors: list[Tensor], memories: list[int]) -> str:
-        """The numbers that the host hands over as tensors without dimensions."""
+        """Returns the numbers that the host provides as tensors without dimensions."""
         if self._device_type == "cpu":
-            # Only those that no operator here has made: the others would be on the device.
+            # Only tensors that no recorded operator has made: the others would be on the device.
             pairs = zip(tensors, memories, strict=True)
             tensors = [tensor for tensor, memory in pairs if memory not in self._numbers]
         elif operator.source is not None or not any(map(self._on_device, tensors)):
@@ -326,7 +336,7 @@ class OperatorStream(TorchDispatchMode):
     def _add(
         self, text: str, tensors: list[Tensor], before: list[int], results: list[Tensor], after: list[int]
     ) -> None:
-        """Puts one operator into the hash: its text and the numbers of the memories it reads, writes and makes."""
+        """Adds one operator to the hash: its text and the numbers of the memories it reads, writes and makes."""
         numbers = []
         known = self._numbers.known
         for tensor, memory in zip(tensors, before, strict=True):

@@ -11,8 +11,8 @@ from vllm_gaudi_ucm.graphs.recipes.recipe import NewRecipe, OperatorStream, Reci
 
 Check = Literal["count", "fail"]
 
-# Bounds the memory (about 100 bytes each) of a server whose every step is new. Beyond, a new recipe counts whenever it
-# comes, not only the first time.
+# Bounds the memory (about 100 bytes each) of a server whose every step is new. Beyond this, a new recipe counts every
+# time it occurs, not only the first.
 _REMEMBERED = 1 << 17
 _NAMED_OPERATORS = 3
 
@@ -22,7 +22,7 @@ class RecipeError(RuntimeError):
 
 
 class _Thread(threading.local):
-    """What a thread is doing: the innermost region it is in, and whether it warms up."""
+    """The state of a thread: its innermost region, and whether it warms up."""
 
     stream: OperatorStream | None = None
     warming = False
@@ -31,17 +31,18 @@ class _Thread(threading.local):
 class RecipeRecorder:
     """Hashes the operators between cuts and tells which recipes are new after warm-up.
 
-    One recipe is the stream of operators of a `recording` region. A region inside of another cuts it: the outer one's
-    operators before and after are recipes of their own, as around a `mark_step`. A region without operators is none,
-    and one that is left by an exception is forgotten. What counts as the same recipe: see `OperatorStream`.
+    One recipe is the stream of operators of a `recording` region. A nested region cuts the outer one: the outer one's
+    operators before and after are recipes of their own, as around a `mark_step`. A region without operators is ignored,
+    and so is one that ends with an exception. `OperatorStream` defines which recipes are equal.
     Threads record and warm up independently; what has been seen is common to all.
     """
 
     def __init__(self, check: Check, *, device_type: str, report: Callable[[NewRecipe], None] | None = None) -> None:
         """check: `count` counts new recipes, `fail` raises for them too. report: called with each new recipe.
 
-        device_type: the device whose recipes these are (`tensor.device.type`); work on other devices is the host's.
-        Raises ValueError for another check.
+        device_type: the device whose recipes are counted (`tensor.device.type`); work on other devices counts as the
+            host's.
+            Raises ValueError for an unknown check.
         """
         if check not in get_args(Check):
             raise ValueError(f"recipe_check is {check!r}, expected one of {', '.join(get_args(Check))}")
@@ -64,7 +65,7 @@ class RecipeRecorder:
 
     @property
     def new_recipes(self) -> int:
-        """Recipes first seen after `seal` and outside of `warming`."""
+        """Recipes first seen after `seal` and outside `warming`."""
         return self._new
 
     @property
@@ -73,12 +74,12 @@ class RecipeRecorder:
         return self._last_new
 
     def seal(self) -> None:
-        """Warm-up is over: from here on a recipe first seen outside of `warming` is new. Again: no effect."""
+        """Ends the warm-up: from now on, a recipe first seen outside `warming` is new. Further calls have no effect."""
         self._sealed = True
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Regions that end in here, in this thread, are warm-up, also after `seal`."""
+        """A context in which regions that end in this thread count as warm-up, even after `seal`."""
         before, self._thread.warming = self._thread.warming, True
         try:
             yield
@@ -87,7 +88,7 @@ class RecipeRecorder:
 
     @contextmanager
     def recording(self, label: str) -> Iterator[None]:
-        """One region; `label` names it in reports and is no part of the recipe.
+        """Records one region; `label` names it in reports and is not part of the recipe.
 
         Raises RecipeError at the region's end, or at an inner one's beginning, if check is `fail` and it was new.
         """
@@ -115,11 +116,11 @@ class RecipeRecorder:
         if self._check == "fail":
             raise RecipeError(
                 f"{new}. Warm up its bucket; if that was done, make every shape and number in it a function of the "
-                "bucket; or set recipe_check to 'count' to go on"
+                "bucket; or set recipe_check to 'count' to continue"
             )
 
     def _remember(self, recipe: Recipe) -> NewRecipe | None:
-        """Adds a recipe to those seen; what to report if it is new after warm-up, else None."""
+        """Adds a recipe to the known ones; returns a report if it is new after warm-up, otherwise None."""
         with self._lock:
             if recipe.digest in self._digests:
                 return None

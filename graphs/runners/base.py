@@ -14,14 +14,14 @@ StaticFunction = Callable[..., None]
 
 
 Replay = Callable[[], None]
-"""Executes a graph over what its inputs hold now."""
+"""Executes a graph on the current contents of its inputs."""
 
 
 class GraphRunner(Protocol):
     """Makes graphs of one function at static shapes."""
 
     def capture(self, inputs: tuple[Any, ...]) -> Replay:
-        """Executes the function, and returns the graph of it for these inputs.
+        """Executes the function, and returns its graph for these inputs.
 
         A graph reads fixed memory: its inputs are the same tensors in every replay, with other contents. They may be
         nested in tuples; anything but a tensor is part of the graph.
@@ -40,14 +40,14 @@ class EagerRunner:
 
 
 def runner_maker(kind: str, compiler: StaticCompiler | None = None) -> Callable[[StaticFunction], GraphRunner]:
-    """Makes runners that may share memory: of all their functions, one runs at a time.
+    """Makes runners that may share memory: only one of their functions runs at a time.
 
     kind: `cuda_graph`, `hpu_graph`, `eager`; or `compile`, where the function calls regions of `compiler`.
     """
     if kind == "compile":
         from vllm_gaudi_ucm.graphs.runners.compiled import CompiledRunner
 
-        assert compiler is not None, "what is compiled has a compiler"
+        assert compiler is not None, "kind 'compile' comes with a compiler"
         return lambda function: CompiledRunner(function, compiler)
     if kind == "cuda_graph":
         import torch

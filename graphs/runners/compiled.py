@@ -17,24 +17,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 HPU_BACKEND = "hpu_backend"
 HPU_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"force_static_compile": True}
 
-# What runs before the buckets are known: a measurement of the largest steps, and the sizes of outputs.
+# Calls before the buckets are known: to measure the largest steps, and the sizes of outputs.
 BEFORE_BUCKETS = 64
 
 
 class _Limits(threading.local):
-    """What a thread's limits of dynamo were set for."""
+    """The purpose for which a thread's limits of dynamo were set."""
 
     most = 0
 
 
 class StaticCompiler:
-    """Compiles regions once for each set of shapes, and sees to it that dynamo never stops doing so.
+    """Compiles regions once for each set of shapes, and keeps dynamo from giving up.
 
     A region is a function of tensors and modules. Calls with modules of one class and tensors of one shape are one
-    graph: no number, string or None may differ between them. Beyond `recompile_limit` (8) dynamo would run a region
-    eagerly and say nothing; here the limit is what the server's buckets need, and a call beyond it is an error.
+    graph: no number, string or None may differ between them. Beyond `recompile_limit` (8) dynamo would silently run a
+    region eagerly; here the limit follows from the server's buckets, and a call beyond it is an error.
 
-    backend: dynamo's name of it. Raises RuntimeError where `TORCH_COMPILE_DISABLE` has torch compile nothing.
+    backend: dynamo's name for it. Raises RuntimeError if `TORCH_COMPILE_DISABLE` switches torch.compile off.
     """
 
     def __init__(self, backend: str) -> None:
@@ -50,18 +50,19 @@ class StaticCompiler:
         self._options = HPU_OPTIONS if backend == HPU_BACKEND else None
 
     def expect(self, shapes: int) -> None:
-        """Regions are called with at most `shapes` sets of shapes and kinds of modules, beside earlier ones."""
+        """Announces that regions are called with at most `shapes` further sets of shapes and kinds of modules."""
         self._most += shapes
 
     def skip_guards(self) -> None:
-        """From now on a replay checks only what tells its graphs apart. Call it once nothing is compiled any more."""
+        """Makes replays check only what distinguishes graphs. Call it once compilation is over."""
         self._skips_guards = True
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Entered around replays. The stance is the process's, so it is left again: others may compile beside them.
+        """A context around replays. The stance applies to the whole process, so it is reset afterwards: other threads
+        may compile.
 
-        Raises RuntimeError where something must be compiled after all.
+        Raises RuntimeError if a compilation is needed after all.
         """
         if not self._skips_guards:
             yield
@@ -78,7 +79,7 @@ class StaticCompiler:
             ) from error
 
     def step_region(self, function: F) -> F:
-        """A region that steps call by itself, not from a graph of `CompiledRunner`."""
+        """Compiles a region that steps call directly, not from a graph of `CompiledRunner`."""
         region = self.region(function)
 
         def call(*inputs: Any) -> Any:
@@ -88,14 +89,15 @@ class StaticCompiler:
         return cast(F, call)
 
     def region(self, function: F) -> F:
-        """The function, compiled; the first call with a set of shapes compiles, in any thread.
+        """Returns the compiled function; the first call with a set of shapes compiles it, in any thread.
 
-        Raises RuntimeError in a call that is one more than expected.
+        The compiled function raises RuntimeError in a call beyond the expected number.
         """
         compiled = torch.compile(function, backend=self.backend, dynamic=False, options=self._options)
 
         def call(*inputs: Any, **named: Any) -> Any:
-            # what is set in one thread is not set in another (torch 2.13), and buckets are warmed in one of their own
+            # settings of one thread do not apply to another (torch 2.13), and buckets are warmed in a thread of their
+            # own
             if self._limits.most != self._most:
                 self._set_limits()
             try:
@@ -103,8 +105,8 @@ class StaticCompiler:
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise RuntimeError(
                     f"compiled region {function.__qualname__}: found more than {self._most} kinds of calls, expected "
-                    f"one for each bucket ({self._most - BEFORE_BUCKETS}); something beside the shapes differs between "
-                    "calls: TORCH_LOGS=recompiles names it. ucm.graphs.mode 'eager' serves without compiling"
+                    f"one for each bucket ({self._most - BEFORE_BUCKETS}); something other than the shapes differs "
+                    "between calls: TORCH_LOGS=recompiles names it. ucm.graphs.mode 'eager' serves without compiling"
                 ) from error
 
         return cast(F, call)

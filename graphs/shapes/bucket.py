@@ -1,4 +1,4 @@
-"""The shape of a step: what decides which captured graph can replay it. Source: seed 001, last section."""
+"""The shape of a step, which decides which captured graph can replay it. Source: seed 001, last section."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, flat_tiles, is_
 
 
 def phase_string(causal: bool, shared: bool, unique: bool) -> str:
-    """`csu` with `-` for each absent part: `--u` is a decode step, `c--` a step of fresh prompts."""
+    """Returns `csu` with `-` for each absent part: `--u` is a decode step, `c--` a step of fresh prompts."""
     return ("c" if causal else "-") + ("s" if shared else "-") + ("u" if unique else "-")
 
 
 class ForwardShape(NamedTuple):
-    """What a forward graph is captured for.
+    """The sizes that a forward graph is captured for.
 
     selected_blocks: blocks that a sparse method chooses, over all requests; their part has no letter in the phase.
     causal_reach: max prompt tiles, the tiles of rows of its longest prompt (`prompt_tiles`); `ALL_TILES` for no bound.
@@ -36,14 +36,16 @@ class ForwardShape(NamedTuple):
         selected_blocks: int = 0,
         causal_reach: int = ALL_TILES,
     ) -> ForwardShape:
-        """The shape whose phase has `s` and `u` where it has such blocks. A bound that saves little is left out."""
+        """Returns the shape whose phase has `s` and `u` if it has such blocks. A bound that saves little is left
+        out.
+        """
         phase = phase_string(causal, shared_blocks > 0, unique_blocks > 0)
         if not causal or not is_bounded(query_len, causal_reach):
             causal_reach = ALL_TILES
         return cls(phase, query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach)
 
     def step(self, logits: int) -> Bucket:
-        """The bucket of this shape and this number of logits rows."""
+        """Returns the bucket of this shape and this number of logits rows."""
         return Bucket(*self[:4], logits, *self[4:])
 
     @property
@@ -52,15 +54,17 @@ class ForwardShape(NamedTuple):
         return self[1:]
 
     def with_selected(self, selected_blocks: int) -> ForwardShape:
-        """The same shape with another selected part."""
+        """Returns the same shape with another selected part."""
         return self._replace(selected_blocks=selected_blocks)
 
     def with_prompt_tiles(self, causal_reach: int) -> ForwardShape:
-        """The same shape with other max prompt tiles; without a causal part it has none."""
+        """Returns the same shape with other max prompt tiles; without a causal part it has none."""
         return ForwardShape.of("c" in self.phase, *self.sizes[:4], causal_reach)
 
     def to_list(self) -> list[str | int]:
-        """For files and JSON: selected blocks only if there are any, max prompt tiles only where bounded."""
+        """Returns a list for files and JSON, with selected blocks only if there are any, and max prompt tiles only if
+        bounded.
+        """
         return [self.phase, *written_sizes(self.sizes)]
 
 
@@ -86,21 +90,23 @@ class Bucket(NamedTuple):
 
 
 def written_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes that end with selected blocks and max prompt tiles, without these two where they say nothing."""
+    """Returns the sizes without trailing selected blocks and max prompt tiles that carry no information."""
     if sizes[-1] != ALL_TILES:
         return sizes
     return sizes[:-1] if sizes[-2] else sizes[:-2]
 
 
 def least_prompt_tiles(shape: ForwardShape | Bucket) -> int:
-    """The max prompt tiles that a bucket needs for the shape: at most those of all rows; 0 without a causal part."""
+    """Returns the max prompt tiles that a bucket needs for the shape: at most those of all rows; 0 without a causal
+    part.
+    """
     return min(shape.causal_reach, flat_tiles(shape.query_len)) if "c" in shape.phase else 0
 
 
 def dominates(bucket: Bucket, step: Bucket) -> bool:
     """True if `step` can run in `bucket`: every dimension is as large, and no part of its phase is missing.
 
-    A part that the bucket has and the step has not is legal: it runs over empty ranges.
+    A part that only the bucket has is legal: it runs over empty ranges.
     """
     step = step._replace(causal_reach=least_prompt_tiles(step))
     return all(have in (part, "-") for have, part in zip(step.phase, bucket.phase, strict=True)) and all(

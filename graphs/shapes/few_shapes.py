@@ -10,13 +10,13 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 
 
 def few_shapes(coarsest: BucketSet, sparse: Iterable[ForwardShape], most: int) -> list[ForwardShape]:
-    """At most `most` shapes beside the configured maximum, the most urgent ones.
+    """Returns at most `most` shapes in addition to the configured maximum, the most urgent ones.
 
     A decode in a graph of a prompt computes a prompt's rows, which costs more than a sparse method saves.
 
     Args:
         coarsest: one size along each axis.
-        sparse: of decodes with chosen blocks, with the blocks that are attended in any case.
+        sparse: shapes of decodes with chosen blocks, with the blocks that are always attended.
     """
     limits = coarsest.limits
     any_decode = decodes_of_all_kinds(limits)
@@ -27,7 +27,7 @@ def few_shapes(coarsest: BucketSet, sparse: Iterable[ForwardShape], most: int) -
 
 
 def decodes_of_all_kinds(limits: Limits) -> ForwardShape:
-    """The shape in which any step runs whose requests have one row each, with chosen blocks or without."""
+    """Returns the shape for any step whose requests have one row each, with chosen blocks or without."""
     shared = limits.max_decode_rows > 1
     return limits.phase_maximum(False, shared, True, selected=True)
 

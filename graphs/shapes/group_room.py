@@ -1,7 +1,7 @@
-"""How many blocks a bucket holds of each KV-cache group beyond the first: a function of the bucket alone.
+"""Computes how many blocks a bucket holds of each KV-cache group except the first: a function of the bucket alone.
 
-The sizes in a bucket are those of the first group. A group that sees less needs less, and the same bucket says how
-much, so there is one graph for each bucket whatever the number of groups.
+The sizes in a bucket belong to the first group. A group that sees less needs less, and the bucket determines how much,
+so there is one graph for each bucket whatever the number of groups.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 
 
 class GroupBlocks(NamedTuple):
-    """Blocks of one group: used by more than one row, and by one."""
+    """Blocks of one group: those used by several rows, and by one row."""
 
     shared: int
     unique: int
 
 
 def most_blocks(window: int, block_size: int) -> int:
-    """Cached blocks that the rows of one request see at once under a window of `window` tokens, at most: it may begin
-    and end inside of a block."""
+    """Returns the most cached blocks that the rows of one request see at once under a window of `window` tokens, which
+    may begin and end inside a block.
+    """
     return -(-(window - 1) // block_size) + 1
 
 
 def group_room(shape: ForwardShape, limits: Limits, in_window: int | None) -> GroupBlocks:
-    """Blocks of a group that a bucket has room for.
+    """Returns the blocks of a group that a bucket has room for.
 
     in_window: `most_blocks` of the group's window, for each request: rows x (window / block + 1) in all. A block that
-        several rows use is in the window of one of them alone sometimes, so a window's unique blocks are the
-        bucket's shared and unique ones at most. None: the group has full attention, and blocks as the first one has.
+        several rows use is sometimes in the window of only one of them, so a window has at most as many unique blocks
+        as the bucket has shared and unique ones. None: the group has full attention, and as many blocks as the first.
     """
     if in_window is None:
         return GroupBlocks(shape.shared_blocks, shape.unique_blocks)
@@ -39,13 +40,13 @@ def group_room(shape: ForwardShape, limits: Limits, in_window: int | None) -> Gr
 
 
 def with_groups(step: Bucket, others: list[tuple[GroupBlocks, int | None]]) -> Bucket:
-    """A step's shape, raised until its buckets have room for its other groups, too.
+    """Raises a step's shape until its buckets have room for its other groups, too.
 
-    Mostly they have it: requests that share a block of the first group share those of the others. Not always, where
+    Mostly they do: requests that share a block of the first group also share those of the others. Exceptions occur if
     several copies of a prefix have been computed and some are evicted.
 
-    others: of each group what the step has, and `in_window` of `group_room`. No group has more shared blocks than
-        the limits allow: steps are divided by the blocks of each.
+    others: for each group the blocks of the step, and `in_window` of `group_room`. No group exceeds the limit of shared
+        blocks: steps are divided by the blocks of each group.
     """
     shared, unique = step.shared_blocks, step.unique_blocks
     for blocks, in_window in others:

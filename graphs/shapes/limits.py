@@ -1,4 +1,4 @@
-"""The largest step that a configuration allows, by dimension: what buckets must hold and need not exceed."""
+"""The largest step that a configuration allows, by dimension: buckets must hold it and need not exceed it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST = 2**31 - 1
 
 
 class LimitsError(ValueError):
-    """Limits that no step fits, or a step beyond them; the message names the limit."""
+    """Raised for limits that no step fits, or a step beyond them; the message names the limit."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,20 @@ class Limits:
     max_num_seqs: requests of a step.
     max_model_len: tokens of a request.
     block_size: tokens of a KV-cache block.
-    num_blocks: blocks of the KV cache; block 0 is the dummy block and never a request's.
+    num_blocks: blocks of the KV cache; block 0 is the dummy block and never belongs to a request.
     contiguous: the unique part may read the slice `cache[:k]`, so that it spans all blocks up to the largest id, used
         or not.
     max_shared_blocks: distinct shared blocks of a step. None: all blocks that the requests can use, each of several
         prompts with a context of its own. A bound keeps the largest graph small, whose shared part is rows x blocks;
         a step with more shared blocks then runs in several parts.
-    max_selected_blocks: blocks that a sparse method chooses for the requests of a step, one counted for each request
-        that it is chosen for. 0: there is no such method.
-    causal_reach: buckets may bound the max prompt tiles, which is less work for Gaudi's attention.
-    strip: with a slot for each token the slots that a request gets at once (`strip_size`). Shared and unique blocks are
-        then ranges of blocks, and a step with more of them than `max_context_blocks` runs in several parts. 0: requests
-        get blocks.
-    window: tokens of a sliding window, or of a chunk of local attention: a row sees no more of them, so that a request
-        uses no more blocks in a step. 0: it sees its whole context.
+    max_selected_blocks: blocks that a sparse method chooses for the requests of a step, counted once for each request.
+        0: there is no such method.
+    causal_reach: buckets may bound the max prompt tiles, which saves work in Gaudi's attention.
+    strip: with a slot for each token, the number of slots that a request gets at once (`strip_size`). Shared and unique
+        blocks are then ranges of blocks, and a step with more of them than `max_context_blocks` runs in several parts.
+        0: requests get blocks.
+    window: tokens of a sliding window, or of a chunk of local attention: a row sees no more tokens, which bounds the
+        blocks that a request uses in a step. 0: a row sees its whole context.
     """
 
     max_num_batched_tokens: int
@@ -70,7 +70,7 @@ class Limits:
             raise LimitsError(
                 f"limit max_selected_blocks is {self.max_selected_blocks}, expected 0 (no sparse method) or more"
             )
-        # a request's own context must fit, or not even a step with nothing else could run
+        # a request's own context must fit; otherwise it could not run even alone
         least = min(self.blocks_per_request, self.max_context_blocks)
         if self.max_shared_blocks is not None and self.max_shared_blocks < least:
             raise LimitsError(
@@ -80,7 +80,7 @@ class Limits:
 
     @property
     def dense(self) -> Limits:
-        """The same limits without selected blocks."""
+        """Returns the same limits without selected blocks."""
         return replace(self, max_selected_blocks=0)
 
     @property
@@ -88,13 +88,14 @@ class Limits:
         if self.strip:
             return most_ranges(self.max_model_len, self.strip)
         most = -(-self.max_model_len // self.block_size)
-        # one more than a window has, which may begin within one
+        # one more than a window has, because a window may begin inside a block
         return min(most, -(-self.window // self.block_size) + 1) if self.window else most
 
     @property
     def max_context_blocks(self) -> int:
-        """Distinct blocks that the requests of one step can use. With a slot for each token ranges: one for each strip
-        of the cache, and at least those of one request."""
+        """Distinct blocks that the requests of one step can use. With a slot for each token, ranges: one for each strip
+        of the cache, and at least the ranges of one request.
+        """
         requests = self.max_num_seqs * self.blocks_per_request
         if not self.strip:
             return min(self.num_blocks - 1, requests)
@@ -129,7 +130,7 @@ class Limits:
         )
 
     def phase_maximum(self, causal: bool, shared: bool, unique: bool, selected: bool = False) -> ForwardShape:
-        """The largest sizes that steps of one phase have; without `c` every row is a request."""
+        """Returns the largest sizes of steps of one phase; without `c` every row is a request."""
         return ForwardShape.of(
             causal,
             self.max_num_batched_tokens if causal else self.max_decode_rows,
@@ -142,8 +143,8 @@ class Limits:
         """True if a step of these sizes can occur at all.
 
         A causal part has a request of two rows or more; a shared block has two rows; a unique block has a row of its
-        own that is not the causal request's; the blocks are distinct blocks of one cache. Selected blocks go with any
-        of this: they are chosen for a row that is there, and several requests may choose the same block.
+        own that does not belong to the causal request; the blocks are distinct blocks of one cache. Selected blocks may
+        come with any of these: they are chosen for an existing row, and several requests may choose the same block.
         """
         if selected > self.max_selected_blocks:
             return False
@@ -162,29 +163,30 @@ class Limits:
         return 2 if shared else 1
 
 
-# The largest graph multiplies all rows with all shared blocks, while the contexts of several prompts have few pairs in
-# common. Two long contexts fit one step; more are rare, and run in parts.
+# The largest graph multiplies all rows by all shared blocks, although the contexts of several prompts have few pairs in
+# common. Two long contexts fit in one step; more are rare, and run in parts.
 SHARED_CONTEXTS = 2
 
 
 def default_shared_blocks(max_model_len: int, block_size: int, strip: int = 0) -> int:
-    """The blocks of SHARED_CONTEXTS requests of `max_model_len` tokens, and at least the ranges of one."""
+    """Returns the blocks of SHARED_CONTEXTS requests of `max_model_len` tokens, and at least the ranges of one."""
     blocks = SHARED_CONTEXTS * -(-max_model_len // block_size)
     return max(blocks, most_ranges(max_model_len, strip)) if strip else blocks
 
 
-# A prefix that others have computed may have this many ranges more than it has strips. Each request that went on where
-# another one had ended is one, so they are the turns of a conversation.
+# A prefix that other requests have computed may have this many more ranges than strips. Each request that continued
+# where another had ended adds one, as the turns of a conversation do.
 SPARE_RANGES = 16
 
 
 def strip_size(block_size: int) -> int:
-    """Slots of a strip: half a block, or the largest part below that divides it. So no context has more than twice the
-    ranges that it would have blocks, except for SPARE_RANGES, and half a strip of each request is empty on average.
+    """Returns the slots of a strip: half a block, or the largest smaller size that divides it. So no context has more
+    than twice as many ranges as it would have blocks, plus SPARE_RANGES, and half a strip of each request is empty on
+    average.
     """
     return next((size for size in range(block_size // 2, 1, -1) if block_size % size == 0), 1)
 
 
 def most_ranges(max_model_len: int, strip: int) -> int:
-    """Ranges of blocks that a context of `max_model_len` tokens has at most, where requests get strips."""
+    """Returns the most ranges of blocks of a context of `max_model_len` tokens, if requests get strips."""
     return -(-max_model_len // strip) + SPARE_RANGES

@@ -1,4 +1,4 @@
-"""The modelled cost of steps in a set of buckets, beside their cost without padding."""
+"""Compares the modelled cost of steps in a set of buckets with their cost without padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Padding:
     """Sums over steps; seconds are modelled.
 
     seconds, true_seconds: padded, and at true shapes.
-    axes: padded over true size of each dimension (1 where the steps have none of it).
+    axes: padded over true size of each dimension (1 if the steps have none of it).
     used: [forward buckets] steps in each. true, padded: [forward buckets] their seconds.
     maximum_steps: steps that only the configured maximum could hold.
     """
@@ -33,7 +33,7 @@ class Padding:
 
     @property
     def ratio(self) -> float:
-        """Padded over true cost."""
+        """Padded cost over true cost."""
         return self.seconds / self.true_seconds
 
     @property
@@ -41,7 +41,7 @@ class Padding:
         return int(self.used[self.buckets.forward.index(self.buckets.limits.maximum.forward)])
 
     def by_bucket(self) -> list[tuple[ForwardShape, int, float]]:
-        """(bucket, steps, padded over true seconds) of the buckets in use, the most seconds first."""
+        """Returns (bucket, steps, padded over true seconds) of the buckets in use, the most seconds first."""
         order = [int(index) for index in np.argsort(-self.padded) if self.used[index]]
         return [
             (self.buckets.forward[index], int(self.used[index]), float(self.padded[index] / self.true[index]))
@@ -49,11 +49,11 @@ class Padding:
         ]
 
     def unused(self) -> list[ForwardShape]:
-        """Buckets that no step ran in."""
+        """Returns the buckets in which no step ran."""
         return [shape for shape, steps in zip(self.buckets.forward, self.used, strict=True) if not steps]
 
     def to_json(self) -> dict[str, Any]:
-        """The sums as plain values."""
+        """Returns the sums as plain values."""
         return {
             "cost_ratio": round(self.ratio, 5),
             "padded_seconds": round(self.seconds, 6),
@@ -64,7 +64,7 @@ class Padding:
 
 
 def measure_padding(buckets: BucketSet, steps: Steps) -> Padding:
-    """Runs every step in the bucket that the lookup gives it. The steps must be within the limits."""
+    """Looks up the bucket of every step, and adds up the costs. The steps must be within the limits."""
     cost = buckets.cost
     forward, shapes = graph_array(buckets.forward), steps.shapes
     found = buckets.assign(shapes)

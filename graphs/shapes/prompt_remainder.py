@@ -1,8 +1,8 @@
-"""Shapes of the graphs for prompt remainders: up to a block of rows of one prompt that was loaded in part.
+"""Shapes of the graphs for prompt remainders: up to a block of rows of one partly loaded prompt.
 
 In an ordinary graph every selection has room for the rows of a verification, since all selected blocks are multiplied
-with the same number of rows. A prompt remainder has many more rows, but a single selection. So it runs alone, in one of
-three graphs.
+with the same number of rows. A prompt remainder has many more rows, but a single selection. So it runs in a step of its
+own, in one of three graphs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 # Contexts of up to a quarter of the longest have a graph of their own: most are far shorter than --max-model-len.
 SHORT_SHARE = 4
 MOST_REMAINDERS = 3
-"""Shapes of a server."""
+"""The most shapes of a server."""
 
 
 def remainder_rows(block_size: int, max_num_batched_tokens: int, most_rows: int) -> int:
-    """Rows of the graphs for prompt remainders; 0 where ordinary graphs hold them, with `most_rows` per selection."""
+    """Returns the rows of the graphs for prompt remainders; 0 if ordinary graphs hold them, with `most_rows` per
+    selection.
+    """
     rows = min(block_size, max_num_batched_tokens)
     return rows if rows > most_rows else 0
 
 
 class RemainderShape(NamedTuple):
-    """The key of a graph for prompt remainders. A bucket of equal sizes is another graph: fewer rows per selection."""
+    """The key of a graph for prompt remainders. A bucket of equal sizes is another graph, with fewer rows per
+    selection.
+    """
 
     forward: ForwardShape
 
@@ -34,13 +38,13 @@ class RemainderShape(NamedTuple):
 class RemainderShapes:
     """All shapes of a server, the smallest first; the last one holds every prompt remainder.
 
-    Rows are padded to a block: reading the weights costs more. There are no unique blocks, since all rows belong to one
-    request. With requests of up to 32768 tokens attention takes 41, 138 and 419 us per layer in
-    them (Llama 3.1 8B, blocks of 128, Gaudi 2; modelled, without the scores).
+    Rows are padded to a block, which costs less than reading the weights. There are no unique blocks, because all rows
+    belong to one request. With requests of up to 32768 tokens, attention takes 41, 138 and 419 us per layer in these
+    graphs (Llama 3.1 8B, blocks of 128, Gaudi 2; modelled, without the scores).
 
     Args:
-        limits: of the server's steps.
-        rows: of the longest prompt remainder.
+        limits: limits of the server's steps.
+        rows: rows of the longest prompt remainder.
         live_blocks: most blocks of a request that are always attended.
         most_selected: selected blocks of the longest request.
     """
@@ -56,13 +60,13 @@ class RemainderShapes:
         """Of a step that is one prompt remainder."""
         every = self.limits.most_shared_blocks
         live = min(every, live_blocks)
-        # the last one for blocks that wait for their summaries: these are attended without being selected
+        # the last one is for blocks that wait for their summaries: these are attended without being selected
         sizes = (live, -(-most_selected // SHORT_SHARE)), (live, most_selected), (every, most_selected)
         found = (ForwardShape.of(True, rows, shared, 0, selected) for shared, selected in sizes)
         self.keys = tuple(map(RemainderShape, dict.fromkeys(found)))
 
     def lookup(self, step: Bucket) -> ForwardShape:
-        """The smallest that dominates the step. Raises LimitsError for one that no graph holds."""
+        """Returns the smallest shape that dominates the step. Raises LimitsError if no graph holds it."""
         for shape in self.shapes:
             if dominates(shape.step(step.logits), step):
                 return shape

@@ -11,32 +11,33 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.steps import graph_array, shape_seconds
 
-# A level has no graph of its own where the next one costs at most this share more: beside a long prompt the selected
-# part is small, whatever its size. At 64 graphs the product of all shapes and four levels leaves 14 shapes, without the
-# needless ones 26 to 35; where steps select a quarter of their contexts the trace mixes then cost a third (modelled).
+# A level has no graph of its own if the next one costs at most this share more: next to a long prompt the selected part
+# is small, whatever its size. At 64 graphs the product of all shapes and four levels leaves 14 shapes, and without the
+# needless ones 26 to 35; the trace mixes then cost a third if steps select a quarter of their contexts (modelled).
 NEEDLESS = 0.1
 
 
 def with_selected_levels(shapes: Iterable[ForwardShape], levels: Sequence[int], cost: Cost) -> list[ForwardShape]:
-    """Every shape at every level of selected blocks, less the needless ones.
+    """Returns every shape at every level of selected blocks, without the needless ones.
 
     Selected blocks add to the cost of a step, whatever its other sizes. So the cheapest bucket of a step is the
     cheapest one for its other sizes, at the smallest of its levels that is enough.
 
     Args:
-        shapes: without selected blocks.
+        shapes: shapes without selected blocks.
         levels: ascending, the first 0; the last one is always kept.
     """
     found: list[ForwardShape] = []
     for shape in shapes:
-        # decodes of requests that are not sparse must not pay for those that are
+        # decodes of requests that are not sparse must not pay for sparse ones
         least = shape.with_selected(0) if "c" not in shape.phase else None
         found += _worth([shape.with_selected(level) for level in levels], cost, least)
     return found
 
 
 def with_prompt_tile_levels(shapes: Iterable[ForwardShape], levels: Sequence[int], cost: Cost) -> list[ForwardShape]:
-    """Every shape at every level of max prompt tiles, less the needless ones; only long prompts have more than one.
+    """Returns every shape at every level of max prompt tiles, without the needless ones; only long prompts have more
+    than one.
 
     Args:
         levels: ascending; the last one, which is no bound, is always kept.
@@ -48,7 +49,7 @@ def with_prompt_tile_levels(shapes: Iterable[ForwardShape], levels: Sequence[int
 
 
 def _worth(at_levels: list[ForwardShape], cost: Cost, keep: ForwardShape | None = None) -> list[ForwardShape]:
-    """Those that are cheaper by more than NEEDLESS than the next one above that is kept."""
+    """Returns the shapes that are cheaper by more than NEEDLESS than the next larger one that is kept."""
     found = []
     seconds = shape_seconds(cost, graph_array(at_levels)).tolist()
     above = float("inf")
@@ -60,9 +61,10 @@ def _worth(at_levels: list[ForwardShape], cost: Cost, keep: ForwardShape | None 
 
 
 def reaching_step(buckets: BucketSet, shape: ForwardShape) -> Bucket | None:
-    """A step within the limits that the lookup puts into `shape`, if there is one.
+    """Returns a step within the limits that the lookup puts into `shape`, if there is one.
 
-    Only the largest steps that `shape` dominates need to be tried: if a smaller one runs in it, so do those between.
+    Only the largest steps that `shape` dominates need to be tried: if a smaller one runs in it, so do the steps in
+    between.
     """
     for step in _largest_steps(buckets, shape):
         if buckets.lookup(step).forward == shape:
@@ -71,7 +73,7 @@ def reaching_step(buckets: BucketSet, shape: ForwardShape) -> Bucket | None:
 
 
 def without_unreachable(shapes: Iterable[ForwardShape], limits: Limits, cost: Cost) -> list[ForwardShape]:
-    """The shapes that some step runs in, and the configured maximum, which every step can run in."""
+    """Returns the shapes that some step runs in, and the configured maximum, which every step can run in."""
     buckets = BucketSet(shapes, (), limits, cost)
     maximum = limits.maximum.forward
     return [shape for shape in buckets.forward if shape == maximum or reaching_step(buckets, shape) is not None]
@@ -89,8 +91,9 @@ def _largest_steps(buckets: BucketSet, shape: ForwardShape) -> Iterator[Bucket]:
 
 
 def _within_cache(buckets: BucketSet, s: int, u: int) -> Iterator[tuple[int, int]]:
-    """(shared, unique) as large as the cache allows. Where the sum is too large, every division at which another
-    shape begins or ends to dominate."""
+    """Returns (shared, unique) as large as the cache allows. If the sum is too large, returns every division at which
+    another shape starts or stops dominating.
+    """
     room = buckets.limits.max_context_blocks
     if buckets.limits.contiguous or s + u <= room:
         yield s, u

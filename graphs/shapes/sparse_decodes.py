@@ -1,6 +1,6 @@
 """Shapes for decodes and verifications of a sparse method: few live blocks for each request, and the chosen ones.
 
-A grid over the limits has none of them: its smallest unique part is what dense requests have, many times more.
+A grid over the limits has no such shapes: its smallest unique part is sized for dense requests, many times more.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.steps import graph_array, shape_seconds
 
-# From one size to the next the cost grows by no more than this share, if there are graphs enough.
+# From one size to the next, the cost grows by no more than this share, if there are enough graphs.
 FINE = 0.1
 MOST_LEVELS = 8
 
 Levels = Callable[[str, int, int], list[int]]
-"""(axis, maximum, n) -> at most n ascending sizes that end with the maximum."""
+"""A function of (axis, maximum, n) that returns at most n ascending sizes, the last of them the maximum."""
 
 
 def sparse_decodes(limits: Limits, cost: Cost, live_blocks: int, most: int, levels: Levels) -> list[ForwardShape]:
-    """At most `most` shapes in which all requests of a step decode with chosen blocks; none without such a method.
+    """Returns at most `most` shapes in which all requests of a step decode with chosen blocks; none without a sparse
+    method.
 
     A shared part has room for the live blocks of one prefix that requests have in common.
 
     Args:
-        limits: of the server. Where the unique part is a slice of the cache its size says nothing of its blocks, and
+        limits: limits of the server. If the unique part is a slice of the cache, its size does not tell its blocks, and
             there are no such shapes.
-        cost: of steps.
-        live_blocks: most blocks of a request that are attended in any case; 0: unknown.
-        most: shapes.
+            cost: cost of steps.
+        live_blocks: most blocks of a request that are always attended; 0: unknown.
+        most: the most shapes.
         levels: how sizes are divided.
     """
     rows, selected = limits.max_decode_rows, limits.max_selected_blocks
@@ -51,13 +52,14 @@ def sparse_decodes(limits: Limits, cost: Cost, live_blocks: int, most: int, leve
 def sparse_verifications(
     limits: Limits, cost: Cost, live_blocks: int, rows_each: int, most: int, levels: Levels
 ) -> list[ForwardShape]:
-    """At most `most` shapes in which the requests of a step verify drafts with chosen blocks; none without drafts.
+    """Returns at most `most` shapes in which the requests of a step verify drafts with chosen blocks; none without
+    drafts.
 
-    The live blocks of a request with several rows are shared ones, beside a causal part. As some requests may have no
-    drafts in a step, a few shapes have room for unique blocks, too.
+    The live blocks of a request with several rows are shared blocks, together with a causal part. As some requests may
+    have no drafts in a step, a few shapes have room for unique blocks, too.
 
     Args:
-        rows_each: most rows of a request: one, and its drafts.
+        rows_each: most rows of a request: one plus its drafts.
         limits, cost, live_blocks, most, levels: see `sparse_decodes`.
     """
     rows = min(limits.max_num_seqs * rows_each, limits.max_num_batched_tokens)
@@ -84,7 +86,9 @@ def sparse_verifications(
 def _finest(
     made: Callable[[int, int], list[ForwardShape]], most: int, cost: Cost, axes: tuple[str, str]
 ) -> list[ForwardShape]:
-    """The shapes with the least padding that are at most `most`. made: by the number of sizes along each axis."""
+    """Returns the shapes with the least padding, at most `most`. made: makes shapes from the number of sizes along each
+    axis.
+    """
     counts, best = (1, 1), made(1, 1)
     if len(best) > most:
         return best[: max(0, most)]
@@ -102,9 +106,9 @@ def _finest(
 
 
 def _worst(shapes: list[ForwardShape], cost: Cost, axes: tuple[str, str]) -> float:
-    """Largest cost of a shape over that of a step for which the next smaller sizes are just too small.
+    """Returns the largest cost of a shape over the cost of a step for which the next smaller sizes are just too small.
 
-    Of the shapes without the part that only some steps have.
+    Considers the shapes without the part that only some steps have.
     """
     phase = shapes[0].phase
     alone = [shape for shape in shapes if shape.phase == phase]

@@ -1,4 +1,4 @@
-"""Observed steps as arrays: distinct shapes, and how often each occurred."""
+"""Observed steps as arrays: distinct shapes, and how often each one occurred."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 
 Shapes = NDArray[np.int64]
-"""[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another one exactly if it is
-nowhere smaller: a phase has `s` and `u` where their sizes are not 0. [n, 5]: also selected_blocks; [n, 6]: also
+"""[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another exactly if no size is
+smaller: a phase has `s` and `u` if their sizes are not 0. [n, 5]: also selected_blocks; [n, 6]: also
 max prompt tiles (`causal_reach`), 0 if there is no causal part.
 """
 
@@ -31,7 +31,7 @@ class Steps:
 
     forward: [n, 4] shapes; forward_counts: [n]. logits: [m], ascending; logits_counts: [m].
     selected, prompt_tiles: [n] selected blocks and max prompt tiles of each; a shape occurs once for each number of
-        them. Without them nothing is selected, and rows may look back on all rows before them.
+        them. Without them, no blocks are selected, and rows may look back on all rows before them.
     """
 
     forward: Shapes
@@ -49,7 +49,7 @@ class Steps:
 
     @classmethod
     def of(cls, buckets: Iterable[Bucket]) -> Steps:
-        """Counts shapes, one step after the other: memory grows with the distinct ones, not with the steps.
+        """Counts shapes one step at a time: memory grows with the distinct shapes, not with the steps.
 
         Steps without rows run nothing and are left out.
         """
@@ -67,18 +67,18 @@ class Steps:
 
     @property
     def shapes(self) -> Shapes:
-        """[n, 6] shapes with their selected blocks and max prompt tiles."""
+        """Returns [n, 6] shapes with their selected blocks and max prompt tiles."""
         return np.concatenate([self.forward, self.selected[:, None], self.prompt_tiles[:, None]], axis=1)
 
     def with_shapes(self, shapes: Shapes) -> Steps:
-        """The same steps with other shapes [n, 6], one for each of the present ones; equal shapes are merged."""
+        """Returns the same steps with other shapes [n, 6], one for each present shape; equal shapes are merged."""
         distinct, places = np.unique(shapes, axis=0, return_inverse=True)
         counts = np.zeros(len(distinct), np.int64)
         np.add.at(counts, places.reshape(-1), self.forward_counts)
         return Steps(distinct[:, :4], counts, self.logits, self.logits_counts, distinct[:, 4], distinct[:, 5])
 
     def without_prompt_tiles(self) -> Steps:
-        """The steps for a device whose buckets do not bound how far rows look back."""
+        """Returns the steps for a device whose buckets do not bound how far rows look back."""
         shapes = self.shapes
         shapes[:, 5] = _all_rows(shapes)
         return self.with_shapes(shapes)
@@ -93,23 +93,23 @@ class Steps:
         return int(self.forward_counts.sum())
 
     def seconds(self, cost: Cost) -> float:
-        """What the steps cost unpadded."""
+        """Returns the cost of the steps without padding."""
         forward = shape_seconds(cost, self.shapes) @ self.forward_counts
         return float(forward + cost.logits_seconds(self.logits) @ self.logits_counts)
 
 
 def shape_array(shapes: Iterable[ForwardShape]) -> Shapes:
-    """[n, 4] forward shapes as rows, without their selected blocks."""
+    """Returns [n, 4] forward shapes as rows, without their selected blocks."""
     return graph_array(shapes)[:, :4]
 
 
 def graph_array(shapes: Iterable[ForwardShape | Bucket]) -> Shapes:
-    """[n, 6] forward shapes as rows, selected blocks and max prompt tiles last."""
+    """Returns [n, 6] forward shapes as rows, selected blocks and max prompt tiles last."""
     return np.array([_row(shape) for shape in shapes], np.int64).reshape(-1, 6)
 
 
 def shape_seconds(cost: Cost, shapes: Shapes) -> Floats:
-    """Seconds of each row; the last axis holds four sizes or more (see `Shapes`)."""
+    """Returns the seconds of each row; the last axis holds four sizes or more (see `Shapes`)."""
     return cost.forward_seconds(*np.moveaxis(shapes, -1, 0))
 
 
@@ -119,16 +119,17 @@ def _row(shape: ForwardShape | Bucket) -> tuple[int, ...]:
 
 
 def _all_rows(shapes: Shapes) -> NDArray[np.int64]:
-    """[n] the max prompt tiles of steps that may look back on all rows."""
+    """Returns [n], the max prompt tiles of steps that may look back on all rows."""
     return np.where(shapes[:, 0] > 0, flat_tiles(shapes[:, 1]), 0)
 
 
 def steps_within(steps: Steps, limits: Limits) -> Steps:
-    """The steps, their blocks cut to what `limits` allow.
+    """Returns the steps with their blocks cut to `limits`.
 
     The steps may come from a larger cache, from a cache that was read in slices (which cover unused blocks), or from a
-    server that did not divide steps with many shared blocks. Rows and requests stay: more of them than the limits allow
-    mean another server (see `check_steps`). Max prompt tiles are left out where buckets do not bound them.
+    server that did not divide steps with many shared blocks. Rows and requests are not cut: if they exceed the limits,
+    the steps come from a different server (see `check_steps`). Max prompt tiles are left out if buckets do not bound
+    them.
     """
     most = limits.maximum
     shapes = steps.shapes

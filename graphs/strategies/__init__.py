@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.registry import Registry
 
-if TYPE_CHECKING:  # the configuration knows the names, and is light
+if TYPE_CHECKING:  # the configuration imports the names and must stay light
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
     from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
 
@@ -20,20 +20,22 @@ STRATEGIES: Registry[type[BucketStrategy]] = Registry(
     file="vllm_gaudi_ucm.graphs.strategies.file:FromFile",
     trace="vllm_gaudi_ucm.graphs.strategies.trace:FromTrace",
 )
-# What `auto` chooses from: the first one whose file is given. The last one needs none.
+# The strategies that `auto` chooses from: the first whose file is given. The last one needs no file.
 AUTOMATIC = ("file", "trace", "padding_aware")
 
 
 def build_buckets(name: str, request: BucketRequest, options: Mapping[str, Any] | None = None) -> BucketSet:
-    """The buckets of a strategy. Raises RegistryError, a ValueError that lists the known names, for an unknown one."""
+    """Returns the buckets of a strategy. Raises RegistryError, a ValueError that lists the known names, for an unknown
+    one.
+    """
     return STRATEGIES.get(name)(**(options or {})).choose(request)
 
 
 def blind_strategies() -> list[str]:
-    """The strategies that know the limits alone, not the traffic."""
+    """Returns the strategies that know only the limits, not the traffic."""
     return [name for name in STRATEGIES.names() if STRATEGIES.get(name).needs is None]
 
 
 def automatic_strategy(given: Container[str]) -> str:
-    """The strategy that `auto` stands for. given: the keys of `ucm.graphs` that name a file."""
+    """Returns the strategy that `auto` stands for. given: the keys of `ucm.graphs` that name a file."""
     return next(name for name in AUTOMATIC if (needs := STRATEGIES.get(name).needs) is None or needs in given)

@@ -22,9 +22,9 @@ class BucketRequest:
     """Limits and cost for every strategy; `path` of the bucket file, `steps` of the trace.
 
     max_graphs: the most graphs, forward and logits together; None leaves the number to the strategy.
-    report: called with the fraction that is done.
-    live_blocks: most blocks that a sparse request attends to in any case; 0: unknown, or there is no sparse method.
-    rows_each: most rows of a request that decodes: one, and its drafts.
+    report: called with the fraction of the work that is done.
+    live_blocks: most blocks that a sparse request always attends to; 0: unknown, or there is no sparse method.
+    rows_each: most rows of a request that decodes: one plus its drafts.
     """
 
     limits: Limits
@@ -46,12 +46,14 @@ class BucketStrategy(ABC):
     """
 
     needs: ClassVar[Source | None] = None
-    """The file that the strategy works on; None: it knows the limits alone."""
+    """The file that the strategy needs; None if it needs only the limits."""
 
     @abstractmethod
     def choose(self, request: BucketRequest) -> BucketSet:
-        """The buckets, at most `request.max_graphs` graphs. Raises ValueError where the request lacks something."""
+        """Returns the buckets, at most `request.max_graphs` graphs. Raises ValueError if the request lacks
+        something.
+        """
 
     def least_graphs(self, request: BucketRequest) -> int:
-        """Below this `max_graphs` some phases have no bucket of their own; 0 if there is no such bound."""
+        """Returns the `max_graphs` below which some phases have no bucket of their own; 0 if there is no such bound."""
         return 0

@@ -1,4 +1,4 @@
-"""Buckets from a YAML file, and the writing of such files. The schema is described in docs/guides/buckets.md."""
+"""Reads buckets from a YAML file, and writes such files. The schema is described in docs/guides/buckets.md."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy,
 
 SCHEMA = "gaudi-ucm.buckets/1"
 KEYS = ("schema", "made_for", "limits", "logits", "forward")
-# Measured or chosen when a server starts, so they differ between starts; shapes are cut to what there is.
+# Limits that are measured or chosen when a server starts, so they differ between starts; shapes are cut to them.
 MEASURED = ("num_blocks", "contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
-# Written where they say something, and missing in files of servers that have nothing of the kind.
+# Limits that are written only if they differ from the default; files of servers without the feature lack them.
 OPTIONAL = {"max_selected_blocks": 0, "causal_reach": False, "strip": 0, "window": 0}
 
 
@@ -31,11 +31,11 @@ MOST_SHOWN = 200  # characters of a value in a message
 
 
 class BucketFileError(ValueError):
-    """A bucket file that cannot be used; the message names the file, the entry, and what was expected."""
+    """Raised for a bucket file that cannot be used; the message names the file, the entry, and what was expected."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without anchors and aliases, which stand for any number of values; no bucket file has any."""
+    """Safe YAML without anchors and aliases, which can stand for any number of values; bucket files do not use them."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -59,7 +59,7 @@ class FromFile(BucketStrategy):
         limits_there, forward, logits = read_bucket_file(path)
         _check_limits(path, limits_there, limits)
         _check_selected(path, limits_there, limits)
-        # the largest step of that server is the largest step of this one, also where this one has more blocks
+        # the largest step of that server is the largest step of this one, even if this one has more blocks
         largest, here = limits_there.maximum.forward, limits.maximum.forward
         cut = {here if s == largest else ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward}
         rows = {min(row, limits.max_num_seqs) for row in logits}
@@ -73,13 +73,11 @@ class FromFile(BucketStrategy):
 
 
 def read_bucket_file(path: Path) -> tuple[Limits, list[ForwardShape], list[int]]:
-    """(limits, forward shapes, logits rows) of a file."""
+    """Reads (limits, forward shapes, logits rows) from a file."""
     value = _read_yaml(path)
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         found = value.get("schema", "no schema") if isinstance(value, dict) else type(value).__name__
-        raise BucketFileError(
-            f"{path}: found {_shown(found)} where a bucket file says {SCHEMA!r}; is this another file?"
-        )
+        raise BucketFileError(f"{path}: found schema {_shown(found)}, expected {SCHEMA!r}; is this a bucket file?")
     for key in value:
         if key not in KEYS:
             raise BucketFileError(f"{path}: unknown key {_shown(key)}, expected {', '.join(KEYS)}")
@@ -96,7 +94,7 @@ def _read_yaml(path: Path) -> Any:
     except OSError as error:
         raise BucketFileError(f"{path}: cannot be read as a bucket file: {error}") from error
     if len(data) > MOST_BYTES:
-        raise BucketFileError(f"{path}: more than {MOST_BYTES >> 20} MiB; is this another file?")
+        raise BucketFileError(f"{path}: more than {MOST_BYTES >> 20} MiB; is this a bucket file?")
     try:
         return yaml.load(data.decode("utf-8"), Loader=_Loader)
     except UnicodeDecodeError as error:
@@ -109,7 +107,7 @@ def _read_yaml(path: Path) -> Any:
 
 
 def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:
-    """Writes the buckets; `made_for` tells a reader what they were made from."""
+    """Writes the buckets; `made_for` tells a reader their origin."""
     names, limits = "phase, query_len, shared_blocks, unique_blocks", asdict(buckets.limits)
     if buckets.limits.max_selected_blocks or buckets.limits.causal_reach:
         names += ", selected_blocks (0 where missing)"
@@ -136,7 +134,9 @@ def _check_limits(path: Path, there: Limits, here: Limits) -> None:
 
 
 def _check_selected(path: Path, there: Limits, here: Limits) -> None:
-    """Cut to a smaller limit shapes are still useful; without any, every sparse step would run in the maximum."""
+    """Checks selected blocks. Shapes cut to a smaller limit are still useful; without any, every sparse step would run
+    in the maximum.
+    """
     if here.max_selected_blocks and not there.max_selected_blocks:
         raise BucketFileError(
             f"{path}: made for a server without a sparse method, this one selects up to {here.max_selected_blocks} "

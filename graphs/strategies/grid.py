@@ -1,4 +1,4 @@
-"""Buckets as the product of values along each dimension, made as fine as a count of graphs allows."""
+"""Chooses buckets as the product of values along each dimension, as fine as the number of graphs allows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from vllm_gaudi_ucm.graphs.shapes.sparse_decodes import sparse_decodes, sparse_v
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
 
 AXES = ("decode", "prompt", "shared", "unique", "logits", "selected", "prompt_tiles")
-# More values along a dimension than this are never useful, and without a count of graphs they would multiply.
+# More values along a dimension are never useful; without a limit on graphs, they would multiply.
 MAX_VALUES = 12
-# Graphs for decodes of a sparse method without a count of graphs.
+# Graphs for decodes of a sparse method if the number of graphs is not limited.
 MOST_SPARSE = 24
-# Whatever prompts there are, their lengths are not known: from one level of prompt tiles to the next a factor pays.
+# The lengths of prompts are unknown: from one level of prompt tiles to the next, a constant factor pays off.
 SHORTER = 8
 
 
@@ -33,8 +33,8 @@ SHORTER = 8
 class Grid:
     """Number of size levels along each axis.
 
-    Rows of steps without and with a causal part, blocks, logits rows, selected blocks, max prompt tiles (beside no
-    bound).
+    Rows of steps without and with a causal part, blocks, logits rows, selected blocks, max prompt tiles (in addition to
+    no bound).
     """
 
     decode: int = 1
@@ -53,13 +53,13 @@ class Grid:
 class GridStrategy(BucketStrategy):
     """The finest grid of at most `max_graphs` graphs, refined one axis after the other.
 
-    Where not even the coarsest grid fits, decodes have graphs of their own before prompts have any beside the
+    If not even the coarsest grid fits, decodes get graphs of their own before prompts get any in addition to the
     configured maximum (`few_shapes`).
     """
 
     @abstractmethod
     def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
-        """At most n ascending sizes along an axis; the last one is the maximum."""
+        """Returns at most n ascending sizes along an axis; the last one is the maximum."""
 
     def choose(self, request: BucketRequest) -> BucketSet:
         limit = request.max_graphs
@@ -92,7 +92,7 @@ class GridStrategy(BucketStrategy):
         return best
 
     def _few(self, request: BucketRequest, limit: int) -> BucketSet:
-        """Of the most urgent shapes, those that some step runs in."""
+        """Returns those of the most urgent shapes that some step runs in."""
         limits, cost = request.limits, request.cost
         sparse = sparse_decodes(limits, cost, request.live_blocks, 1, partial(self.levels, cost))
         # one is the maximum, and one for logits
@@ -100,8 +100,9 @@ class GridStrategy(BucketStrategy):
         return BucketSet(without_unreachable(shapes, limits, cost), (), limits, cost)
 
     def _sparse_decodes(self, request: BucketRequest) -> list[ForwardShape]:
-        """Shapes for decodes of a sparse method, and for verifications: at most a third of the graphs, and none that
-        the grid needs."""
+        """Returns shapes for decodes of a sparse method, and for verifications: at most a third of the graphs, and
+        never graphs that the grid needs.
+        """
         limit = 3 * MOST_SPARSE if request.max_graphs is None else request.max_graphs
         if not request.live_blocks or not request.limits.max_selected_blocks:
             return []
@@ -119,11 +120,13 @@ class GridStrategy(BucketStrategy):
 
 
 Levels = Callable[[str, int, int], list[int]]
-"""(axis, maximum, n) -> at most n ascending sizes that end with the maximum."""
+"""A function of (axis, maximum, n) that returns at most n ascending sizes, the last of them the maximum."""
 
 
 def coarsest_grid(request: BucketRequest) -> BucketSet:
-    """One size along each axis, its maximum. With a smaller `max_graphs` steps have no choice at all."""
+    """Returns the grid of one size along each axis, its maximum. With a smaller `max_graphs`, steps have no choice at
+    all.
+    """
     return _make(request, Grid(), lambda axis, maximum, n: [maximum])
 
 
@@ -138,7 +141,7 @@ def _make(request: BucketRequest, grid: Grid, levels: Levels) -> BucketSet:
 
 
 def _prompt_tile_levels(limits: Limits, count: int) -> list[int]:
-    """`count` bounds, the largest an eighth of all rows, each an eighth of the next; and no bound."""
+    """Returns `count` bounds, the largest an eighth of all rows, each an eighth of the next; and no bound."""
     tiles = flat_tiles(limits.max_num_batched_tokens)
     bounds = {max(1, tiles // SHORTER**power) for power in range(1, count + 1)}
     return [*sorted(bounds), ALL_TILES]
@@ -161,7 +164,7 @@ class Exponential(GridStrategy):
     """Few buckets, and padding bounded by a factor for any traffic."""
 
     def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
-        """n sizes; neighbours differ by the n-th root of the maximum."""
+        """Returns n sizes; neighbours differ by the n-th root of the maximum."""
         return sorted({max(1, round(maximum ** (step / n))) for step in range(1, n + 1)} | {maximum})
 
 
@@ -170,7 +173,7 @@ class Linear(GridStrategy):
     """Little padding near the limits, much of it far below them."""
 
     def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
-        """n sizes at distances of maximum / n."""
+        """Returns n sizes at distances of maximum / n."""
         return sorted({-(-maximum * step // n) for step in range(1, n + 1)})
 
 
@@ -179,12 +182,13 @@ class PaddingAware(GridStrategy):
     """Each level of a dimension multiplies the cost by the same factor, the smallest that the graphs allow."""
 
     def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
-        """n sizes that divide the growth of the cost along an axis, the other dimensions being small, in equal
-        factors."""
+        """Returns n sizes that divide the growth of the cost along an axis into equal factors, with the other
+        dimensions small.
+        """
         sizes = np.unique(np.geomspace(1, maximum, min(maximum, 2048)).astype(np.int64))
         seconds = _along(cost, axis, sizes)
         wanted = seconds[0] * (seconds[-1] / seconds[0]) ** (np.arange(1, n + 1) / n)
-        # The largest size that a wanted cost still pays for: where size is free, one value covers it all.
+        # The largest size within a wanted cost: if size is free, one value covers everything.
         chosen = np.clip(np.searchsorted(seconds, wanted * (1 + 1e-12), side="right") - 1, 0, None)
         return sorted({*sizes[chosen].tolist(), maximum})
 

@@ -1,4 +1,4 @@
-"""Buckets that cost observed steps the least."""
+"""Chooses the buckets that cost observed steps the least."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Warm-up: which graphs are made ready before serving starts, and which while there is nothing else to do."""
+"""Warm-up: which graphs are made ready before serving starts, and which when the device is idle."""

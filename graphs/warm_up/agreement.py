@@ -1,4 +1,4 @@
-"""What several workers that warm the same graphs must agree on."""
+"""The values that workers warming the same graphs must agree on."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class Agreement(Protocol):
-    """Every worker calls the same methods in the same order, and all get the same answer."""
+    """An agreement between workers: each calls the same methods in the same order, and all get the same answer."""
 
     def all_of(self, is_true: bool) -> bool:
         """True if it is true for every worker."""
 
     def most(self, value: int) -> int:
-        """The largest value of all workers."""
+        """Returns the largest value of all workers."""
 
 
 class _Alone:
@@ -24,4 +24,4 @@ class _Alone:
 
 
 ALONE: Agreement = _Alone()
-"""Of one worker."""
+"""The agreement of a single worker."""

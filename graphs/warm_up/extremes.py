@@ -1,4 +1,6 @@
-"""Which graphs are executed after a warm-up that only compiled: the smallest and the largest of each phase."""
+"""Chooses the graphs that are executed after a warm-up that only compiled: the smallest and the largest of each
+phase.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
 
 
 def extremes(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """Of each phase, of prompt remainders and of logits the smallest and the largest, in the order of `keys`.
+    """Returns the smallest and the largest graph of each phase, of prompt remainders and of logits, in the order of
+    `keys`.
 
-    Why: what executing finds (an operator that fails, workspace that does not fit) it finds at one end or the other.
+    Problems that only execution finds (an operator that fails, a workspace that does not fit) show at one end or the
+        other.
     """
     kinds: dict[object, list[GraphKey]] = {}
     ordered = list(keys)
@@ -36,6 +40,6 @@ def _size(key: GraphKey) -> tuple[int, ...]:
 
 
 def largest_of_phases(limits: Limits) -> list[ForwardShape]:
-    """The largest shape of each phase. Without shared or chosen blocks several phases are one."""
+    """Returns the largest shape of each phase. Without shared or chosen blocks, several phases coincide."""
     phases = (phase for phase in product((False, True), repeat=4) if any(phase[:3]))
     return list(dict.fromkeys(limits.phase_maximum(*phase) for phase in phases))

@@ -14,24 +14,24 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.steps import graph_array, shape_seconds
 from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey, GraphKey, graph_name
 
-# A handful of measurements does not determine all coefficients; of the solutions the smallest is taken.
+# A few measurements do not determine all coefficients; the smallest solution is taken.
 RIDGE = 1e-3
 SWEEPS = 500
 CONVERGED = 1e-6
 
 
 class GraphMemory:
-    """Bytes of graphs, from the measured ones: least squares on simple terms, kept between what was measured.
+    """Predicts bytes of graphs from measured ones: least squares on simple terms, kept between the measurements.
 
     The terms of a forward shape are 1, query_len, causal x query_len, shared_blocks, query_len x shared_blocks,
     unique_blocks and selected_blocks: activations grow with rows, attention's bookkeeping with blocks, and every graph
     has a fixed part. No coefficient is negative, so a larger shape never takes less. No prediction is below a measured
-    shape that is smaller, nor above a measured one that is larger; where measurements contradict this, the larger
-    figure counts.
+    shape that is smaller, nor above a measured one that is larger; if measurements contradict this, the larger figure
+    counts.
 
     Args:
-        measured: bytes by graph. Of a kind without any (forward, logits) everything is predicted to take 0. Those for
-            prompt remainders say nothing about others, whose inputs have other sizes.
+        measured: bytes by graph. For a kind without any (forward, logits), 0 is predicted. Measurements of prompt
+            remainders tell nothing about other graphs, whose inputs have other sizes.
     """
 
     def __init__(self, measured: Mapping[GraphKey, int]) -> None:
@@ -39,7 +39,7 @@ class GraphMemory:
         self._logits = _Fit({key: size for key, size in measured.items() if isinstance(key, int)})
 
     def bytes_of(self, key: BucketKey) -> int:
-        """Bytes that the graph of `key` takes, predicted; for a measured one at least what was measured."""
+        """Returns the predicted bytes of the graph of `key`; for a measured graph, at least the measured bytes."""
         return (self._forward if isinstance(key, ForwardShape) else self._logits).bytes_of(key)
 
 
@@ -66,7 +66,7 @@ class _Fit:
 
 
 def nonnegative_least_squares(terms: Floats, values: Floats) -> Floats:
-    """[k] coefficients >= 0 that minimise |terms x - values|^2 + ridge |x|^2, by coordinate descent.
+    """Returns [k] coefficients >= 0 that minimise |terms x - values|^2 + ridge |x|^2, by coordinate descent.
 
     Args:
         terms: [n, k], each column scaled to at most 1. values: [n].
@@ -85,12 +85,12 @@ def nonnegative_least_squares(terms: Floats, values: Floats) -> Floats:
 
 
 def _shape(key: BucketKey) -> NDArray[np.int64]:
-    """[1, d] sizes."""
+    """Returns [1, d] sizes."""
     return graph_array([key]) if isinstance(key, ForwardShape) else np.array([[key]], np.int64)
 
 
 def _terms(key: BucketKey) -> Floats:
-    """[1, k] what memory is linear in."""
+    """Returns [1, k], the terms in which memory is linear."""
     if not isinstance(key, ForwardShape):
         return np.array([[1.0, key]])
     causal, q, s, u, selected, _ = graph_array([key])[0].astype(np.float64)
@@ -102,22 +102,19 @@ TINY = float(np.finfo(np.float64).tiny)
 
 
 class MemoryBudgetError(ValueError):
-    """A budget that cannot hold the buckets with which serving starts."""
+    """Raised if a budget cannot hold the buckets with which serving starts."""
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """Which buckets fit.
-
-    kept: bytes by graph, measured or predicted. dropped: reasons by graph, in the order in which they were dropped.
-    """
+    """The buckets that fit."""
 
     kept: dict[GraphKey, int]
     dropped: dict[BucketKey, str]
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all graphs that are kept."""
         return sum(self.kept.values())
 
 
@@ -128,9 +125,9 @@ def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_b
     saves nothing is all waste, memory that saves nine tenths of the time is waste by a tenth.
 
     Args:
-        buckets: all that are wanted.
-        measured: bytes of the graphs that are warm, among them both maxima, and those for prompt remainders. They stay.
-        budget_bytes: what all graphs together may take.
+        buckets: all wanted buckets.
+        measured: bytes of the warm graphs, including both maxima and those for prompt remainders. They stay.
+        budget_bytes: the most bytes of all graphs together.
 
     Raises:
         MemoryBudgetError: the measured graphs alone exceed the budget.
@@ -204,11 +201,11 @@ class _Waste:
 
     @property
     def most(self) -> float:
-        """The largest waste; less than 0 where nothing can be dropped."""
+        """Returns the largest waste; less than 0 if no graph can be dropped."""
         return float(self._waste.max())
 
     def drop(self) -> int:
-        """Drops the most wasteful bucket and gives its index. Of equals the cheapest goes."""
+        """Drops the most wasteful bucket and gives its index. Among equals it drops the cheapest."""
         index = int(np.argmax(self._waste))
         self._kept[index] = False
         self._waste[index] = -1.0
@@ -217,7 +214,7 @@ class _Waste:
         return index
 
     def rival_of(self, index: int) -> BucketKey:
-        """The cheapest bucket that is kept and can take the steps of one that is not."""
+        """Returns the cheapest kept bucket that can take the steps of a dropped one."""
         return self.keys[self._rival_index(index)]
 
     def _weigh(self, index: int) -> None:

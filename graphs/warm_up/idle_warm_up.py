@@ -17,14 +17,14 @@ class IdleWarmUp:
     """A daemon thread that warms one graph at a time between `end_step` and the next `begin_step`.
 
     State of a thread that a graph's run depends on (inference mode, the current device, a recipe recorder's state) is
-    set up by `run_forward` and `run_logits`; global state is theirs alone, as no step runs then.
+    set up by `run_forward` and `run_logits`; only they use global state, because no step runs at that time.
     At the interpreter's exit the thread is stopped and waited for: a thread that is killed in the middle of a
     compilation takes the process down with it.
 
     Args:
-        warm_up: whose skeleton is warm.
+        warm_up: a warm-up whose skeleton is warm.
         rule: how long the device must have been idle.
-        finished: called in the thread once nothing is cold any more.
+        finished: called in the thread once no graph is cold.
         clock: seconds.
     """
 
@@ -44,11 +44,11 @@ class IdleWarmUp:
         self._idle_since = clock()
         self._thread: threading.Thread | None = None
         self.waits = 0
-        """Steps that waited for a graph, and below it for how long altogether."""
+        """Steps that waited for a graph; the next attribute is their total waiting time."""
         self.waited_seconds = 0.0
 
     def start(self) -> None:
-        """Starts the thread; the device counts as idle from now on. A thread that runs already stays."""
+        """Starts the thread; the device counts as idle from now on. A running thread is kept."""
         if self.running:
             return
         self._stopping = False
@@ -62,9 +62,9 @@ class IdleWarmUp:
         return self._thread is not None and self._thread.is_alive()
 
     def begin_step(self) -> None:
-        """Before a step: no graph starts from now on; waits for the one that is being warmed, if any.
+        """Call before a step: no graph starts from now on; waits for the graph that is being warmed, if any.
 
-        A step that is still open (an error kept its `end_step` from being called) is continued, never waited for.
+        A step that is still open (because an error prevented its `end_step`) is continued, never waited for.
         """
         with self._changed:
             self._in_step = True
@@ -75,7 +75,7 @@ class IdleWarmUp:
                 self.waited_seconds += self._clock() - start
 
     def end_step(self) -> None:
-        """After a step with its sampling: the device is idle from now on."""
+        """Call after a step and its sampling: the device is idle from now on."""
         with self._changed:
             self._in_step = False
             self._idle_since = self._clock()
@@ -85,7 +85,7 @@ class IdleWarmUp:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """`begin_step` and `end_step` around a block."""
+        """Calls `begin_step` and `end_step` around a block."""
         self.begin_step()
         try:
             yield
@@ -93,7 +93,7 @@ class IdleWarmUp:
             self.end_step()
 
     def pause(self) -> None:
-        """No graph starts until `resume`; returns once none is being warmed."""
+        """Keeps graphs from starting until `resume`; returns once none is being warmed."""
         with self._changed:
             self._paused = True
             self._wait_until_nothing_is_warmed()
@@ -120,7 +120,8 @@ class IdleWarmUp:
                 is_gap = self._idle_for(0.0)
             if not is_gap:
                 continue
-            # outside the lock, which steps need, and again after every wait: steps in between change what is next
+            # outside the lock, which steps need, and again after every wait: steps in between change which graph is
+            # next
             key = self._warm_up.ready.next_cold()
             if key is None:
                 self._finished()
@@ -140,9 +141,11 @@ class IdleWarmUp:
                 self._changed.notify_all()
 
     def _idle_for(self, last_seconds: float) -> bool:
-        """True if a graph that takes about `last_seconds` may start; if not, after a wait for what may change that.
+        """True if a graph that takes about `last_seconds` may start; if not, returns after waiting for something to
+        change.
 
-        With the lock held. While steps follow one another this thread wakes once in `rule.least`, not at every step.
+        Call with the lock held. While steps follow one another, this thread wakes once per `rule.least`, not at every
+        step.
         """
         if self._stopping:
             return False
@@ -156,6 +159,6 @@ class IdleWarmUp:
         return seconds == 0.0
 
     def _wait_until_nothing_is_warmed(self) -> None:
-        """With the lock held. Not for the warming thread itself, which would wait for its own end."""
+        """Call with the lock held, but not from the warming thread, which would wait for its own end."""
         if self._thread is not threading.current_thread():
             self._changed.wait_for(lambda: not self._warming)

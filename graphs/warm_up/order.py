@@ -1,4 +1,4 @@
-"""The order of warm-up: next is always the bucket that saves the known steps the most seconds."""
+"""The order of warm-up: the next bucket is always the one that saves the known steps the most seconds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Flags = NDArray[np.bool_]
 
 # The expectation weighs as much as this number of observed steps: half a minute of decoding at 30 ms.
 PRIOR_STEPS = 1000.0
-# Share of it that is spread over all buckets, so that those outside of the usage have an order.
+# Share of it that is spread over all buckets, so that buckets outside the usage have an order.
 UNSEEN_SHARE = 0.05
 
 
 class Demand:
     """Expected and observed steps, as weighted points over the buckets of one kind (forward shapes, or logits rows).
 
-    Without usage the expectation is the same time in every bucket; a bucket that takes ten times as long has a tenth
-    of the steps. Observed steps are counted at the bucket that they asked for.
+    Without usage, the same time is expected in every bucket; a bucket that takes ten times as long has a tenth of the
+    steps. Observed steps are counted at the bucket that they asked for.
 
     Args:
         sizes: [n, d] buckets, in ascending order of cost; the last one dominates all.
@@ -41,7 +41,7 @@ class Demand:
         self.sizes = sizes
         self.seconds = seconds
         self.seen = [0] * len(sizes)
-        """Steps that asked for each bucket; only the thread that looks buckets up adds to it."""
+        """Steps that asked for each bucket; only the look-up thread adds to it."""
         self._points = np.concatenate([used, sizes])
         unseen = 1.0 / np.maximum(seconds, np.finfo(np.float64).tiny)
         share = UNSEEN_SHARE if counts.sum() else 1.0
@@ -65,9 +65,9 @@ class Demand:
         return cls(sizes, np.asarray(buckets.cost.logits_seconds(sizes[:, 0]), np.float64), used, counts)
 
     def savings(self, warm: Flags, candidates: Flags) -> Floats:
-        """[n] seconds that each candidate would save over all steps beside the `warm` buckets.
+        """Returns [n], the seconds that each candidate would save over all steps if added to the `warm` buckets.
 
-        `warm` must hold the last bucket. Buckets that are no candidates save 0.
+        `warm` must hold the last bucket. Buckets that are not candidates save 0.
         """
         now = self._seconds_in(warm)
         weights = self._weights()
@@ -80,11 +80,11 @@ class Demand:
         return saved
 
     def total_seconds(self, warm: Flags) -> float:
-        """Seconds of all steps in the `warm` buckets."""
+        """Returns the seconds of all steps in the `warm` buckets."""
         return float(self._seconds_in(warm) @ self._weights())
 
     def _seconds_in(self, warm: Flags) -> Floats:
-        """[points] cost of the cheapest warm bucket for each."""
+        """Returns [points], the cost of the cheapest warm bucket for each."""
         indices = np.flatnonzero(warm)
         return self.seconds[indices[cheapest_fit(self.sizes[indices], self._points)]]
 
@@ -98,7 +98,7 @@ class WarmUpOrder:
     """Weighs buckets by steps x seconds saved against what is warm; live steps change the weights.
 
     Args:
-        buckets: all there are.
+        buckets: all buckets.
         usage: steps that are expected, e.g. those of a phase log.
     """
 
@@ -111,12 +111,15 @@ class WarmUpOrder:
         self._places = {key: (demand.seen, index) for keys, demand in self._kinds for index, key in enumerate(keys)}
 
     def count(self, key: BucketKey) -> None:
-        """A step asked for `key` while it was cold. For one thread; another one may ask for `first` meanwhile."""
+        """Counts a step that asked for `key` while it was cold. Only one thread may call it; another may call `first`
+        in the meantime.
+        """
         seen, index = self._places[key]
         seen[index] += 1
 
     def first(self, cold: Collection[BucketKey], warm: Collection[BucketKey]) -> BucketKey | None:
-        """The next of `cold` to warm, or None if nothing is cold. A maximum comes first: without it steps do not run.
+        """Returns the next of `cold` to warm, or None if `cold` is empty. A maximum comes first: without it steps
+        cannot run.
 
         Equal savings leave the order of cost, so that the same steps always give the same order.
         """
@@ -130,22 +133,22 @@ class WarmUpOrder:
     def _best(
         keys: Sequence[BucketKey], demand: Demand, cold: Collection[BucketKey], warm: Collection[BucketKey]
     ) -> tuple[float, BucketKey]:
-        """(seconds saved, key); less than nothing where none of the kind is cold."""
+        """Returns (seconds saved, key); the seconds are negative if none of the kind is cold."""
         candidates = np.array([key in cold for key in keys])
         savings = np.where(candidates, demand.savings(np.array([key in warm for key in keys]), candidates), -1.0)
         index = int(np.argmax(savings))
         return float(savings[index]), keys[index]
 
 
-# Logits rows cost little to pad (the output head is bound by its weights): beside the maximum there is one more at
-# most, and only if it saves this share of what whole steps take. With 64 graphs the skeleton is then modelled to be
+# Logits rows cost little to pad (the output head is bound by its weights): in addition to the maximum there is at most
+# one, and only if it saves this share of the time of whole steps. With 64 graphs the skeleton is then modelled to be
 # warm within 8 to 10 % of the time that all of them need.
 LOGITS_BUCKETS = 2
 LEAST_LOGITS_SAVING = 0.01
 
 
 class Skeleton(NamedTuple):
-    """Forward shapes and logits rows, each with its maximum first: one that cannot be warmed shows at once."""
+    """Forward shapes and logits rows, each with its maximum first: a maximum that cannot be warmed fails at once."""
 
     forward: list[ForwardShape]
     logits: list[int]
@@ -157,7 +160,8 @@ class Skeleton(NamedTuple):
 
 
 def choose_skeleton(buckets: BucketSet, usage: Steps | None, count: int) -> Skeleton:
-    """The configured maximum and up to `count - 1` further forward shapes, chosen greedily at the least padded cost.
+    """Chooses the configured maximum and up to `count - 1` further forward shapes, chosen greedily at the least padded
+    cost.
 
     Args:
         buckets: the shapes to choose from.
@@ -174,8 +178,9 @@ def choose_skeleton(buckets: BucketSet, usage: Steps | None, count: int) -> Skel
 
 
 def _greedy(demand: Demand, count: int, least: float) -> list[int]:
-    """Indices of the buckets, the maximum first, then always the one that saves most, while it is more than `least`
-    seconds."""
+    """Returns indices of buckets: the maximum first, then always the one that saves most, while it saves more than
+    `least` seconds.
+    """
     chosen = [len(demand.sizes) - 1]
     while len(chosen) < count:
         warm = _flags(demand, chosen)

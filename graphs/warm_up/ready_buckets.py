@@ -1,4 +1,4 @@
-"""Which buckets are warm, cold or dropped, while some are still being warmed."""
+"""Tracks which buckets are warm, cold or dropped, while some are still being warmed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey, graph_name
 
 
 class ReadyBuckets:
-    """The buckets of an engine; `state` is what is warm of them now.
+    """The buckets of an engine; `state` holds the warm ones.
 
     One thread may look up in `state` while another one marks and drops: each change makes a new state, so a look-up
-    takes no lock. As long as buckets are cold it costs two look-ups in a `BucketSet`, afterwards one.
+    takes no lock. While some buckets are cold, it costs two look-ups in a `BucketSet`, afterwards one.
 
     Args:
-        buckets: all of them. Their maximum can not be dropped.
+        buckets: all buckets. Their maximum cannot be dropped.
         usage: steps that are expected, for the order in which buckets are warmed.
     """
 
@@ -38,9 +38,9 @@ class ReadyBuckets:
         return most.forward, most.logits
 
     def count(self, best: Bucket, ready: Bucket) -> None:
-        """A step ran in `ready` because `best` is cold: what steps ask for is warmed first.
-
-        What differs is what was cold: had it been warm, it would have been found.
+        """Counts a step that ran in `ready` because `best` is cold, so that requested buckets are warmed first.
+        The
+        keys that differ are the cold ones: a warm key would have been found.
         """
         wanted = best.forward
         if wanted != ready.forward:
@@ -49,35 +49,37 @@ class ReadyBuckets:
             self._order.count(best.logits)
 
     def logits_rows(self, count: int) -> int:
-        """Rows of the smallest warm logits bucket that holds `count`. Counts nothing: the step was looked up before,
-        or has a graph of its own."""
+        """Returns the rows of the smallest warm logits bucket that holds `count`. Does not count the step: it was
+        looked up before, or has a graph of its own.
+        """
         warm = self.state.warm
         if warm is None:
             raise NotWarmError(f"{count} logits rows before the configured maximum is warm; run the skeleton first")
         return warm.logits_rows(count)
 
     def mark_warm(self, key: BucketKey) -> None:
-        """From now on lookups may return `key`, whose graph is there. Marking twice changes nothing."""
+        """Lets look-ups return `key`, whose graph exists now. Marking twice has no effect."""
         with self._changes:
             self._check_known(key)
             if key in self._dropped:
-                raise ValueError(f"{graph_name(key)} was dropped ({self._dropped[key]}) and can not become warm")
+                raise ValueError(f"{graph_name(key)} was dropped ({self._dropped[key]}) and cannot become warm")
             self.state = self._state_of(self.state.warm_keys | {key})
 
     def drop(self, key: BucketKey, reason: str) -> None:
-        """`key` will never be warm; its steps run in the next larger bucket."""
+        """Drops `key`, which will never be warm; its steps run in the next larger bucket."""
         with self._changes:
             self._check_known(key)
             if key in self.maximum or key in self.state.warm_keys:
                 which = "the configured maximum" if key in self.maximum else "warm"
-                raise ValueError(f"{graph_name(key)} is {which} and can not be dropped: steps run in it")
+                raise ValueError(f"{graph_name(key)} is {which} and cannot be dropped: steps run in it")
             self._dropped.setdefault(key, reason)
             self.state = self._state_of(self.state.warm_keys)
 
     def next_cold(self) -> BucketKey | None:
-        """The cold bucket that saves the most seconds against what is warm, by expected and by seen steps.
+        """Returns the cold bucket that saves the most seconds compared with the warm ones, by expected and by observed
+        steps.
 
-        The configured maximum comes before everything else. None: nothing is cold.
+        The configured maximum comes before everything else. None if no bucket is cold.
         """
         state = self.state
         return self._order.first(state.cold_keys, state.warm_keys)
@@ -87,24 +89,24 @@ class ReadyBuckets:
 
     @property
     def cold(self) -> frozenset[BucketKey]:
-        """What is neither warm nor dropped."""
+        """Returns the buckets that are neither warm nor dropped."""
         return self.state.cold_keys
 
     @property
     def dropped(self) -> dict[BucketKey, str]:
-        """What was dropped, and why."""
+        """Returns the dropped buckets, with the reasons."""
         with self._changes:
             return dict(self._dropped)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(warm, warm and cold) graphs; dropped ones do not count."""
+        """Returns (warm, warm and cold) graphs; dropped ones do not count."""
         state = self.state
         return len(state.warm_keys), len(state.warm_keys) + len(state.cold_keys)
 
     def _check_known(self, key: BucketKey) -> None:
         if key not in self._keys:
-            raise KeyError(f"{graph_name(key)} is none of the {len(self._keys)} buckets")
+            raise KeyError(f"{graph_name(key)} is not one of the {len(self._keys)} buckets")
 
     def _state_of(self, warm: frozenset[BucketKey]) -> WarmState:
         wanted = self._keys - self._dropped.keys()

@@ -11,12 +11,12 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 
 BucketKey = ForwardShape | int
-"""The buckets: forward shapes, and rows of logits and sampling."""
+"""The key of a graph: a forward shape, or the rows of logits and sampling."""
 GraphKey = BucketKey | RemainderShape
 
 
 def graph_name(key: GraphKey) -> str:
-    """The key in words, for a log or an error."""
+    """Returns the key in words, for a log or an error."""
     if isinstance(key, RemainderShape):
         return f"tail {' '.join(map(str, key.forward.to_list()))}"
     if isinstance(key, ForwardShape):
@@ -37,7 +37,7 @@ class GraphState(StrEnum):
 class GraphRecord:
     """One graph: its warm-up, and why it is not warm if it is not.
 
-    seconds: of its warm-up, also where that failed. size: bytes of device memory that it took.
+    seconds: duration of its warm-up, even if that failed. size: bytes of device memory that it took.
     """
 
     key: GraphKey
@@ -51,8 +51,8 @@ class GraphRecord:
 class WarmUpSummary:
     """All graphs: forward shapes, those for prompt remainders, and logits rows, each in ascending order of cost.
 
-    skeleton_graphs: number of graphs that were warm when serving started. skeleton_seconds: their warm-up.
-    seconds: spent on all graphs, the skeleton included.
+    skeleton_graphs: number of graphs that were warm when serving started. skeleton_seconds: duration of their warm-up.
+        seconds: time spent on all graphs, including the skeleton.
     """
 
     records: tuple[GraphRecord, ...]
@@ -80,11 +80,11 @@ class WarmUpProgress:
     """One report.
 
     stage: the skeleton, which is warm before serving starts, or the rest.
-    done, total: graphs of the stage that are settled (warm, dropped or failed), and all of it.
+    done, total: graphs of the stage that are settled (warm, dropped or failed), and all of them.
     current: the graph that starts now, or None if one has ended.
     ended: the record of the graph that has just ended or been dropped, or None if one starts.
-    seconds: spent on graphs so far, the skeleton included.
-    seconds_left: expected for the graphs of the stage that are left, from those before them; None without any.
+    seconds: time spent on graphs so far, including the skeleton.
+    seconds_left: expected time for the remaining graphs of the stage, from those before them; None without any.
     free_memory: bytes that are free on the device.
     """
 
@@ -112,11 +112,11 @@ class WarmUpRecords:
         self._skeleton_seconds = 0.0
 
     def begin_skeleton(self, keys: Collection[GraphKey]) -> None:
-        """Says which graphs belong to the stage `skeleton`; all others are the rest."""
+        """Declares which graphs belong to the stage `skeleton`; all others are the rest."""
         self._skeleton = frozenset(keys)
 
     def skeleton_is_warm(self, seconds: float) -> None:
-        """What its warm-up took."""
+        """Ends the stage `skeleton`, and records its duration."""
         self._skeleton_seconds = seconds
 
     def add(self, record: GraphRecord) -> None:
@@ -127,14 +127,16 @@ class WarmUpRecords:
         return {record.key: record.size for record in self._warm()}
 
     def last_seconds(self, like: GraphKey) -> float:
-        """What the last warm graph of the same kind took (forward, prompt remainder or logits); 0 without any."""
+        """Returns the seconds of the last warm graph of the same kind (forward, prompt remainder or logits); 0 without
+        any.
+        """
         durations = self._durations(like)
         return durations[-1] if durations else 0.0
 
     def progress(
         self, stage: WarmUpStage, free_memory: int, current: GraphKey | None, ended: GraphRecord | None
     ) -> WarmUpProgress:
-        """The state of `stage` as a report."""
+        """Returns the state of `stage` as a report."""
         keys = [key for key in self._keys if (key in self._skeleton) == (stage == "skeleton")]
         left = [key for key in keys if key not in self._records]
         return WarmUpProgress(
@@ -149,13 +151,15 @@ class WarmUpRecords:
         )
 
     def summary(self) -> WarmUpSummary:
-        """Every graph; those without a record are cold."""
+        """Returns every graph; a graph without a record is cold."""
         cold = (GraphRecord(key, GraphState.COLD) for key in self._keys)
         records = tuple(self._records.get(record.key, record) for record in cold)
         return WarmUpSummary(records, len(self._skeleton), self._skeleton_seconds)
 
     def _seconds_of(self, keys: Sequence[GraphKey]) -> float | None:
-        """The mean of its kind for each; of all graphs for a kind without measurements; None without any."""
+        """Returns the mean of its kind for each graph, or of all graphs for a kind without measurements; None without
+        any.
+        """
         everything = [record.seconds for record in self._warm()]
         if not everything:
             return None

@@ -1,4 +1,4 @@
-"""Warms graphs by running them: skeleton and prompt remainders before serving, the rest before or beside it."""
+"""Warms graphs by running them: skeleton and prompt remainders before serving, the rest before or during it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from vllm_gaudi_ucm.graphs.warm_up.records import (
 
 
 class GraphRuns(NamedTuple):
-    """What runs graphs.
+    """The functions that run graphs.
 
-    forward: captures the graph of a shape and really runs it, waits for it, and raises if what ran was another phase.
-    logits: the same for the logits graph of a number of rows, and for sampling.
-    remainders, remainder: shapes of graphs for prompt remainders, if there are any, and what runs one.
+    forward: captures the graph of a shape and runs it, waits for it, and raises if another phase ran.
+    logits: does the same for the logits graph of a number of rows, and for sampling.
+    remainders, remainder: shapes of graphs for prompt remainders, if there are any, and the function that runs one.
     """
 
     forward: Callable[[ForwardShape], None]
@@ -40,19 +40,19 @@ class GraphRuns(NamedTuple):
 
 
 class WarmUp:
-    """Runs graphs one after the other, measures what each takes, and says which are ready.
+    """Runs graphs one after the other, measures time and memory of each, and marks those that are ready.
 
     For one thread at a time: `run_skeleton` first, then `run_all` or an `IdleWarmUp`.
 
     Args:
         ready: the buckets; their state changes as graphs become warm.
-        runs: what runs them.
+        runs: the functions that run graphs.
         free_memory: free bytes of the device; the difference over a run is the memory of its graph.
         report: called as graphs start and end.
-        memory_budget: bytes for all graphs together; None: the memory of the device is the bound.
+        memory_budget: bytes for all graphs together; None: bounded by the memory of the device.
         clock: seconds.
-        agreement: of several workers, each of which warms the same graphs: one that fails or does not fit for one of
-            them is dropped by all, so that they choose the same graph for a step.
+        agreement: the agreement of several workers, which all warm the same graphs. If a graph fails or does not fit on
+            one worker, all drop it, so that they choose the same graph for a step.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class WarmUp:
         self._clock = clock
         self._records = WarmUpRecords((*ready.buckets.forward, *self._remainders, *ready.buckets.logits))
         self._executed: dict[GraphKey, int] = {}
-        """Of graphs that were compiled without executing, those that `execute` has run since, and bytes of each."""
+        """Graphs that were compiled without executing and that `execute` has run since, with the bytes of each."""
         self._owed = 0
-        """Bytes that the others are expected to take when they first run."""
+        """Expected bytes of the others when they first run."""
 
     def run_skeleton(self, skeleton: Skeleton, compile_only: bool = False) -> None:
-        """Warms the graphs that serving starts with, then drops those that do not fit the memory beside them.
+        """Warms the graphs that serving starts with, then drops the buckets that do not fit into the remaining memory.
 
-        Graphs for prompt remainders are among the first: a prompt remainder has nothing larger to run in. An error of a
-        graph is not caught: a server whose first graphs do not run must not start.
+        Graphs for prompt remainders are among the first: there is no larger graph for a prompt remainder to run in. An
+        error of a graph is not caught: a server whose first graphs do not run must not start.
 
         compile_only: running a graph executes nothing, and so takes no memory; `execute` measures, and drops.
 
@@ -100,10 +100,10 @@ class WarmUp:
             self._drop_what_does_not_fit()
 
     def execute(self, keys: Sequence[GraphKey]) -> None:
-        """Runs graphs that were only compiled, and measures them; what the others take is predicted from these.
+        """Runs graphs that were only compiled, and measures them; the memory of the others is predicted from these.
 
-        The first call is for the skeleton, and drops what does not fit beside it. A graph that has run is not measured
-        again: its memory is taken.
+        The first call is for the skeleton, and drops graphs that do not fit in addition. A graph that has run is not
+        measured again, because it already holds its memory.
 
         Raises:
             MemoryBudgetError: see `run_skeleton`.
@@ -128,7 +128,7 @@ class WarmUp:
     def warm(self, key: BucketKey, compile_only: bool = False) -> None:
         """Warms one graph beyond the skeleton, or drops it: it does not fit the memory, or it raised an error.
 
-        An error is reported and costs this bucket alone: its steps keep running in the larger one they run in now.
+        An error is reported and costs only this bucket: its steps keep running in a larger one.
         """
         self._report("rest", current=key)
         refused = self._refused(key)
@@ -139,15 +139,17 @@ class WarmUp:
             self._settle("rest", refused or other)
 
     def last_seconds(self, like: GraphKey) -> float:
-        """What the last warm graph of the same kind took (forward, prompt remainder or logits); 0 without any."""
+        """Returns the seconds of the last warm graph of the same kind (forward, prompt remainder or logits); 0 without
+        any.
+        """
         return self._records.last_seconds(like)
 
     def summary(self) -> WarmUpSummary:
-        """What has become of every graph so far."""
+        """Returns the state of every graph."""
         return self._records.summary()
 
     def _predicted(self, key: GraphKey) -> int:
-        """Bytes of a graph that was not measured, because it was only compiled."""
+        """Returns the bytes of a graph that was not measured, because it was only compiled."""
         if key in self._executed:
             return self._executed[key]
         if isinstance(key, RemainderShape):
@@ -171,7 +173,7 @@ class WarmUp:
         return GraphRecord(key, GraphState.WARM, seconds, size)
 
     def _agreed(self, record: GraphRecord) -> GraphRecord:
-        """Warm if it is for every worker, and as large as for the one where it is largest."""
+        """Returns the common record: warm if it is warm on every worker, with the largest size of all workers."""
         is_warm, size = self._agreement.all_of(record.state is GraphState.WARM), self._agreement.most(record.size)
         if record.state is GraphState.WARM and not is_warm:
             return replace(record, state=GraphState.FAILED, size=0, reason="failed in another worker")
@@ -186,15 +188,15 @@ class WarmUp:
             return GraphRecord(key, GraphState.FAILED, self._clock() - start, reason=reason)
 
     def _refused(self, key: BucketKey) -> GraphRecord | None:
-        """A record that says why there is no memory for `key`, if there is none.
+        """Returns a record with the reason if there is no memory for `key`, otherwise None.
 
-        Looked at again before each graph: `fit_to_memory` knew the skeleton only, and the device has other users.
+        Checked again before each graph: `fit_to_memory` knew only the skeleton, and the device has other users.
         """
         measured = self._records.measured()
         expected, free = GraphMemory(measured).bytes_of(key), self._free_memory()
         used, budget = sum(measured.values()), self._memory_budget
         if budget is not None and used + expected > budget:
-            why = f"ucm.graphs.memory_budget is {budget / GIB:.2f} GiB, {used / GIB:.2f} GiB of it are in use"
+            why = f"ucm.graphs.memory_budget is {budget / GIB:.2f} GiB, of which {used / GIB:.2f} GiB are in use"
         elif expected > free - self._owed:
             why = f"{free / GIB:.2f} GiB are free on the device"
         else:
@@ -210,7 +212,7 @@ class WarmUp:
 
     def _settle(self, stage: WarmUpStage, record: GraphRecord) -> None:
         if isinstance(record.key, RemainderShape):
-            pass  # steps find it by a lookup of their own
+            pass  # steps find it by a look-up of their own
         elif record.state is GraphState.WARM:
             self.ready.mark_warm(record.key)
         else:

@@ -47,14 +47,14 @@ class _NotUsableError(Exception):
 class GaudiOperator:
     """An operator as we call it.
 
-    title: what it computes.
+    title: its result, for messages.
     module, name: its place: `torch.ops.hpu`, or a module of the bridge's Python wrappers.
     arguments: what we pass, in order, as "TYPE NAME"; "A|B" if the name differs between versions. Wrappers declare no
         types.
     results: tensors that it returns; wrappers do not declare any.
     overload: for an operator that has several.
     by_name: what we pass by keyword, likewise.
-    instead: what computes it without this operator.
+    instead: the replacement for this operator.
     """
 
     title: str

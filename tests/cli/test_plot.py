@@ -166,7 +166,7 @@ def test_unusable_input_is_one_line(
         ((files[0], "-o", tmp_path / "x.gif"), "expected a name that ends in .png"),
         ((empty, "-o", tmp_path / "x.html"), "holds no steps"),
         ((files[0], "-o", tmp_path / "x.png"), "pip install 'vllm-gaudi-ucm[tools]'"),
-        ((files[0], "--buckets", empty, "-o", tmp_path / "x.html"), "is this another file"),
+        ((files[0], "--buckets", empty, "-o", tmp_path / "x.html"), "is this a bucket file"),
     ):
         assert run(*arguments) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]

@@ -249,8 +249,8 @@ def test_a_trace_beside_another_strategy_is_the_usage_alone(bucket_file: Path, t
     [
         (None, "cannot be read as a bucket file"),
         ("forward: [", "not YAML"),
-        ("- 1", "found 'list' where a bucket file says"),
-        ("schema: gaudi-ucm.buckets/2", "found 'gaudi-ucm.buckets/2' where a bucket file says 'gaudi-ucm.buckets/1'"),
+        ("- 1", "found schema 'list', expected 'gaudi-ucm.buckets/1'"),
+        ("schema: gaudi-ucm.buckets/2", "found schema 'gaudi-ucm.buckets/2', expected 'gaudi-ucm.buckets/1'"),
         ("schema: gaudi-ucm.buckets/1\nlimits: {}", "limits: found {}, expected a mapping with max_num_batched_tokens"),
     ],
 )

@@ -176,7 +176,7 @@ def test_a_file_of_as_many_graphs_as_are_allowed_stays_usable(bucket_file: Path,
     [
         ("max_num_seqs: 16", "max_num_seqs: 8", "made for max_num_seqs 8, the server has 16"),
         ("block_size: 128", "block_size: 16", "made for block_size 16, the server has 128"),
-        ("gaudi-ucm.buckets/1", "gaudi-ucm.buckets/9", "is this another file"),
+        ("gaudi-ucm.buckets/1", "gaudi-ucm.buckets/9", "is this a bucket file"),
         ("made_for", "made_fro", "unknown key 'made_fro'"),
         ("max_model_len: 2048", "max_model_len: long", "limits.max_model_len: found 'long'"),
         ("max_model_len: 2048", "length: 2048", "expected a mapping with max_num_batched_tokens"),

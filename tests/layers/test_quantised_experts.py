@@ -116,7 +116,7 @@ def test_experts_are_exact_on_every_rank(name: str, ranks: int, inner: int) -> N
     group = getattr(form, "group", None)
     if group and (inner // ranks) % group:
         sizes = ExpertSizes(HIDDEN, inner // ranks, inner, ranks, inner // ranks)
-        with pytest.raises(ValueError, match=rf"which groups of {group} do not divide; take fewer ranks"):
+        with pytest.raises(ValueError, match=rf"which is not a multiple of the group size {group}; take fewer ranks"):
             ExpertStacks(form, sizes)
         return
     torch.manual_seed(0)

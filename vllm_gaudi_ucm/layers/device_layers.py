@@ -17,7 +17,8 @@ _LAYERS: Registry[Callable[[], None]] = Registry(
 
 
 def register_device_layers(device: str) -> None:
-    """Models loaded afterwards in this process are built with our layers for this type of device, if there are any.
+    """Builds models that are loaded afterwards in this process with our layers for this type of device, if there are
+    any.
 
     Safe to call more than once.
     """

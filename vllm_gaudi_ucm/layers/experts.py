@@ -1,4 +1,4 @@
-"""Mixtures of experts of vLLM's models: routing stays vLLM's, and `ops/moe` computes the experts, on any device."""
+"""Mixtures of experts of vLLM's models: vLLM does the routing, and `ops/moe` computes the experts, on any device."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ from vllm_gaudi_ucm.vllm_api.moe import (
 logger = plugin_logger(__name__)
 
 ExpertForm = Literal["auto", "codes", "plain"]
-"""What quantised experts are kept as; `auto`: codes where the device multiplies them as fast as plain weights."""
+"""The form in which quantised experts are kept; `auto`: codes if the device multiplies them as fast as plain
+weights.
+"""
 
-# gpt-oss: vLLM's kernels have these numbers in them.
+# gpt-oss: these numbers are fixed in vLLM's kernels.
 OAI_ALPHA, OAI_BETA, OAI_LIMIT = 1.702, 1.0, 7.0
 
 
 def moe_spec(layer: RoutedExperts) -> MoeSpec:
-    """What the experts of a layer compute.
+    """Returns the specification of a layer's experts.
 
-    Raises UnsupportedFeatureError for a gate that is not known.
+    Raises UnsupportedFeatureError for an unknown gate.
     """
     config = layer.moe_config
     bias, limit = bool(config.has_bias), config.swiglu_limit
@@ -60,21 +62,21 @@ def moe_spec(layer: RoutedExperts) -> MoeSpec:
 
 
 def checked_spec(layer: RoutedExperts) -> MoeSpec:
-    """What the experts of a layer compute.
+    """Returns the specification of a layer's experts.
 
-    Raises UnsupportedFeatureError for what is not served, before weights are read.
+    Raises UnsupportedFeatureError for experts that are not supported, before weights are read.
     """
     if layer.apply_router_weight_on_input and layer.moe_config.experts_per_token > 1:
         raise UnsupportedFeatureError(
-            "several experts for each row where shares weigh the rows, and not the experts' results (take a model "
-            "with num_experts_per_tok 1)",
+            "several experts for each row with shares that weigh the rows instead of the experts' results "
+            "(take a model with num_experts_per_tok 1)",
             f"the model's layer {layer.layer_name}",
         )
     return moe_spec(layer)
 
 
 class ServedMoeRunner(DirectMoERunner):
-    """vLLM's mixture of experts; routings that we do not have are refused by name."""
+    """vLLM's mixture of experts; routings that are not supported are refused by name."""
 
     def __init__(self, layer_name: str, moe_config: Any, router: Any, *arguments: Any, **named: Any) -> None:
         try:
@@ -93,8 +95,9 @@ class ServedMoeRunner(DirectMoERunner):
     def _maybe_dispatch(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of all engines that share out the experts, one engine after the other, of each as many: those of the
-        longest step. Where they come from is in `padded_rows`."""
+        """Gathers rows of all engines that share out the experts, one engine after the other, each padded to the
+        longest step. `padded_rows` tells their origin.
+        """
         if self.moe_config.dp_size == 1:
             return hidden_states, router_logits
         engines, padding, own = get_dp_group(), padded_rows(), len(hidden_states)
@@ -109,34 +112,34 @@ class ServedMoeRunner(DirectMoERunner):
         return hidden_states.contiguous(), router_logits
 
     def _maybe_combine(self, shared_output: torch.Tensor | None, hidden_states: Any) -> Any:
-        """What experts everywhere add to this engine's rows, and fillers."""
+        """Returns what all experts add to this engine's rows, and to fillers."""
         if self.moe_config.dp_size > 1:
             hidden_states = get_dp_group().reduce_scatter(hidden_states, 0)
         return hidden_states if self.shared_experts is None else (shared_output, hidden_states)
 
 
 class ExpertsMethod(UnquantizedFusedMoEMethod):
-    """Computes the experts of a layer that are on this device; what devices add up, vLLM's runner does."""
+    """Computes the experts of a layer that are on this device; vLLM's runner adds up the results of devices."""
 
     quantised = False
-    """Whether weights were quantised in the checkpoint."""
+    """True if the checkpoint's weights were quantised."""
     _experts: Experts | None = None
     _here: torch.Tensor | None = None
 
     @property
     def experts(self) -> Experts:
-        """Those of the layer that are on this device."""
-        assert self._experts is not None, "prepare_model_experts comes behind the loading of weights"
+        """The experts of the layer that are on this device."""
+        assert self._experts is not None, "prepare_model_experts runs after weights are loaded"
         return self._experts
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
-        """As Gaudi's operator wants them."""
+        """The dtype of ids that Gaudi's operator needs."""
         return torch.int64
 
     @property
     def is_monolithic(self) -> bool:
-        """Routing is the runner's; vLLM asks its class of kernels, of which there is none."""
+        """False: the runner does the routing. vLLM would ask its class of kernels, and there is none."""
         return False
 
     @property
@@ -152,7 +155,7 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
         self._complete(layer)
 
     def _complete(self, layer: Any) -> None:
-        # the runner asks for it in its first forward, which may be traced
+        # the runner reads it in its first forward, which may be traced
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         if layer.expert_map is not None:
             placed = layer.expert_map.to(torch.int64)
@@ -160,7 +163,7 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
             self._here = placed.masked_fill(placed < 0, layer.local_num_experts)
 
     def prepare(self, layer: Any, captured: bool, packed: bool, compact: bool, keep: ExpertForm) -> None:
-        """Once the weights are there; see `prepare_model_experts`."""
+        """Called once the weights are loaded; see `prepare_model_experts`."""
         weights, spec = _weights(layer), moe_spec(layer)
         self._experts = pack_experts(weights, spec, compact) if packed else None
         if self._experts is None:
@@ -178,7 +181,7 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x: [rows, hidden]. Shared experts are the runner's. Padded rows take no expert."""
+        """Computes x [rows, hidden]. The runner computes shared experts. Padded rows take no expert."""
         experts = self.experts
         ids = topk_ids
         if self._here is not None:
@@ -198,7 +201,7 @@ def _weights(layer: Any) -> ExpertWeights:
 
 
 def register_experts() -> None:
-    """Models loaded afterwards in this process are built with our experts. Safe to call more than once."""
+    """Builds models that are loaded afterwards in this process with our experts. Safe to call more than once."""
     for layer, ours in ((MoERunner, ServedMoeRunner), (UnquantizedFusedMoEMethod, ExpertsMethod)):
         if layer.__name__ not in op_registry_oot:
             layer.register_oot(ours)
@@ -210,7 +213,7 @@ def prepare_model_experts(
     """Prepares the experts of a loaded model, and logs how they are computed.
 
     captured: steps have static shapes. packed: packs weights for a CPU, and gives the plain ones back to the system;
-        not with `captured`. compact: looks for forms of fewer bits as well. keep: what becomes of quantised experts.
+        not with `captured`. compact: looks for forms of fewer bits as well. keep: the form of quantised experts.
     """
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     experts: Experts | None = None
@@ -231,4 +234,4 @@ def prepare_model_experts(
 
 
 def _said_of_codes(experts: Experts) -> str:
-    return ", which stay quantised" if experts.spec.weights == CODES else ", written out of quantised weights"
+    return ", which stay quantised" if experts.spec.weights == CODES else ", dequantised"

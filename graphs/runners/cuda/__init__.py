@@ -1,1 +1,1 @@
-"""Graphs of CUDA."""
+"""CUDA graphs."""

@@ -21,7 +21,7 @@ class HpuGraphRunner:
     def __init__(self, function: StaticFunction) -> None:
         bridge = import_module("habana_frameworks.torch")
         self._mark_step = bridge.core.mark_step
-        # the inputs are static already: caching copies of them would only take memory
+        # the inputs are static already: caching copies of them would only cost memory
         self._graph = bridge.hpu.wrap_in_hpu_graph(_Module(function), disable_tensor_cache=True)
 
     def capture(self, inputs: tuple[Any, ...]) -> Replay:
@@ -29,14 +29,14 @@ class HpuGraphRunner:
         return partial(self._run, inputs)
 
     def _run(self, inputs: tuple[Any, ...]) -> None:
-        # what was accumulated before must not become a part of the graph
+        # operators accumulated before must not become part of the graph
         self._mark_step()
         self._graph(*inputs)
         self._mark_step()
 
 
 class _Module(nn.Module):
-    """A function as the module that the bridge wraps."""
+    """A function in the form of a module, which the bridge wraps."""
 
     def __init__(self, function: StaticFunction) -> None:
         super().__init__()

@@ -169,5 +169,5 @@ def test_what_must_not_be_dropped_or_warmed_is_refused() -> None:
         ready.drop(DECODE, "")
     with pytest.raises(ValueError, match="too large"):
         ready.mark_warm(PROMPT)
-    with pytest.raises(KeyError, match="5 logits rows is none of the 5 buckets"):
+    with pytest.raises(KeyError, match="5 logits rows is not one of the 5 buckets"):
         ready.mark_warm(5)

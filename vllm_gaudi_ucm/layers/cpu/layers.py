@@ -48,8 +48,10 @@ class FusedRMSNorm(RMSNorm):
 
 
 class FusedGemmaRMSNorm(GemmaRMSNorm):
-    """x -> (1 + weight) * x / sqrt(mean(x^2) + eps), after adding the residual if there is one. Writes to neither: what
-    vLLM calls here does not. In half precision it is vLLM's own computation, which rounds once, after the weight."""
+    """x -> (1 + weight) * x / sqrt(mean(x^2) + eps), after adding the residual if there is one. Writes to neither, like
+    the function that vLLM calls here. In half precision it is vLLM's own computation, which rounds once, after the
+    weight.
+    """
 
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -63,7 +65,7 @@ class FusedGemmaRMSNorm(GemmaRMSNorm):
 
 
 class _Angles(NamedTuple):
-    """[rows, 1, head size]: cos twice, and sin with the sign that its half takes. `step` owns them."""
+    """[rows, 1, head size]: cos twice, and sin with the sign of its half. `step` owns them."""
 
     step: ForwardContext
     cos: torch.Tensor
@@ -74,8 +76,8 @@ class StepRotaryEmbedding(RotaryEmbedding):
     """Rotates halves (NeoX style) of whole heads in place: (a, b) -> (a cos - b sin, b cos + a sin).
 
     Without native kernels the angles are looked up once per step, in float32.
-    All layers of a model share this object and the positions of a step. A step is known by its forward context, which
-    vLLM makes again for each: the positions' tensor may be the same buffer again.
+    All layers of a model share this object and the positions of a step. A step is identified by its forward context,
+    which vLLM makes for each step; the positions' tensor may be the same buffer in all steps.
     """
 
     _angles: _Angles | None = None
@@ -121,10 +123,10 @@ LAYERS: dict[type[CustomOp], type[CustomOp]] = {
 
 
 def register_cpu_layers() -> None:
-    """Models loaded afterwards in this process are built with our layers. Safe to call more than once.
+    """Builds models that are loaded afterwards in this process with our layers. Safe to call more than once.
 
     A decode step of a small model is some two thousand operations of a few microseconds; these layers are a quarter of
-    them. Each falls back to torch's or vLLM's own computation for what it does not cover.
+    them. Each falls back to torch's or vLLM's own computation for cases that it does not cover.
     """
     keep_freed_memory()
     # a first start on a machine builds the kernels, in the seconds in which the model is loaded
@@ -136,5 +138,5 @@ def register_cpu_layers() -> None:
 
 def _load_kernels() -> None:
     if native() is None:
-        missing = "Native CPU kernels are missing, torch's operations are used and slower: %s; %s"
+        missing = "Native CPU kernels are missing, torch's operations are used instead and are slower: %s; %s"
         logger.warning(missing, why_not_native(), INSTALL)

@@ -1,4 +1,4 @@
-"""Packs a loaded model's linear layers for the CPU, through the method object that each vLLM layer computes with."""
+"""Packs a loaded model's linear layers for the CPU, by replacing the method object of each vLLM layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
 
 
 class PackedLayers(NamedTuple):
-    """How many layers were packed, and how many of these have a compact copy too."""
+    """Counts of packed layers, and of those with a compact copy."""
 
     packed: int
     compact: int
@@ -49,15 +49,15 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
     """Packs every linear layer and output head that can be. compact: look for forms of fewer bits as well.
 
     The plain weight of a linear layer is given back to the system: keeping both would double the model's memory. An
-    output head keeps its own, because it may be the embedding's, whose rows are read one by one.
+    output head keeps its plain weight, because the embedding may share it and reads its rows one by one.
     """
     weights: list[PackedWeight] = []
     if multiplies_pairs() and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
-        # before they are packed: whether they need a copy for oneDNN depends on it
+        # before packing, which decides by it whether a copy for oneDNN is needed
         learn_ways({Kind.PAIRS})
     for layer in model.modules():
         plain = getattr(layer, "weight", None)
-        # a layer that another has taken the weight of has none left
+        # a layer whose weight another layer has taken has none left
         if not isinstance(plain, torch.Tensor) or not plain.numel() or not can_pack(plain):
             continue
         if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:

@@ -1,7 +1,7 @@
 """Layers of vLLM that are one kernel each on CUDA: norms, rotary embedding, gated activations.
 
-What a kernel does not cover, and whatever torch.compile traces, is computed as vLLM does it by torch's operators.
-vLLM's `custom_ops` steers these layers: `--compilation-config '{"custom_ops": ["none"]}'` switches all of them off.
+Cases that a kernel does not cover, and code that torch.compile traces, use torch's operators as in vLLM. vLLM's
+`custom_ops` controls these layers: `--compilation-config '{"custom_ops": ["none"]}'` switches all of them off.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class CudaRMSNorm(RMSNorm):
 
 
 class CudaGemmaRMSNorm(GemmaRMSNorm):
-    """x -> (1 + weight) * x / sqrt(mean(x^2) + eps), after adding the residual if there is one. Writes to neither: what
-    vLLM calls here does not."""
+    """x -> (1 + weight) * x / sqrt(mean(x^2) + eps), after adding the residual if there is one. Writes to neither, like
+    the function that vLLM calls here.
+    """
 
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -65,8 +66,9 @@ class CudaGemmaRMSNorm(GemmaRMSNorm):
 
 
 class CudaRotaryEmbedding(RotaryEmbedding):
-    """Rotates the first elements of every head where they lie, in the product of query, key and value, as vLLM's own
-    kernel does."""
+    """Rotates the first elements of every head in place, in the product of query, key and value, like vLLM's own
+    kernel.
+    """
 
     def forward_oot(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -80,7 +82,7 @@ class CudaRotaryEmbedding(RotaryEmbedding):
         return query, key
 
 
-# Those that differ from RotaryEmbedding by their angles alone; vLLM finds a replacement by the class's own name.
+# Classes that differ from RotaryEmbedding only by their angles; vLLM finds a replacement by the class's own name.
 class CudaLlama3RotaryEmbedding(CudaRotaryEmbedding, Llama3RotaryEmbedding):
     """Llama 3.1's angles."""
 
@@ -143,9 +145,9 @@ LAYERS: dict[type[CustomOp], type[CustomOp]] = {
 
 
 def register_cuda_layers() -> None:
-    """Models loaded afterwards in this process are built with our layers. Safe to call more than once.
+    """Builds models that are loaded afterwards in this process with our layers. Safe to call more than once.
 
-    Without Triton vLLM's own layers stay, by torch's operators, and the log says so.
+    Without Triton, vLLM's own layers stay, computed by torch's operators, and the log tells it.
     """
     missing = why_not_triton("cuda")
     if missing is not None:

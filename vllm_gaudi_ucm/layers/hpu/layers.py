@@ -69,7 +69,7 @@ class GaudiGemmaRMSNorm(GemmaRMSNorm):
 
 
 class GaudiRotaryEmbedding(RotaryEmbedding):
-    """Rotates the first elements of every head. All layers of a model share this object, so one pair of tables."""
+    """Rotates the first elements of every head. All layers of a model share this object, and so one pair of tables."""
 
     cos_table: torch.Tensor
     sin_table: torch.Tensor
@@ -85,7 +85,7 @@ class GaudiRotaryEmbedding(RotaryEmbedding):
     def forward_oot(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """positions: int [tokens]; query, key: [tokens, heads * head_size]."""
+        """Rotates query and key. positions: int [tokens]; query, key: [tokens, heads * head_size]."""
         fused = self._fused
         if fused is None or query.dtype not in (torch.bfloat16, torch.float32):
             return self.forward_native(positions, query, key)
@@ -96,7 +96,7 @@ class GaudiRotaryEmbedding(RotaryEmbedding):
         return rotated, gaudi_rotate(key, angles, self.head_size, self.is_neox_style, fused)
 
 
-# Those that differ from RotaryEmbedding by their angles alone; vLLM finds a replacement by the class's own name.
+# Classes that differ from RotaryEmbedding only by their angles; vLLM finds a replacement by the class's own name.
 class GaudiLlama3RotaryEmbedding(GaudiRotaryEmbedding, Llama3RotaryEmbedding):
     """Llama 3.1's angles."""
 
@@ -135,7 +135,7 @@ LAYERS: dict[type[CustomOp], type[CustomOp]] = {
 
 
 def register_gaudi_layers() -> None:
-    """Models loaded afterwards in this process are built with our layers, and the log says which operators they use.
+    """Builds models that are loaded afterwards in this process with our layers, and logs which operators they use.
 
     Safe to call more than once.
     """

@@ -1,1 +1,1 @@
-"""Linear layers of quantised checkpoints: how each format is loaded, and by what it is computed."""
+"""Linear layers of quantised checkpoints: how each format is loaded and computed."""

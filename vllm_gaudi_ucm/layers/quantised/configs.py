@@ -1,6 +1,6 @@
-"""vLLM's methods of quantised weights, with our layers in the place of those that need vLLM's CUDA kernels.
+"""vLLM's methods of quantised weights, with our layers instead of those that need vLLM's CUDA kernels.
 
-What a checkpoint's configuration means, and which layers it is about, is vLLM's. Registered by
+vLLM decides what a checkpoint's configuration means, and which layers it applies to. Registered by
 `register_quantization_config`, before any configuration of an engine is made.
 """
 
@@ -51,7 +51,7 @@ _ASKED_BY = "the model's quantization_config"
 
 
 def _check_layer(layer: nn.Module, method: str) -> None:
-    """Refuses layers whose weights we would read wrongly.
+    """Refuses layers whose weights would be read wrongly.
 
     Raises UnsupportedFeatureError.
     """
@@ -62,7 +62,7 @@ def _check_layer(layer: nn.Module, method: str) -> None:
 
 
 def _linear_method(form: WeightFormat, prefix: str) -> QuantisedLinearMethod:
-    # latent attention makes two matrices of this one
+    # latent attention turns this matrix into two
     return QuantisedLinearMethod(form, plain=prefix.endswith(".kv_b_proj"))
 
 
@@ -72,7 +72,9 @@ _TO_LATENTS = WeightsMapper(
 
 
 class ScaleOfLatents:
-    """The scale of a cache of latents, for a configuration: vLLM's name it for a layer that such a model has not."""
+    """Maps the scale of a cache of latents, which vLLM's configuration names for a layer that such a model does not
+    have.
+    """
 
     _has_latents = False
 
@@ -81,7 +83,7 @@ class ScaleOfLatents:
         return BaseKVCacheMethod(cast(QuantizationConfig, self))
 
     def get_cache_scale_mapper(self) -> WeightsMapper:
-        """How names in a checkpoint become those of parameters."""
+        """Maps names in a checkpoint to names of parameters."""
         of_vllm: WeightsMapper = cast(Any, super()).get_cache_scale_mapper()
         return of_vllm | _TO_LATENTS if self._has_latents else of_vllm
 
@@ -134,7 +136,7 @@ class UcmCompressedTensorsConfig(ScaleOfLatents, CompressedTensorsConfig):
             return None if scheme is None else QuantisedExpertsMethod(layer.moe_config, format_of_scheme(scheme))
         scheme = self.get_scheme_dict(layer, prefix)
         if scheme is None or scheme.get("weights") is None:
-            # as vLLM: None if a layer that is no linear one computes as ever
+            # as in vLLM: None makes a layer that is not linear compute as usual
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         _check_layer(layer, "compressed-tensors")
         if not isinstance(layer, LinearBase):
@@ -144,7 +146,9 @@ class UcmCompressedTensorsConfig(ScaleOfLatents, CompressedTensorsConfig):
         return _linear_method(format_of_scheme(scheme), prefix)
 
     def _scheme_of_experts(self, layer: Any, prefix: str) -> dict[str, Any] | None:
-        """That of their projections: a checkpoint has them apart, as linear layers; None: they are not quantised."""
+        """Returns the scheme of the experts' projections, which a checkpoint lists as linear layers; None if they are
+        not quantised.
+        """
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         first, *others = (self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names)
@@ -154,13 +158,13 @@ class UcmCompressedTensorsConfig(ScaleOfLatents, CompressedTensorsConfig):
 
 
 def format_of_scheme(scheme: dict[str, Any]) -> WeightFormat:
-    """How weights lie in a compressed-tensors checkpoint.
+    """Returns how a compressed-tensors checkpoint stores weights.
 
     scheme: `weights`, `input_activations`, `output_activations` (QuantizationArgs or None) and `format` of a layer.
-    Activations of integers are rounded as the scheme says where a device has such products. 8-bit floats are not: their
-    products are at least as exact.
+    Integer activations are rounded as the scheme specifies if a device has such products. Activations of 8-bit floats
+    are not rounded: their products are at least as exact.
 
-    Raises UnsupportedFeatureError for a scheme that we cannot read.
+    Raises UnsupportedFeatureError for a scheme that is not supported.
     """
     weights, inputs = scheme["weights"], scheme.get("input_activations")
     kind, bits, strategy = _word(weights.type), weights.num_bits, _word(weights.strategy)
@@ -192,7 +196,7 @@ def format_of_scheme(scheme: dict[str, Any]) -> WeightFormat:
 
 
 def _word(value: str) -> str:
-    """Of an enumeration of strings, or a string: these configurations hold both."""
+    """Returns the string of an enumeration member or a string: these configurations hold both."""
     return str.__str__(value)
 
 
@@ -208,7 +212,7 @@ def _unread(scheme: dict[str, Any]) -> UnsupportedFeatureError:
 
 
 class UcmGPTQConfig(AutoGPTQConfig):
-    """`gptq`: symmetric integers of 4 or 8 bits in groups. vLLM refuses activation order in groups."""
+    """`gptq`: symmetric integers of 4 or 8 bits in groups. vLLM refuses activation reordering in groups."""
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -230,7 +234,7 @@ class UcmGPTQConfig(AutoGPTQConfig):
 
 
 class _GptqChoice:
-    """The configuration of one layer, to which vLLM has applied rules of the checkpoint."""
+    """The configuration of one layer, after vLLM has applied the checkpoint's rules."""
 
     def __init__(self, config: AutoGPTQConfig, experts: object = None) -> None:
         self.config = config
@@ -259,7 +263,7 @@ class UcmAWQConfig(AutoAWQConfig):
 
 
 class UcmGptOssMxfp4Config(GptOssMxfp4Config):
-    """`mxfp4` of gpt-oss: experts alone, 4-bit floats with a power of two for every 32 inputs."""
+    """`mxfp4` of gpt-oss: only experts, 4-bit floats with a power of two for every 32 inputs."""
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -276,10 +280,10 @@ METHODS: dict[str, type] = {
     "gpt_oss_mxfp4": UcmGptOssMxfp4Config,
     **dict.fromkeys(("awq", "awq_marlin", "auto_awq"), UcmAWQConfig),
 }
-"""By vLLM's names, of which several stand for one format."""
+"""Methods by vLLM's names; several names stand for one format."""
 
 
 def register_quantisation() -> None:
-    """Safe to call more than once."""
+    """Registers the methods with vLLM. Safe to call more than once."""
     for name, config in METHODS.items():
         register_quantization_config(name)(config)

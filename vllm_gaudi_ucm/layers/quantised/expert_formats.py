@@ -1,7 +1,7 @@
-"""How vLLM's loader fills the parameters of quantised experts: those of all experts of a layer in one tensor.
+"""Parameters of quantised experts for vLLM's loader: one tensor for all experts of a layer.
 
-The formats are those of linear layers (`formats.py`). Names, shapes and marks of parameters are what `RoutedExperts`
-of vLLM finds in its own methods: which scales it divides among ranks, and which tensors lie inputs first.
+The formats are the same as for linear layers (`formats.py`). Names, shapes and marks of parameters match those of
+vLLM's own methods, which `RoutedExperts` reads: scales to divide among ranks, and tensors with inputs first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from vllm_gaudi_ucm.layers.quantised.formats import (
 from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import CodeKind
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
-# of an e8m0: a scale of 1, and what is no number
+# of an e8m0: a scale of 1, and NaN
 ONE, NOT_LOADED = 127, 255
 
 
 class ExpertSizes(NamedTuple):
-    """Of an expert, as a rank has it.
+    """The sizes of a rank's part of an expert.
 
-    all_inner: of all `ranks` that share each expert. filled: of `inner`, what the checkpoint fills; the rest is zero.
+    all_inner: the size on all `ranks` that share each expert. filled: the part of `inner` that the checkpoint fills;
+        the rest is zero.
     """
 
     hidden: int
@@ -55,14 +56,14 @@ class ExpertMatrix(NamedTuple):
     def groups(self, size: int | None) -> int:
         """Groups of inputs with a scale of their own; None: all inputs are one.
 
-        Raises ValueError where a group would lie on two ranks.
+        Raises ValueError if a group would span two ranks.
         """
         if size is None or size == self.all_inputs:
             return 1
         if self.inputs % size:
             raise ValueError(
-                f"experts of {self.all_inputs} inputs have {self.inputs} on each rank, which groups of {size} do not "
-                "divide; take fewer ranks (--tensor-parallel-size), or --enable-expert-parallel"
+                f"experts of {self.all_inputs} inputs have {self.inputs} on each rank, which is not a multiple of "
+                f"the group size {size}; take fewer ranks (--tensor-parallel-size), or --enable-expert-parallel"
             )
         return self.inputs // size
 
@@ -77,7 +78,8 @@ def matrices(sizes: ExpertSizes) -> tuple[ExpertMatrix, ExpertMatrix]:
 class Stacked(NamedTuple):
     """A parameter of all experts.
 
-    shape: of one expert. scale: how vLLM's loader divides scales, by its own words (`quant_method` of a parameter).
+    shape: the shape for one expert. scale: how vLLM's loader divides scales, in its own terms (`quant_method` of a
+        parameter).
     inputs_first: inputs are its first dimension. loaded: whether the checkpoint's tensor is needed.
     """
 
@@ -89,22 +91,23 @@ class Stacked(NamedTuple):
     loaded: bool = True
 
     def empty(self, experts: int) -> Tensor:
-        """Scales that are no numbers until they are loaded: what a checkpoint lacks is seen."""
+        """Returns an empty parameter. Scales are NaN until they are loaded, so missing ones are detected."""
         if not self.loaded:
             return torch.empty(0, dtype=self.dtype)
         fill = NOT_LOADED if self.dtype == torch.uint8 and self.scale else 0
         if self.dtype == torch.float32:
             return torch.full((experts, *self.shape), torch.nan, dtype=torch.float32)
-        # 8-bit floats have no `full`; codes that a rank's padding has must be zeros
+        # 8-bit floats have no `full`; codes of a rank's padding must be zeros
         return torch.full((experts, *self.shape), fill, dtype=torch.uint8).to(self.dtype)
 
 
 def refined(form: WeightFormat, sizes: ExpertSizes) -> tuple[WeightFormat, tuple[int, int] | None]:
-    """The format with blocks that end where an expert's part ends, and how many of them a block of the checkpoint is.
+    """Returns the format with blocks that end where an expert's part ends, and into how many of them a block of the
+    checkpoint is divided.
 
     The loader repeats each scale as often (`weight_scale_refine` of a method), which changes no weight.
 
-    Raises ValueError where the blocks of a checkpoint do not divide what ranks share.
+    Raises ValueError if the blocks of a checkpoint do not divide evenly among ranks.
     """
     if not isinstance(form, ScaledFormat) or form.block is None:
         return form, None
@@ -119,7 +122,7 @@ def refined(form: WeightFormat, sizes: ExpertSizes) -> tuple[WeightFormat, tuple
 
 
 def stacked(form: WeightFormat, matrix: ExpertMatrix, refine: tuple[int, int] | None) -> Iterator[Stacked]:
-    """The parameters of a product. form, refine: of `refined`."""
+    """Returns the parameters of a product. form, refine: from `refined`."""
     outputs, inputs = matrix.outputs, matrix.inputs
     match form:
         case ScaledFormat():
@@ -164,7 +167,9 @@ def _scale_of_codes(form: ScaledFormat, matrix: ExpertMatrix, refine: tuple[int,
     sizes = matrix.sizes
 
     def blocks(size: int, axis: int) -> int:
-        """As many as the loader makes of the checkpoint's, which may be more than there are."""
+        """Returns the number of blocks that the loader makes of the checkpoint's, which may be more than the weight
+        has.
+        """
         assert form.block is not None
         return -(-size // (form.block[axis] * refine[axis])) * refine[axis]
 
@@ -176,7 +181,7 @@ def _scale_of_codes(form: ScaledFormat, matrix: ExpertMatrix, refine: tuple[int,
 
 
 def kind_of(form: WeightFormat) -> CodeKind:
-    """How codes of the format are kept."""
+    """Returns the kind in which codes of the format are kept."""
     match form:
         case Mxfp4Format():
             return "e2m1"
@@ -186,7 +191,7 @@ def kind_of(form: WeightFormat) -> CodeKind:
 
 
 def decode(form: WeightFormat, matrix: ExpertMatrix, parts: Mapping[str, Tensor]) -> QuantisedWeight:
-    """The weight of one expert. parts: by the names of `stacked`. form: of `refined`."""
+    """Returns the weight of one expert. parts: by the names of `stacked`. form: from `refined`."""
     if not isinstance(form, ScaledFormat):
         return form.decode(parts)
     scale = parts[form.scale]
@@ -194,6 +199,6 @@ def decode(form: WeightFormat, matrix: ExpertMatrix, parts: Mapping[str, Tensor]
         rows, columns = -(-matrix.outputs // form.block[0]), -(-matrix.inputs // form.block[1])
         scale = scale.unflatten(0, (matrix.halves, -1))[:, : rows // matrix.halves, :columns].flatten(0, 1)
     elif form.strategy == "tensor":
-        # every matrix keeps its own, as its outputs'
+        # every matrix keeps its own scale, as the scale of its outputs
         scale = scale.reshape(-1).repeat_interleave(matrix.outputs // matrix.halves).unsqueeze(1)
     return form.decode({**parts, form.scale: scale.contiguous()})

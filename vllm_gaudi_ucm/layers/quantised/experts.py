@@ -1,4 +1,4 @@
-"""Quantised experts of a model: loaded in the checkpoint's format, then kept as codes or written out."""
+"""Quantised experts of a model: loaded in the checkpoint's format, then kept as codes or dequantised."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ BIASES = ("w13_bias", "w2_bias")
 class QuantisedExpertsMethod(ExpertsMethod):
     """Loads experts in a checkpoint's format, and keeps their codes, or gives the layer plain weights.
 
-    Each plain element is the exact value in the model's dtype, rounded once. What computes them, and packs them on a
-    CPU, treats them like any others.
+    Each plain element is the exact value in the model's dtype, rounded once. Code that computes them, or packs them on
+    a CPU, treats them like any other weights.
     """
 
     # by `prepare` itself
@@ -45,7 +45,7 @@ class QuantisedExpertsMethod(ExpertsMethod):
     quantised = True
 
     def __init__(self, moe: Any, form: WeightFormat, *, whole_groups: bool = False) -> None:
-        """whole_groups: the model's loader gives each rank whole groups of inputs, and the last rank what is left."""
+        """Makes the method; `whole_groups`: the model's loader gives ranks whole groups of inputs, the last the rest."""
         super().__init__(moe)
         self._form = form
         self._whole_groups = whole_groups
@@ -69,7 +69,7 @@ class QuantisedExpertsMethod(ExpertsMethod):
     def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
         if checked_spec(layer).interleaved and not self._whole_groups:
             raise UnsupportedFeatureError(
-                "quantised experts with gates and ups in turn in another format than gpt-oss's `mxfp4`",
+                "quantised experts with alternating gates and ups in a format other than gpt-oss's `mxfp4`",
                 f"the model's layer {layer.layer_name}",
             )
         parallel, whole = self.moe.moe_parallel_config, self.moe.intermediate_size
@@ -83,19 +83,21 @@ class QuantisedExpertsMethod(ExpertsMethod):
         experts, load = named["num_experts"], named["weight_loader"]
         with torch.device("cpu") if self._device.type == "hpu" else self._device:
             self._stacks.create(layer, experts, load)
-        # vLLM's loader drops biases for which there is no parameter: a checkpoint may have some that its model has not
+        # vLLM's loader drops biases without a parameter: a checkpoint may have some that its model lacks
         for name, matrix in zip(BIASES, self._stacks.matrices, strict=True):
             _register(layer, name, torch.zeros(experts, matrix.outputs, dtype=self._dtype), {"weight_loader": load})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """What becomes of the codes `prepare` decides, which knows how steps are computed."""
+        """Takes the codes. `prepare`, which knows how steps are computed, decides their form."""
         assert self._stacks is not None, "weights are created before they are loaded"
         for matrix in self._stacks.matrices:
             self._codes[matrix.name] = self._stacks.read(layer, matrix)
         if not self.moe.has_bias:
             for name in BIASES:
                 if bool(getattr(layer, name).data.any()):
-                    raise ValueError(f"{layer.layer_name}: the checkpoint has biases of experts, its model has none")
+                    raise ValueError(
+                        f"{layer.layer_name}: the checkpoint has biases of experts, but its model has none"
+                    )
                 delattr(layer, name)
         self._complete(layer)
 
@@ -121,7 +123,7 @@ class QuantisedExpertsMethod(ExpertsMethod):
         super().prepare(layer, captured, packed, compact, keep)
 
     def _register_codes(self, layer: nn.Module, weights: CodedExperts) -> None:
-        """As the layer's parameters: what measures a model's memory sees them."""
+        """Registers codes as the layer's parameters, so that they count as memory of the model."""
         for name, codes in (("w13", weights.w13), ("w2", weights.w2)):
             parts = {"weight": codes.codes, "weight_scale": codes.scales, "weight_zeros": codes.zeros}
             for end, tensor in parts.items():
@@ -130,9 +132,9 @@ class QuantisedExpertsMethod(ExpertsMethod):
 
 
 def _for_gaudi(weights: CodedExperts, spec: MoeSpec) -> CodedExperts:
-    """Codes within the card's range.
+    """Brings codes into the card's range.
 
-    Raises UnsupportedFeatureError where it has no product with them.
+    Raises UnsupportedFeatureError if the card has no product with them.
     """
     from vllm_gaudi_ucm.ops.moe.impl.hpu.experts import why_not_codes, within_range
 
@@ -147,10 +149,10 @@ def _for_gaudi(weights: CodedExperts, spec: MoeSpec) -> CodedExperts:
 
 
 class ExpertStacks:
-    """The parameters of a layer's quantised experts, from when they are made until they are read."""
+    """The parameters of a layer's quantised experts, from creation until they are read."""
 
     def __init__(self, form: WeightFormat, sizes: ExpertSizes) -> None:
-        """Raises ValueError where ranks cannot share what the checkpoint gives one scale."""
+        """Raises ValueError if ranks cannot divide elements that share one scale in the checkpoint."""
         self.form, self.refine = refined(form, sizes)
         self.matrices = matrices(sizes)
         self._parts = {matrix.name: list(stacked(self.form, matrix, self.refine)) for matrix in self.matrices}
@@ -161,7 +163,7 @@ class ExpertStacks:
                 _register(layer, f"{matrix.name}_{part.name}", _padded(part, matrix, experts), _marks(part, load))
 
     def read(self, layer: RoutedExperts, matrix: ExpertMatrix) -> ExpertCodes:
-        """What was loaded. Takes the parameters from the layer.
+        """Returns the loaded weights, and removes the parameters from the layer.
 
         Raises ValueError for scales that were not loaded.
         """
@@ -182,7 +184,7 @@ class ExpertStacks:
 
 
 def _padded(part: Stacked, matrix: ExpertMatrix, experts: int) -> Tensor:
-    """Scales that no checkpoint fills are ones, of zeros."""
+    """Sets scales that no checkpoint fills to one; their codes are zeros."""
     found = part.empty(experts)
     sizes = matrix.sizes
     if sizes.filled < sizes.inner and part.scale:
@@ -200,20 +202,20 @@ def _register(layer: nn.Module, name: str, data: Tensor, marks: dict[str, Any]) 
 
 
 def _marks(part: Stacked, load: Callable[..., object]) -> dict[str, Any]:
-    """What vLLM's loader reads of a parameter."""
+    """Returns the attributes of a parameter that vLLM's loader reads."""
     marks = {"weight_loader": load if part.loaded else _ignore, "is_transposed": part.inputs_first}
     return {**marks, "quant_method": part.scale} if part.scale else marks
 
 
 def _ignore(*args: object, **options: object) -> bool:
-    """Loads nothing, and says that it has."""
+    """Loads nothing, and reports success."""
     return True
 
 
 def _check_loaded(tensor: Tensor, part: Stacked, name: str) -> None:
-    """Raises ValueError where scales are not in the checkpoint, or no numbers."""
+    """Raises ValueError if scales are missing in the checkpoint, or NaN."""
     if part.scale is None or tensor.dtype == torch.int32:
         return
     lacks = tensor == NOT_LOADED if tensor.dtype == torch.uint8 else tensor.isnan()
     if bool(lacks.any()):
-        raise ValueError(f"{name}: scales of experts are not in the checkpoint, or no numbers")
+        raise ValueError(f"{name}: scales of experts are missing in the checkpoint, or are not numbers")

@@ -1,8 +1,9 @@
-"""How checkpoints hold a linear layer's weight: the parameters that vLLM's loader fills, and what they say together.
+"""Formats in which checkpoints store a linear layer's weight: the parameters that vLLM's loader fills, and how to
+decode them.
 
 A format makes parameters under the checkpoint's own names, for the part of the layer that a rank has, and reads them
-when they are loaded. Scales are kept in float32, whatever the model's dtype is: no rounding of their own.
-What experts load has other parameters (`expert_formats.py`) and the same meaning.
+when they are loaded. Scales are kept in float32, whatever the model's dtype is: they are never rounded. Experts load
+other parameters (`expert_formats.py`) with the same meaning.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from vllm_gaudi_ucm.vllm_api.quantisation import (
 class LayerPart(NamedTuple):
     """A rank's part of a linear layer.
 
-    outputs: of each matrix that is fused in it. inputs: of this rank. all_inputs, all_outputs: of all ranks.
-    load: what fills a parameter.
+    outputs: the outputs of each matrix that is fused in it. inputs: the inputs of this rank. all_inputs, all_outputs:
+        the sizes on all ranks. load: the function that fills a parameter.
     """
 
     outputs: Sequence[int]
@@ -53,33 +54,33 @@ class LayerPart(NamedTuple):
     def groups(self, size: int) -> int:
         """Groups of inputs with a scale of their own, in this part.
 
-        Raises ValueError where a group would lie on two ranks.
+        Raises ValueError if a group would span two ranks.
         """
         if size == self.all_inputs:
             return 1
         if self.inputs % size:
             raise ValueError(
-                f"a layer of {self.all_inputs} inputs has {self.inputs} on each rank, which groups of {size} do not "
-                "divide; take fewer ranks (--tensor-parallel-size)"
+                f"a layer of {self.all_inputs} inputs has {self.inputs} on each rank, which is not a multiple of "
+                f"the group size {size}; take fewer ranks (--tensor-parallel-size)"
             )
         return self.inputs // size
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint holds a weight."""
+    """A format in which a checkpoint stores a weight."""
 
     def create(self, layer: nn.Module, part: LayerPart) -> None:
         """Registers the parameters that are loaded."""
 
     def read(self, layer: nn.Module) -> QuantisedWeight:
-        """What was loaded. Takes the parameters from the layer."""
+        """Returns the loaded weight, and removes the parameters from the layer."""
 
     def decode(self, parts: Mapping[str, Tensor]) -> QuantisedWeight:
-        """What tensors of one weight say together, by the names of a linear layer's parameters."""
+        """Decodes the tensors of one weight, by the names of a linear layer's parameters."""
 
 
 def _take(layer: nn.Module, name: str) -> Tensor:
-    """A loaded parameter, which the layer has no longer."""
+    """Removes a loaded parameter from the layer, and returns it."""
     found = cast(Tensor, getattr(layer, name)).data
     delattr(layer, name)
     return found
@@ -91,7 +92,7 @@ def _matrix(part: LayerPart, dtype: torch.dtype, shape: tuple[int, int] | None =
 
 
 def _unloaded(*shape: int) -> Tensor:
-    """Scales that are not numbers until they are loaded: what a checkpoint lacks is seen."""
+    """Returns scales that are NaN until they are loaded, so that missing ones are detected."""
     return torch.full(shape, torch.nan, dtype=torch.float32)
 
 
@@ -102,7 +103,7 @@ def _ignore(*args: object, **options: object) -> None:
 def _register_unread(layer: nn.Module, name: str) -> None:
     """Registers a parameter without elements for a tensor that the weight does not depend on.
 
-    A checkpoint may have the tensor, which is not loaded, or lack it.
+    The checkpoint may have the tensor, which is not loaded, or lack it.
     """
     parameter = nn.Parameter(torch.empty(0), requires_grad=False)
     cast(Any, parameter).weight_loader = _ignore
@@ -116,7 +117,7 @@ class ScaledFormat:
     codes: e4m3 or int8. strategy: tensor, channel or block. block: outputs and inputs. scale: the parameter's name.
     static_inputs: whether the checkpoint has scales of activations, too. With 8-bit floats products read activations in
         the model's dtype or give each row its own scale; both are more exact, and these scales are not needed.
-    zero_of_inputs: whether activations have zeros, in the checkpoint where they are static.
+    zero_of_inputs: whether activations have zeros, which are in the checkpoint if they are static.
     rounds_inputs: whether activations are rounded to int8 before the product.
     """
 
@@ -133,11 +134,11 @@ class ScaledFormat:
         layer.register_parameter(self.scale, self._scale(layer, part))
         if self.static_inputs:
             self._create_rounding(layer, part)
-        # what a rank's part of a fused layer is made of, of which `read` needs the widths
+        # the widths of the matrices in a rank's part of a fused layer, which `read` needs
         cast(Any, layer).logical_widths = list(part.outputs)
 
     def _create_rounding(self, layer: nn.Module, part: LayerPart) -> None:
-        """Scales and zeros of activations, a number for each matrix."""
+        """Registers scales and zeros of activations, a number for each matrix."""
         found = {"input_scale": _unloaded(len(part.outputs))}
         if self.zero_of_inputs:
             found["input_zero_point"] = torch.zeros(len(part.outputs), dtype=torch.int8)
@@ -164,13 +165,13 @@ class ScaledFormat:
         codes, scale = _take(layer, "weight"), _take(layer, self.scale)
         rounding = self._rounding(layer)
         if self.strategy == "tensor":
-            # every matrix of a fused layer keeps its own scale, as its outputs': no code changes
+            # every matrix of a fused layer keeps its own scale, as the scale of its outputs: no code changes
             widths = torch.tensor(cast(Any, layer).logical_widths, device=scale.device)
             scale = scale.repeat_interleave(widths).unsqueeze(1)
         return self.decode({"weight": codes, self.scale: scale})._replace(rounding=rounding)
 
     def _rounding(self, layer: nn.Module) -> RowRounding | None:
-        """How rows are rounded. Takes what was loaded for it."""
+        """Returns how rows are rounded, and removes the loaded parameters."""
         scales = _take(layer, "input_scale") if self.static_inputs else None
         zeros = _take(layer, "input_zero_point") if self.static_inputs and self.zero_of_inputs else None
         if not self.rounds_inputs:
@@ -178,7 +179,7 @@ class ScaledFormat:
         return RowRounding(not self.zero_of_inputs) if scales is None else joined(scales, zeros)
 
     def decode(self, parts: Mapping[str, Tensor]) -> QuantisedWeight:
-        """The scale of a whole matrix comes as one for each of its outputs."""
+        """Decodes a weight. The scale of a whole matrix becomes one for each of its outputs."""
         codes = parts["weight"]
         block = (1, codes.shape[1]) if self.block is None else self.block
         return QuantisedWeight(codes, parts[self.scale], block)
@@ -188,7 +189,7 @@ class ScaledFormat:
 class PackedIntegers:
     """compressed-tensors `pack-quantized`: integers of 4 or 8 bits in int32 along the inputs, with groups of inputs.
 
-    group: inputs that share a scale; None: all of an output.
+    group: inputs that share a scale; None: all inputs of an output.
     symmetric: the middle of the range stands for zero; if not, each group has a zero of its own.
     """
 
@@ -216,7 +217,7 @@ class PackedIntegers:
             zero = PackedvLLMParameter
         if not self.symmetric:
             layer.register_parameter("weight_zero_point", cast(Any, zero)(**packed, **split))
-        # the shape before packing, which says nothing new
+        # the shape before packing, which adds no information
         _register_unread(layer, "weight_shape")
 
     def read(self, layer: nn.Module) -> QuantisedWeight:
@@ -240,7 +241,7 @@ def _integers(codes: Tensor, scales: Tensor, group: int | None, zeros: Tensor | 
 
 @dataclass(frozen=True)
 class GptqFormat:
-    """GPTQ, symmetric: `qweight` int32 [inputs / n, outputs], `scales` [groups, outputs]; `qzeros` say the middle."""
+    """GPTQ, symmetric: `qweight` int32 [inputs / n, outputs], `scales` [groups, outputs]; `qzeros` hold the middle."""
 
     bits: int
     group: int | None
@@ -269,7 +270,7 @@ class GptqFormat:
         return _integers(codes, parts["scales"].t(), self.group, None, self.bits)
 
 
-# In an int32 of AWQ the number at place i is that of output AWQ_ORDER[i] of eight.
+# In an int32 of AWQ, the number at place i belongs to output AWQ_ORDER[i] of eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -311,7 +312,7 @@ class AwqFormat:
 
 
 def _in_order(packed: Tensor) -> Tensor:
-    """[n, outputs] of AWQ's words [n, outputs / 8]."""
+    """Unpacks [n, outputs] from AWQ's words [n, outputs / 8]."""
     places = torch.tensor(AWQ_ORDER, device=packed.device).argsort()
     return unpack_integers(packed, 4, 1).unflatten(1, (-1, 8)).index_select(2, places).flatten(1)
 

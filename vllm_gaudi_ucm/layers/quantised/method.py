@@ -21,15 +21,15 @@ LARGEST, LARGEST_OF_GAUDI_2 = 448.0, 240.0
 class QuantisedLinearMethod(LinearMethodBase):
     """Loads a weight in a checkpoint's format.
 
-    Where the device has a product for it, the layer keeps its codes; else it becomes a layer of plain weights in the
-    model's dtype, each element the exact value rounded once, which other parts (packing on a CPU) treat like any other.
+    If the device has a product for it, the layer keeps its codes. Otherwise it becomes a layer of plain weights in the
+    model's dtype, each element the exact value rounded once, which other code (packing on a CPU) treats like any other.
     """
 
-    # by `process_weights_after_loading` itself: what a Gaudi 2 gets must be within its range
+    # by `process_weights_after_loading` itself: weights must be within a Gaudi 2's range before they move there
     requires_device_loading = False
 
     def __init__(self, form: WeightFormat, *, plain: bool = False) -> None:
-        """plain: written out on every device, for what reads the weight as a matrix."""
+        """Makes the method; `plain`: dequantise on every device, for code that reads the weight as a matrix."""
         self._form = form
         self.plain = plain
         self._product: Product | None = None
@@ -59,7 +59,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         of_rows = None if weight.rounding is None else weight.rounding.scale
         if bool(weight.scales.isnan().any()) or (of_rows is not None and bool(of_rows.isnan())):
             name = cast(Any, layer).prefix
-            raise ValueError(f"{name}: scales of a quantised layer are not in the checkpoint, or no numbers")
+            raise ValueError(f"{name}: scales of a quantised layer are missing in the checkpoint, or are not numbers")
         dtype = cast(torch.dtype, layer.params_dtype)
         target = Target(self._device.type, dtype, largest_e4m3(self._device.type))
         self._product = None if self.plain else choose_product(weight, target)
@@ -77,5 +77,5 @@ class QuantisedLinearMethod(LinearMethodBase):
 
 
 def largest_e4m3(device: str) -> float:
-    """The magnitude of an e4m3 on a device of this type."""
+    """Returns the largest magnitude of an e4m3 on a device of this type."""
     return LARGEST_OF_GAUDI_2 if device == "hpu" and get_device(device).name() == "GAUDI2" else LARGEST

@@ -51,7 +51,7 @@ def estimate_blocks(
     FAR: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Grid (tiles of BLOCK_C candidates, kv heads). Arguments as in  `block_scores`.
+    """Grid (tiles of BLOCK_C candidates, kv heads). Arguments are as in `block_scores`.
 
     estimates: fp32 [max_rows, HEADS, candidates]: -inf for rows that the span lacks, NaN for values that are not
         finite. log_rest, log_all: logarithms of the numbers of keys that the first box and all boxes stand for.
@@ -118,8 +118,8 @@ def estimate_boxes(
 ):
     """Like `estimate_blocks` for boxes, in matrix products: grid (tiles of BLOCK_C candidates x KV heads).
 
-    Pads are left as they are. A program reads the summaries of its candidates once, and multiplies them with the query
-    heads of its KV head, of as many rows as BLOCK_N has room for at once, span by span: mostly a tile belongs to one.
+    Pads are not written. A program reads the summaries of its candidates once, and multiplies them with the query heads
+    of its KV head, as many rows at a time as fit in BLOCK_N, span by span: most tiles belong to one span.
     """
     kv_heads: tl.constexpr = HEADS // GROUP
     lanes: tl.constexpr = BLOCK_N // GROUP
@@ -128,7 +128,7 @@ def estimate_boxes(
     tile = (tl.program_id(0) // kv_heads) * BLOCK_C
     m, v, d = tl.arange(0, BLOCK_C * BLOCK_V), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_D)
     own = tile + m // BLOCK_V
-    # a pad is block 0: to ask for the rows of its span would make one more load that the summaries wait for
+    # a pad is block 0: loading the rows of its span would be one more load that the summaries wait for
     block = tl.load(blocks + own, mask=own < candidates, other=0)
     read = (block != 0) & (m % BLOCK_V < VECTORS)
     place = block * s_block + (m % BLOCK_V) * s_vector + kv_head * s_head
@@ -158,7 +158,7 @@ def estimate_boxes(
             if VECTORS > 1:
                 of_boxes = tl.where((v == 0)[None, :, None], of_boxes + log_rest, of_boxes)
             of_boxes = tl.where((v < VECTORS)[None, :, None], of_boxes, float("-inf"))
-            # what is no number is not among the largest, and comes back with the sum
+            # a NaN is not among the largest, and comes back with the sum
             top = tl.max(of_boxes, 1)
             base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
             found = base + tl.log(tl.sum(tl.exp(of_boxes - base[:, None, :]), 1))

@@ -10,11 +10,12 @@ def _apart(
     stored, fresh, old, new, old_there, new_there, n, count, most,
     BLOCK: tl.constexpr, COMPARED: tl.constexpr, FROM: tl.constexpr,
 ):  # fmt: skip
-    """How many of two rankings' entries the other one lacks. stored, fresh: their places; old, new: their entries.
+    """Counts the entries of two rankings that the other one lacks. stored, fresh: their places; old, new: their
+    entries.
 
     FROM: the cache that fresh entries are read through, ".cg" where other programs of the launch wrote them.
     """
-    # an entry counts where it is the first of its kind and the other ranking has none
+    # an entry counts if it is the first of its kind and the other ranking does not have it
     old_matched, new_matched = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for begin in range(0, most, COMPARED):
         m = begin + tl.arange(0, COMPARED)
@@ -68,11 +69,13 @@ def keep_or_replace_spans(
 
 @triton.jit
 def _order(scores, places, c, inside, first_place, width):
-    """int64 [candidates]: the larger, the better: by score, NaN the largest, then by block number, the lowest first;
-    the smallest number for what is no candidate of the span with these places. And the block numbers, int32."""
+    """Returns int64 [candidates], larger is better: by score, NaN the largest, then by block number, the lowest first;
+    the smallest number for entries that are not candidates of the span with these places. Also returns the block
+    numbers, int32.
+    """
     score = tl.load(scores + c, mask=inside, other=0.0).to(tl.float32)
     number = tl.load(places + c, mask=inside, other=-1) - first_place
-    # the lowest finite number, as the reference has it; and 0 instead of -0
+    # the lowest finite number, as in the reference; and 0 instead of -0
     score = tl.where(score < -3.4028234663852886e38, -3.4028234663852886e38, score) + 0.0
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 2147483647, bits)
@@ -86,8 +89,8 @@ def _order(scores, places, c, inside, first_place, width):
 def _rank(
     scores, places, begin, end, ranking, span, tile, width, most, BLOCK_C: tl.constexpr, COMPARED: tl.constexpr
 ):  # fmt: skip
-    """A tile's part of a span's ranking, int64 [most]: those of its candidates that are among the best. The first tile,
-    which there is without a candidate, too, fills the rest.
+    """Writes a tile's part of a span's ranking, int64 [most]: its candidates that are among the best. The first tile,
+    which exists even without a candidate, fills the rest.
 
     begin, end: the candidates of the span.
     """
@@ -125,7 +128,9 @@ def rank_candidates(
 
 @triton.jit
 def _first_id(counts, span, SPANS: tl.constexpr):
-    """int64: where the blocks of a span begin among those of all. counts: int64 [spans]; SPANS of them at a time."""
+    """Returns int64, the start of the span's blocks among the blocks of all spans. counts: int64 [spans]; SPANS of them
+    at a time.
+    """
     begin = tl.zeros([], tl.int64)
     for first in range(0, span, SPANS):
         before = first + tl.arange(0, SPANS)
@@ -140,7 +145,7 @@ def _take(
     REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr, FROM: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
-    """What a span attends to from now on. fresh: its new ranking, int64 [most]. FROM: see `_apart`.
+    """Decides what a span attends to from now on. fresh: its new ranking, int64 [most]. FROM: see `_apart`.
 
     mine: the stored ranking. begin: see `_first_id`. LISTED: `ids` are also written to `listed`, int64 [entries], at
     `list_places`, int64 [selected].
@@ -209,10 +214,11 @@ def rank_and_take(
 ):  # fmt: skip
     """`rank_candidates` and `take_choices` in one launch: programs share the tiles of candidates of all spans.
 
-    Whoever ranks the last tile of a span takes its choice. A span that reuses its choice is one tile that nobody ranks.
+    The program that ranks the last tile of a span takes its choice. A span that reuses its choice is one tile without
+    ranking.
     fresh: int64 [spans, most] between them. tickets: int32 [spans], 0 before and after. RANKED_BY: candidates that are
     compared at once while ranking. BLOCK_S >= num_spans.
-    EARLY: it starts early; what is the step's is there before its first layer.
+    EARLY: it starts early; the data of the step is in place before its first layer.
     """
     s = tl.arange(0, BLOCK_S)
     there = s < num_spans
@@ -231,13 +237,13 @@ def rank_and_take(
             tile = at - tl.sum(tl.where(s < span, tiles, 0), 0)
             begin, end = tl.load(ranges + 2 * span), tl.load(ranges + 2 * span + 1)
             _rank(scores, places, begin, end, fresh + span * most, span, tile, width, most, BLOCK_C, RANKED_BY)
-            # One thread adds for the program. What the others have stored is before it by the barrier, so that adding
-            # releases all of it to the GPU; and to have read the last ticket acquires what other programs released.
+            # One thread adds for the program. The barrier orders the stores of the others before it, so adding releases
+            # all of them to the GPU; reading the last ticket acquires what other programs released.
             tl.debug_barrier()
             last = tl.sum(tl.where(s == span, tiles, 0), 0) - 1
             takes = tl.atomic_add(tickets + span, 1, sem="acq_rel", scope="gpu") == last
             if takes:
-                # nobody else will come: ready for the next layer, and for the next replay of the graph
+                # no other program will come: ready for the next layer, and for the next replay of the graph
                 tl.store(tickets + span, 0)
         if takes:
             mine = stored + tl.load(slots + span) * most

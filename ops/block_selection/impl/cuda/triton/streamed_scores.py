@@ -7,11 +7,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _log_mean(of_boxes, v, log_rest, log_all, VECTORS: tl.constexpr):
-    """fp32 [candidates, lines] of products [candidates, boxes, lines]; what is not finite is NaN."""
+    """Returns fp32 [candidates, lines] for products [candidates, boxes, lines]; values that are not finite become
+    NaN.
+    """
     if VECTORS > 1:
         of_boxes = tl.where((v == 0)[None, :, None], of_boxes + log_rest, of_boxes)
     of_boxes = tl.where((v < VECTORS)[None, :, None], of_boxes, float("-inf"))
-    # what is no number is not among the largest, and comes back with the sum
+    # a NaN is not among the largest, and comes back with the sum
     top = tl.max(of_boxes, 1)
     base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
     found = base + tl.log(tl.sum(tl.exp(of_boxes - base[:, None, :]), 1))
@@ -22,7 +24,7 @@ def _log_mean(of_boxes, v, log_rest, log_all, VECTORS: tl.constexpr):
 
 @triton.jit
 def _tiles(ranges, s, num_spans, parts, BLOCK_C: tl.constexpr):
-    """int32 tiles of each span `s`, those of all spans, and how many of them each of this many parts has."""
+    """Returns int32 tiles of each span `s`, tiles of all spans, and how many of them each of this many parts has."""
     begins = tl.load(ranges + 2 * s, mask=s < num_spans, other=0)
     tiles = tl.cdiv(tl.load(ranges + 2 * s + 1, mask=s < num_spans, other=0) - begins, BLOCK_C)
     total = tl.sum(tiles, 0)
@@ -54,7 +56,7 @@ def stream_boxes(
     ranges: int32 [spans, 2], see `find_candidates`. BLOCK_S >= num_spans.
     tops, sums: fp32 [parts + spans, ROWS x HEADS] of the softmax over the candidates of a span that a part has seen,
         without NaN, in line part + span: parts and spans are both in the order of tiles, so that no two share one.
-    EARLY: `share_blocks` behind it starts early.
+    EARLY: the following `share_blocks` starts early.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -80,16 +82,16 @@ def stream_boxes(
             mask=(real & (lane < ROWS))[None, :] & (d < DIM)[:, None],
             other=0.0,
         ).to(COMPUTE)
-        # of each candidate of a tile by itself: threads add up with each other once, behind the loop
+        # separately for each candidate of a tile: threads sum with each other once, after the loop
         top = tl.full([BLOCK_C, BLOCK_N], float("-inf"), tl.float32)
         sum_of = tl.zeros([BLOCK_C, BLOCK_N], tl.float32)
         c = begin + (at - before) * BLOCK_C + tl.arange(0, BLOCK_C)
         owner = tl.load(spans + c, mask=c < end, other=-1)
         for tile in tl.range(at - before, until - before, num_stages=STAGES):
             c = begin + tile * BLOCK_C + tl.arange(0, BLOCK_C)
-            # between the first and the last candidate of a span others may stand, and pads
+            # other candidates and pads may come between the first and the last candidate of a span
             mine = owner == span
-            # a tile ahead, as nothing else waits for it
+            # a tile ahead, as no other load waits for it
             owner = tl.load(spans + c + BLOCK_C, mask=c + BLOCK_C < end, other=-1)
             own = begin + tile * BLOCK_C + m // BLOCK_V
             block = tl.load(blocks + own, mask=own < end, other=0)
@@ -123,9 +125,10 @@ def share_blocks(
 ):  # fmt: skip
     """`span_sums` and `block_shares` at once: grid (tiles of BLOCK_C candidates), each with the sums of its spans.
 
-    A tile adds up what the parts of `stream_boxes` have left of its spans, PARTS at a time, as its neighbours do: from
-    the GPU's cache, and a launch less. parts, STREAMED: of `stream_boxes`, its parts and the candidates of its tiles.
-    EARLY: it starts early, as `rank_and_take` does behind it; what is the step's is there before its first layer.
+    Every tile adds up the sums that the parts of `stream_boxes` have left for its spans, PARTS at a time. Tiles repeat
+    this work, but read from the GPU's cache and save a launch. parts, STREAMED: the parts of `stream_boxes` and the
+    candidates of its tiles.
+    EARLY: it starts early, like the following `rank_and_take`; the data of the step is in place before its first layer.
     """
     if EARLY:
         gdc_launch_dependents()

@@ -6,15 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def _e4m3(x):
-    """int32: the codes of fp32 numbers as 8-bit floats, rounded to the nearest, what is beyond 448 at the end.
+    """Returns int32, the codes of fp32 numbers as 8-bit floats, rounded to the nearest and clamped to 448.
 
-    Spelled out, because Triton's interpreter (3.9) cuts off where a GPU rounds, and makes a number of NaN.
+    Spelled out, because Triton's interpreter (3.9) truncates where a GPU rounds, and turns NaN into a number.
     """
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     # 20 of 23 bits of the fraction go, 120 is the difference of the biases of exponents
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # below 2^-6 numbers are multiples of 2^-9, which is what fp32 rounds to beside 2^14
+    # below 2^-6 numbers are multiples of 2^-9, which is the precision of fp32 next to 2^14
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(x == x, tl.where(size < 0.015625, small, normal), 0x7F)
     return code + tl.where(x < 0, 0x80, 0)
@@ -22,7 +22,7 @@ def _e4m3(x):
 
 @triton.jit
 def _stored(x, dtype: tl.constexpr):
-    """fp32 as it is kept. dtype: of summaries; those of 8-bit floats are bytes."""
+    """Converts fp32 to the stored form. dtype: the dtype of summaries; 8-bit floats are stored as bytes."""
     if dtype == tl.uint8:
         return _e4m3(x).to(tl.uint8)
     else:
@@ -73,7 +73,7 @@ def summarise_blocks(
         else:
             apart = tl.where(inside, key - (tl.sum(key, 0) / TOKENS)[None, :], 0.0)
             far = tl.sum(apart * apart, 1)
-            # what is no number is farthest, so that each key has a rank of its own
+            # a NaN is farthest, so that each key has a rank of its own
             far = tl.where(t < TOKENS, tl.where(far == far, far, float("inf")), -1.0)
             # one after the other: distances that are compared across two layouts may be summed in two orders
             rank = tl.full([BLOCK_T], VECTORS, tl.int32)

@@ -22,8 +22,7 @@ def choose(
     """A program for each row. logits: [rows, EXPERTS]. bias: [EXPERTS] or None. weights: float32, and ids, both
     [rows, CHOSEN]. SPREAD: EXPERTS, up to a power of two.
 
-    What is no number is larger than all numbers, as for torch: a row with one has weights that are none. Of equal ones
-    the first is taken.
+    NaN is larger than all numbers, as in torch: a row with a NaN gets NaN weights. The first of equal scores is taken.
     """
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, SPREAD)

@@ -2,7 +2,7 @@
 
 A group of GROUP inputs is multiplied at a time, and its sum scaled. codes: [EXPERTS, outputs, depth], or of kinds of 4
 bits [EXPERTS, outputs, depth / 2], as `pack_codes` packs groups. scales, zeros: float32 [EXPERTS, SCALE_LINES, SCALES];
-SCALE_ROWS outputs and SCALE_COLUMNS inputs share one. Other parameters are those of `products.py`.
+SCALE_ROWS outputs and SCALE_COLUMNS inputs share one. Other parameters are as in `products.py`.
 """
 
 import triton

@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def group_pairs(ids, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for each expert, which reads all pairs twice: none waits for another, and nothing is added atomically.
+    """A program for each expert, which reads all pairs twice: no program waits for another, and there are no atomic
+        additions.
 
     ids: [pairs]; numbers outside of 0 to EXPERTS - 1 are in no group. order: int32 [pairs], the pairs of expert 0, of
     expert 1, and so on. starts: int32 [EXPERTS + 1], where each group begins.

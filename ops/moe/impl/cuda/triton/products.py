@@ -1,6 +1,6 @@
 """Grouped products: a program multiplies some pairs of one expert by some columns of its weights.
 
-All take ids [pairs], and order [pairs] and starts [EXPERTS + 1] of `group_pairs`, which are not read where APART: then
+All take ids [pairs], and order [pairs] and starts [EXPERTS + 1] of `group_pairs`, which are not read if APART: then
 each pair is a tile of its own. SPREAD: EXPERTS, up to a power of two. COMPUTE: the dtype that is multiplied.
 """
 
@@ -38,7 +38,9 @@ def find_tile(
 
 @triton.jit
 def gate(gates, up, FORM: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """float32: what an expert computes between its products. FORM, ALPHA, BETA, LIMIT: see `multiply_gated`."""
+    """Returns float32, the result of an expert's gate between its products. FORM, ALPHA, BETA, LIMIT: see
+    `multiply_gated`.
+    """
     if LIMIT > 0:
         # NaN stays
         gates = tl.where(gates > LIMIT, LIMIT, gates)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def sum_pairs(found, ids, out, size, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """found [rows * CHOSEN, size] to out [rows, size], in float32; what has no expert is not read."""
+    """Sums found [rows * CHOSEN, size] into out [rows, size], in float32; pairs without an expert are not read."""
     pieces = tl.cdiv(size, BLOCK)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     element = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# What is added to a number and taken away again leaves it rounded to an integer, ties to even.
+# Adding this number and subtracting it again rounds to an integer, ties to even.
 ROUNDER = tl.constexpr(12582912.0)
 
 
@@ -20,9 +20,10 @@ def round_rows(
     SYMMETRIC: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """int8 rows as `rounding.round_rows` defines them: one program for each. INPUTS: a power of two, at least `inputs`.
+    """Rounds rows to int8 as `rounding.round_rows` defines: one program per row. INPUTS: a power of two, at least
+        `inputs`.
 
-    fixed: float32, scale and zero of all rows, where IS_FIXED. Compiled without fused products and sums.
+    fixed: float32, scale and zero of all rows, if IS_FIXED. Compiled without fused products and sums.
     """
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, INPUTS)

@@ -1,4 +1,6 @@
-"""Rows by a quantised weight: codes are read as they lie, widened in registers, and scaled after each group's sum."""
+"""Multiplies rows by a quantised weight: codes are read in place, widened in registers, and scaled after each group's
+sum.
+"""
 
 import triton
 import triton.language as tl
@@ -85,7 +87,9 @@ def add_parts(parts, bias, out, count, outputs, SPLITS: tl.constexpr, HAS_BIAS: 
 
 @triton.jit
 def narrow_rows(x, narrow, scales, inputs, x_row, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, INPUTS: tl.constexpr):
-    """Rows as e4m3, each with a scale of its own: one program for each. INPUTS: a power of two, at least `inputs`."""
+    """Rounds rows to e4m3, each with a scale of its own: one program per row. INPUTS: a power of two, at least
+    `inputs`.
+    """
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, INPUTS)
     is_there = element < inputs

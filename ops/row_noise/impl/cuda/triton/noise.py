@@ -25,7 +25,7 @@ def draw_rows(keys, mixes, noise, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     high, low = (hashed >> 16).to(tl.float32), (hashed & 0xFFFF).to(tl.float32)
     uniform = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.999999940395355224609375)
-    # 1 - u is exact where u is large, and loses what u is where it is small: -log(1 - u) as a series there
+    # 1 - u is exact if u is large, and loses u if it is small: there, -log(1 - u) as a series
     series = 1.0 / 7.0 + uniform * 0.125
     series = 1.0 / 6.0 + uniform * series
     series = 0.2 + uniform * series

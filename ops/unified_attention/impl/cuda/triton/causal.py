@@ -81,7 +81,8 @@ def store_tile(
     SINKS: tl.constexpr,
 ):
     """Writes rows [first, first + BLOCK_M) of a head to the result, or their sums to scratch; see `attend_causal`."""
-    # a row that takes no part may have summed up keys: what is not finite there is in `broken` and computed again
+    # a row that takes no part may have summed up keys: sums that are not finite are marked in `broken` and computed
+    # again
     if SINKS:
         whole, sums = add_sink(acc, top, total, tl.load(sinks + head))
     else:
@@ -128,7 +129,9 @@ def begin_sums(
     BLOCK_V: tl.constexpr,
     CONTINUES: tl.constexpr,
 ):
-    """acc, top, total of rows of a head before their new keys: nothing, or what was found of their own blocks."""
+    """Returns acc, top, total of rows of a head before their new keys: empty, or the partial results of their own
+    blocks.
+    """
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -230,8 +233,8 @@ def attend_causal(
     broken: int32 [tiles * heads], set to 1 if a result is not finite: `repair_causal` computes the tile again.
     DESCRIBED: the `_tiles` are descriptors of [rows, heads * dim]: query and out in tiles [BLOCK_M, dim], key and value
         in tiles [BLOCK_N, dim].
-    own_place .. own_programs, OWN_ROWS: if CONTINUES, what was found of own blocks, as the merge takes lists of ROWS
-        rows: the sums begin with it.
+    own_place .. own_programs, OWN_ROWS: if CONTINUES, partial results of own blocks in the form that the merge takes,
+        with lists of ROWS rows: the sums start from them.
     sinks: fp32 [heads], read if SINKS. slopes: fp32 [heads] of distances, read if SLOPES.
     ALONE: the step has no other part, so rows without a causal part become zeros here.
     EARLY: the repair may start and wait inside.
@@ -332,7 +335,7 @@ def repair_causal(
 ):
     """Computes the tiles in `broken` again, and resets it to 0; LOOKED_AT pairs of a tile and a head per program.
 
-    EARLY: it starts before `attend_causal` ends, and waits for it. The other arguments are those of `attend_causal`.
+    EARLY: it starts before `attend_causal` ends, and waits for it. The other arguments are as in `attend_causal`.
     """
     if EARLY:
         gdc_wait()
@@ -342,7 +345,7 @@ def repair_causal(
     if tl.max(flags, 0) > 0:
         tl.store(broken + index, tl.zeros([LOOKED_AT], tl.int32), mask=index < tiles * HEADS)
         for pair in range(begin, tl.minimum(begin + LOOKED_AT, tiles * HEADS)):
-            # not from memory: a warp that is late would find what another has reset, and leave the others alone
+            # not from memory: a late warp would read the value that another has reset, and skip the work
             if tl.max(tl.where(index == pair, flags, 0), 0) > 0:
                 tile, head = pair // HEADS, pair % HEADS
                 kv_head = head // GROUP

@@ -1,8 +1,9 @@
 """Attention whose values are the first elements of the keys: a tile of keys is read once, and multiplied twice.
 
-A key is its value and the rest, which are read as two tiles: the sizes of both are powers of two or near one (512 and
-64), which that of the whole is not. Otherwise as `attend_spans`, `attend_shared` and `attend_causal`, without what
-these do for speed alone. Tokens that only some rows of a tile see are looked at one by one; see `without_garbage`.
+A key consists of its value and the rest, read as two tiles: both sizes are powers of two or near one (512 and 64),
+while the size of a whole key is not. The kernels are otherwise like `attend_spans`, `attend_shared` and
+`attend_causal`, without some of their optimisations. Tokens that only some rows of a tile see are checked one by one;
+see `without_garbage`.
 """
 
 import triton
@@ -28,7 +29,7 @@ def load_both(
     BLOCK_R: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """What lies at the pointers `places` [n]: the value [n, BLOCK_V] and the rest [n, BLOCK_R], 0 where not seen."""
+    """Loads keys at the pointers `places` [n]: the value [n, BLOCK_V] and the rest [n, BLOCK_R], 0 where not seen."""
     e, r = tl.arange(0, BLOCK_V), VALUE_DIM + tl.arange(0, BLOCK_R)
     value = tl.load(places[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
     rest = tl.load(places[:, None] + r[None, :], mask=seen[:, None] & (r < DIM)[None, :], other=0.0)

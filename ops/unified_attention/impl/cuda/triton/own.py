@@ -24,8 +24,8 @@ def divide_columns(
 ):
     """COLUMNS shared blocks per program. lo, hi: as in SharedPart.
 
-    users: int32 [num_columns] spans that see a token of the block. common_hi: int32 [num_spans, num_columns] is hi if
-    there are several, and 0 where a block is one span's own.
+    users: int32 [num_columns] number of spans that see a token of the block. common_hi: int32 [num_spans, num_columns]
+    is hi if there are several, and 0 where a block is one span's own.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_columns
@@ -121,10 +121,10 @@ def place_own(
 ):
     """TAKEN rows per program. row_spans: as in SharedPart; counts, row_counts: see `list_own`.
 
-    A span with own blocks has its rows in tiles of ROWS, wherever they lie in the step. order: int32
+    The rows of a span with own blocks go into tiles of ROWS, wherever they are in the step. order: int32
     [most_tiles * ROWS] the row of each place; place: int32 [rows] the inverse, or -1; tile_spans: int32 [most_tiles];
-    offsets: int32 [most_tiles + 1] of the blocks that each tile uses. In `order` and `tile_spans` places without a row
-    are left as they are.
+    offsets: int32 [most_tiles + 1] of the blocks that each tile uses. Entries of `order` and `tile_spans` without a row
+    are not written.
     """
     row = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
     there = row < rows
@@ -165,7 +165,7 @@ def place_own(
 
 @triton.jit
 def _turned(entry, turn, count):
-    """The entry of a list of `count` that begins at `turn` and goes round; turn is 0 or less than count."""
+    """Returns the entry of a list of `count` that starts at `turn` and wraps around; turn is 0 or less than count."""
     place = entry + turn
     return tl.where((turn > 0) & (place >= count), place - count, place)
 
@@ -223,9 +223,9 @@ def attend_own(
     """Grid (KV heads, programs): each program takes an even share of the (tile, block) pairs.
 
     order: int32 [tiles * ROWS] rows, or -1; tile_spans: int32 [tiles] the span of all rows of a tile.
-    columns, column_blocks, whole_counts: see `list_own`; offsets: int32 [tiles + 1] of the counts of their spans.
-    The other arguments are those of `attend_shared`. All rows of a tile see the same tokens, and no other is loaded, so
-    nothing need be looked at twice.
+    columns, column_blocks, whole_counts: see `list_own`; offsets: int32 [tiles + 1] of the counts of their spans. The
+    other arguments are as in `attend_shared`. All rows of a tile see the same tokens, and only these are loaded, so no
+    second check is needed.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)

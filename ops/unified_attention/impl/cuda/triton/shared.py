@@ -43,7 +43,9 @@ def partly_seen(
     BLOCK_V: tl.constexpr,
     RISES: tl.constexpr,
 ):
-    """Tokens [first, first + BLOCK_N) of a tile's list of columns: key, value, bool [rows, tokens] who sees them."""
+    """Loads tokens [first, first + BLOCK_N) of a tile's list of columns: key, value, and bool [rows, tokens], the rows
+    that see them.
+    """
     n = first + tl.arange(0, BLOCK_N)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     inside = n < end

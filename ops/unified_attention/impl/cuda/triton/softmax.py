@@ -81,8 +81,9 @@ def list_of(offsets, num_lists, position, LISTS: tl.constexpr):
 
 @triton.jit
 def share_of(program, programs, entries):
-    """First entry and end of the even share of a program. At most as many programs as entries get a share, so that no
-    idle program lies between two others: the merge would read a result that was never written."""
+    """Returns the first entry and the end of the even share of a program. At most as many programs as entries get a
+    share, so that no idle program lies between two others: the merge would read a result that was never written.
+    """
     sharing = tl.minimum(programs, entries)
     if program < sharing:
         first = (program.to(tl.int64) * entries // sharing).to(tl.int32)
@@ -95,8 +96,9 @@ def share_of(program, programs, entries):
 
 @triton.jit
 def find_tokens(first, stop, blocks, lo, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tokens [first, first + BLOCK_N) of a list that ends before entry `stop`: block, place in it, and whether it is
-    seen; [BLOCK_N] each, but a single block if the step lies in one. blocks: int64, lo, hi: int32 [entries]."""
+    """Finds tokens [first, first + BLOCK_N) of a list that ends before entry `stop`: block, offset in it, and whether
+    it is seen. Each is [BLOCK_N], but a single block if all tokens are in one. blocks: int64, lo, hi: int32 [entries].
+    """
     if BLOCK_SIZE % BLOCK_N == 0:
         entry = first // BLOCK_SIZE
         token = first % BLOCK_SIZE + tl.arange(0, BLOCK_N)
@@ -114,8 +116,9 @@ def find_tokens(first, stop, blocks, lo, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def token_positions(first, stop, lo, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] the positions of these tokens in their request, as `find_tokens` finds them: under slopes `lo` is where
-    the request begins, seen from the block's first token."""
+    """Returns [BLOCK_N] the positions in their request of the tokens that `find_tokens` finds. Under slopes, `lo` is
+    the start of the request relative to the block's first token.
+    """
     if BLOCK_SIZE % BLOCK_N == 0:
         return first % BLOCK_SIZE + tl.arange(0, BLOCK_N) - tl.load(lo + first // BLOCK_SIZE)
     else:

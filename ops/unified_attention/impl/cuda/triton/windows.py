@@ -75,7 +75,8 @@ def attend_windows(
     SINGLES: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Grid (KV heads, tiles); a tile has rows of one span. Every row of a tile is written, zeros where it sees nothing.
+    """Grid (KV heads, tiles); a tile has rows of one span. Every row of a tile is written; a row that sees no token is
+    zeros.
 
     order, columns, column_blocks, whole_counts, offsets: see Tiles; row_spans, lo, hi, rise: as in SharedPart.
     starts: int32 [rows], see CudaPlan; NEW: new tokens per step. n_row .. w_head: strides of key and value.
