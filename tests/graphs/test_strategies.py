@@ -260,7 +260,7 @@ def test_a_file_with_too_many_graphs_or_no_file(bucket_file: Path, tmp_path: Pat
     with pytest.raises(BucketFileError, match="cannot be read"):
         build_buckets("file", BucketRequest(LIMITS, COST, path=tmp_path / "none.yaml"))
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(BucketFileError, match="found 'list'"):
+    with pytest.raises(BucketFileError, match="found schema 'list'"):
         build_buckets("file", BucketRequest(LIMITS, COST, path=tmp_path / "list.yaml"))
 
 

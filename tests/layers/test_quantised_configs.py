@@ -152,7 +152,7 @@ def test_what_quantised_experts_do_not_compute() -> None:
     method._whole_groups = False
     found = layer("swigluoai", has_bias=True, experts_per_token=2)
     found.apply_router_weight_on_input = False
-    with pytest.raises(UnsupportedFeatureError, match=r"another format than gpt-oss's `mxfp4` .*model\.layers\.1"):
+    with pytest.raises(UnsupportedFeatureError, match=r"a format other than gpt-oss's `mxfp4` .*model\.layers\.1"):
         method.create_weights(found)
     found.apply_router_weight_on_input = True
     with pytest.raises(UnsupportedFeatureError, match=r"several experts for each row where shares weigh the rows"):

@@ -90,7 +90,7 @@ def test_what_is_no_file_is_left_alone(
         store._medium.upkeep()
         assert (store.stats().blocks, store.stats().breaker) == (4, "closed")
         assert store.clear() == 4
-    assert len([entry for entry in caplog.records if "left alone" in entry.getMessage()]) == 1
+    assert len([entry for entry in caplog.records if "not touched" in entry.getMessage()]) == 1
     assert os.lstat(place) == before
     assert (tmp_path / "elsewhere").read_bytes()[64:] == block(1)
     assert cli.main(["store", "verify", "--path", str(path)]) == 0
@@ -223,12 +223,12 @@ def test_links_are_refused(path: Path, tmp_path: Path, create: bool) -> None:
     """covers: D6. The folder itself, and its parts."""
     Folder(path).close()
     (tmp_path / "link").symlink_to(path)
-    assert "link (no folder but a link), expected a folder: name the one" in refusal(tmp_path / "link", create)
+    assert "link (a link, not a folder), expected a folder: name the one" in refusal(tmp_path / "link", create)
     for part in ("blocks", "tmp"):
         shutil.move(path / part, tmp_path / part)
         (path / part).symlink_to(tmp_path / part)
         if create:
-            assert f"store/{part} (no folder but a link)" in refusal(path, create)
+            assert f"store/{part} (a link, not a folder)" in refusal(path, create)
         (path / part).unlink()
         shutil.move(tmp_path / part, path / part)
     (path / MARKER).rename(tmp_path / MARKER)
@@ -241,7 +241,7 @@ def test_a_blocks_link_is_not_followed_by_the_command(path: Path, tmp_path: Path
     shutil.move(path / "blocks", tmp_path / "blocks")
     (path / "blocks").symlink_to(tmp_path / "blocks")
     assert cli.main(["store", "stat", "--path", str(path)]) == 2
-    assert "blocks (no folder but a link)" in capsys.readouterr().err
+    assert "blocks (a link, not a folder)" in capsys.readouterr().err
 
 
 @needs_root
@@ -274,7 +274,7 @@ def test_a_store_that_others_may_write_is_refused(path: Path, mode: int, create:
     """covers: D6"""
     Folder(path).close()
     path.chmod(mode)
-    assert f"(mode {mode:04o}), expected a folder that nobody else may write" in refusal(path, create)
+    assert f"(mode {mode:04o}), expected a folder that no other user may write" in refusal(path, create)
     path.chmod(0o700)
     Folder(path, create)
 

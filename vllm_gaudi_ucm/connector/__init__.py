@@ -11,7 +11,9 @@ __all__ = ["UcmConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM asks for the connector by the name of this package; the options beside it are read without vLLM."""
+    """Imports the connector lazily: vLLM finds it by the name of this package, while its options are read without
+    vLLM.
+    """
     if name == "UcmConnector":
         from vllm_gaudi_ucm.connector.connector import UcmConnector
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.store.base import KvStore
 
 POLL_SECONDS = 0.02
-"""How often one thread looks whether the engine has become idle. Each look takes about 0.1 ms of a step."""
+"""How often one thread checks whether the engine has become idle. Each check takes about 0.1 ms of a step."""
 
 
 @dataclass(frozen=True)
 class QueuedSave:
-    """A block (or a record, which is none), the bytes to store, and when it was queued."""
+    """A block or a record, the bytes to store, and the time when it was queued."""
 
     key: bytes
     buffer: memoryview
@@ -36,16 +36,16 @@ class QueuedSave:
 
 
 class SaveQueue:
-    """First in, first out. What is queued is handed out once the engine is idle, and otherwise only
+    """A first-in, first-out queue. Its entries are handed out once the engine is idle, and otherwise only
 
     * after `patience` seconds,
     * while more than half of the capacity is taken, or the step that runs fills more blocks than there is room for, or
-    * while someone waits for the end in `flush`.
+    * while a caller waits in `flush`.
 
     Args:
         capacity: most blocks that are queued or being stored.
-        patience: seconds; 0: nothing waits.
-        activity: of the engine.
+        patience: seconds; 0: entries do not wait.
+        activity: activity of the engine.
         clock: seconds, for `patience`.
     """
 
@@ -62,7 +62,7 @@ class SaveQueue:
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for threads that store
-        self._settled = threading.Condition(self._lock)  # for who waits for the end
+        self._settled = threading.Condition(self._lock)  # for callers of `flush`
         self._waiting: deque[QueuedSave] = deque()
         self._taken = 0
         self._expected = 0
@@ -71,25 +71,25 @@ class SaveQueue:
 
     @property
     def taken(self) -> int:
-        """Blocks that have a place here: reserved, queued, or being stored."""
+        """The blocks that have a place here: reserved, queued, or being stored."""
         return self._taken
 
     def expect(self, count: int) -> None:
-        """The step that begins fills `count` blocks."""
+        """Announces that the next step fills `count` blocks."""
         with self._lock:
             self._expected = count
             if self._waiting and self._is_due():
                 self._changed.notify()
 
     def reserve(self, count: int) -> int:
-        """Takes places for up to `count` blocks; how many."""
+        """Reserves places for up to `count` blocks; returns how many."""
         with self._lock:
             count = min(count, self._capacity - self._taken)
             self._taken += count
             return count
 
     def put(self, blocks: Sequence[tuple[bytes, memoryview, bool]]) -> None:
-        """Blocks with a place: (key, bytes, whether it is a block)."""
+        """Queues blocks that have a place: (key, bytes, whether it is a block)."""
         with self._lock:
             now = self._clock()
             self._waiting += [QueuedSave(*block, queued=now) for block in blocks]
@@ -106,17 +106,17 @@ class SaveQueue:
                 self._wait()
             save = self._waiting.popleft()
             if self._waiting:
-                self._changed.notify()  # the next one is another thread's, to store or to watch
+                self._changed.notify()  # another thread takes the next one, to store or to watch
             return save
 
     def release(self) -> None:
-        """A block that was taken has been stored, or has not."""
+        """Frees the place of a block that was taken, stored or not."""
         with self._lock:
             self._taken -= 1
             self._settled.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Has everything stored, and waits until it is; False after `timeout` seconds."""
+        """Stores everything, and waits for it; False after `timeout` seconds."""
         with self._lock:
             self._flushing += 1
             self._changed.notify_all()
@@ -126,13 +126,13 @@ class SaveQueue:
                 self._flushing -= 1
 
     def close(self) -> None:
-        """Threads end once nothing is queued any more, which nothing waits for from now on."""
+        """Closes the queue: entries no longer wait, and threads end once it is empty."""
         with self._lock:
             self._is_closed = True
             self._changed.notify_all()
 
     def check_integrity(self) -> None:
-        """Conservation: a place is free or taken, and what is queued has one. Raises RuntimeError."""
+        """Checks conservation: a place is free or taken, and every queued entry has one. Raises RuntimeError."""
         with self._lock:
             if not len(self._waiting) <= self._taken <= self._capacity:
                 raise RuntimeError(
@@ -140,7 +140,9 @@ class SaveQueue:
                 )
 
     def _wait(self) -> None:
-        """With the lock held. One thread watches the engine and calls the next: no other is woken for nothing."""
+        """Waits, with the lock held. One thread watches the engine and wakes the next, so no other wakes up
+        needlessly.
+        """
         if not self._waiting or self._has_watcher:
             self._changed.wait()
             return
@@ -166,7 +168,7 @@ logger = plugin_logger(__name__)
 
 
 class SaveCounts(msgspec.Struct, kw_only=True):
-    """Blocks: stored, dropped because the queue was full, refused by the store. Records beside them: stored."""
+    """Blocks: stored, dropped because the queue was full, refused by the store. Records: stored."""
 
     saved: int = 0
     dropped: int = 0
@@ -179,8 +181,8 @@ class BlockSaver:
 
     Args:
         store: may be slow, and may raise: then the block is not stored.
-        blocks: of the device.
-        waiting: bounds the blocks in host memory, and says when they are stored.
+        blocks: blocks of the device.
+        waiting: bounds the blocks in host memory, and decides when they are stored.
         workers: threads that store.
     """
 
@@ -200,11 +202,11 @@ class BlockSaver:
             thread.start()
 
     def expect(self, count: int) -> None:
-        """The step that begins fills `count` blocks, which need room at its end."""
+        """Announces that the next step fills `count` blocks, which need room at its end."""
         self._queue.expect(count)
 
     def submit(self, saves: Sequence[BlockSave]) -> None:
-        """Takes a copy of these blocks, which may then be written again; what the queue has no room for is dropped."""
+        """Copies these blocks, which may then be overwritten; blocks beyond the queue's room are dropped."""
         buffers = self._take(len(saves))
         kept, dropped = saves[: len(buffers)], saves[len(buffers) :]
         with self._given_back_on_error(buffers):
@@ -215,7 +217,7 @@ class BlockSaver:
         self._queue.put([(save.key, buffer, True) for save, buffer in zip(kept, buffers, strict=True)])
 
     def submit_record(self, key: bytes, fill: Callable[[memoryview], None]) -> None:
-        """Stores what is no block, of the size of one; fill: writes it, at once."""
+        """Stores a record of the size of a block; fill: writes it, at once."""
         buffers = self._take(1)
         if not buffers:
             self.refuse(key)
@@ -225,12 +227,12 @@ class BlockSaver:
         self._queue.put([(key, buffers[0], False)])
 
     def refuse(self, key: bytes) -> None:
-        """A record that is not stored: `take_unsaved` names it."""
+        """Notes a record that is not stored: `take_unsaved` returns it."""
         with self._lock:
             self._unsaved.append(key)
 
     def take_unsaved(self) -> list[bytes]:
-        """Keys of blocks that were dropped or refused since the last call."""
+        """Returns the keys of blocks that were dropped or refused since the last call."""
         with self._lock:
             unsaved, self._unsaved = self._unsaved, []
         return unsaved
@@ -240,11 +242,11 @@ class BlockSaver:
             return msgspec.structs.replace(self._counts)
 
     def flush(self, timeout: float) -> bool:
-        """Waits until nothing is on its way; False after `timeout` seconds."""
+        """Waits until no block is in transit; False after `timeout` seconds."""
         return self._queue.flush(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stores what is on its way, and ends the threads; those stuck in the store are left to it."""
+        """Stores blocks in transit, and ends the threads; threads stuck in the store are abandoned."""
         end = time.monotonic() + timeout
         if not self.flush(timeout):
             logger.warning("%d blocks were not stored: the store took longer than %.0f s", self._queue.taken, timeout)
@@ -257,7 +259,7 @@ class BlockSaver:
         self._queue.check_integrity()
 
     def _take(self, count: int) -> list[memoryview]:
-        """Buffers that are free, or that there is room for."""
+        """Takes buffers that are free, or that there is room for."""
         count = self._queue.reserve(count)
         with self._lock:
             buffers = [self._free.pop() for _ in range(min(count, len(self._free)))]
@@ -265,14 +267,14 @@ class BlockSaver:
             while len(buffers) < count:
                 buffers.append(self._blocks.allocate(self._blocks.block_bytes))
         except NO_MEMORY as error:
-            logger.warning("no host memory for %d blocks on their way to the store: %s", count - len(buffers), error)
+            logger.warning("no host memory for %d blocks in transit to the store: %s", count - len(buffers), error)
             for _ in range(count - len(buffers)):
                 self._queue.release()
         return buffers
 
     @contextmanager
     def _given_back_on_error(self, buffers: list[memoryview]) -> Iterator[None]:
-        """Returns buffers and their places in the queue where filling them raises."""
+        """Returns buffers and their places in the queue if filling them raises."""
         try:
             yield
         except BaseException:

@@ -49,13 +49,13 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches: dict[str, LayerCache] = {}
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
-        # with KV offload our scheduler and our runner open the sides, once there is what they need of it
+        # with KV offload our scheduler and our runner open the sides, once the objects that they need exist
         if role == KVConnectorRole.SCHEDULER and not self._setup.offloads:
             self.open_scheduler_side()
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # a cache: what is not saved is computed again
+        # a cache: blocks that are not saved are computed again
         return False
 
     def _block_tables(self, request_id: str) -> Tables:
@@ -77,21 +77,23 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.worker_side is not None, "called in the scheduler, or before the cache is registered"
         return self.worker_side
 
-    # in the scheduler
+    # methods of the scheduler
 
     def open_scheduler_side(self, offload: OffloadScheduler | None = None) -> None:
-        """Called once: by our scheduler with KV offload, else here."""
+        """Opens the scheduler's side; called once, by our scheduler with KV offload, otherwise here."""
         self.scheduler_side = SchedulerSide(self._setup, self._block_tables, self._cached_tokens, offload)
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
-        """Before a step is scheduled; waiting: requests without blocks, the next one first. Called by our scheduler."""
+        """Plans prefetches before a step is scheduled. waiting: requests without blocks, the next one first. Called by
+        our scheduler.
+        """
         self._scheduler.plan_prefetch(waiting)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.begin(request)
 
     def next_input(self, session: Request) -> None:
-        """A session of streamed inputs goes on. Called by our scheduler."""
+        """Continues a session of streamed inputs. Called by our scheduler."""
         self._scheduler.next_input(session)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -117,8 +119,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.unsaved(report.unsaved)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # blocks are copied in the step that fills them, so nothing of them is needed any more; vLLM itself keeps those
-        # of a load until the worker says that it has ended
+        # blocks are copied in the step that fills them, so they are not needed any more; vLLM itself keeps the blocks
+        # of a load until the worker reports its end
         self._scheduler.end(request.request_id)
         return False, None
 
@@ -131,17 +133,19 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.clear()
 
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
-        """The logical blocks that a request's query would choose of all; called with KV offload, at every scoring."""
+        """Receives the logical blocks that a request's query would choose among all; called with KV offload, at every
+        scoring.
+        """
         self._scheduler.wanted_by_query(request_id, numbers)
 
     def fetch(self, request_id: str, fetched: Fetched) -> None:
         """Loads blocks that were left in the store; called by our scheduler for a request that waits for them."""
         self._scheduler.fetch(request_id, fetched)
 
-    # in the worker
+    # methods of the worker
 
     def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
-        """Called once by our runner, after `register_kv_caches`, with KV offload: opens the side."""
+        """Opens the worker's side with KV offload; called once by our runner, after `register_kv_caches`."""
         self.worker_side = WorkerSide(self._setup, self._caches, selection, options)
         return self.worker_side.stored_copies()
 
@@ -154,10 +158,10 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Requests run once all their blocks are there."""
+        """Does nothing: requests run once all their blocks have been loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are saved whole, after the step."""
+        """Does nothing: blocks are saved as a whole, after the step."""
 
     def wait_for_save(self) -> None:
         self._worker.save(self._metadata())
@@ -173,11 +177,13 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.report()
 
     def take_ordered_block_ids(self) -> set[int]:
-        """Blocks of loads that were ordered since the last call; our runner asks, other connectors do not say."""
+        """Returns the blocks of loads that were ordered since the last call, for our runner; other connectors lack this
+        method.
+        """
         return self._worker.loads.take_ordered()
 
     def take_summarised_block_ids(self) -> set[int]:
-        """Those among the ordered blocks whose summaries come with them."""
+        """Returns the ordered blocks whose summaries come with them."""
         return self._worker.loads.take_summarised()
 
     def wait_for_load(self, seconds: float) -> None:
@@ -185,11 +191,11 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.loads.wait(seconds)
 
     def transfer_totals(self) -> TransferTotals:
-        """Blocks that were moved so far; our runner asks, for the phase log."""
+        """Returns the blocks moved so far, for our runner's phase log."""
         return self._worker.totals()
 
     def report_to(self, metrics: StepMetrics) -> None:
-        """Figures reach /metrics from now on; our runner calls it once."""
+        """Starts reporting figures to /metrics; our runner calls it once."""
         self._worker.report_to(metrics)
 
     def shutdown(self) -> None:
@@ -198,7 +204,9 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
                 side.close()
 
     def leave_out_saves(self) -> None:
-        """Nothing of this step is saved, whose other loads have failed. Our runner calls it before the step ends."""
+        """Skips all saves of this step, because some of its loads have failed. Our runner calls it before the step
+        ends.
+        """
         self._worker.leave_out_saves()
 
     def _metadata(self) -> UcmMetadata:
@@ -208,7 +216,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def our_connector(connector: object) -> UcmConnector | None:
-    """The connector itself where it is ours, or a child of vLLM's MultiConnector that is."""
+    """Returns our connector: the connector itself, or a child of vLLM's MultiConnector."""
     if isinstance(connector, UcmConnector):
         return connector
     children = connector.sub_connectors if isinstance(connector, MultiConnector) else []

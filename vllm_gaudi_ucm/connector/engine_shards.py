@@ -1,4 +1,4 @@
-"""Which part of a block each worker of an engine holds: both sides of the connector know it from the configuration."""
+"""Computes from the configuration which part of a block each worker of an engine holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int], groups: Sequence[int]) -> tuple[Shard, ...]:
-    """One for each worker, by rank: the ranks of a pipeline stage follow each other.
+    """Returns a shard for each worker, by rank: the ranks of a pipeline stage follow each other.
 
     layer_bytes: bytes of a block in each layer of one worker that it has room for. With several stages all layers are
         alike.
@@ -25,7 +25,7 @@ def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int], groups: S
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     models = [vllm_config.model_config]
     if speculation is not None and speculation.method == "draft_model":
-        # its layers lie in the same blocks, and their heads may be shared out in another way
+        # its layers are in the same blocks, and its heads may be divided differently
         models.append(speculation.draft_model_config)
     total = vllm_config.model_config.get_total_num_hidden_layers()
     in_stages = block_layers(vllm_config, groups) if pp_size > 1 else []
@@ -46,7 +46,7 @@ def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int], groups: S
 
 
 def _kv_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> Part:
-    """As vLLM's layers share them out: if there are more ranks than heads, several ranks have the same one."""
+    """Divides KV heads like vLLM's layers: if there are more ranks than heads, several ranks have the same one."""
     # every rank has the whole latent of a token
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     if heads >= tp_size:

@@ -1,7 +1,7 @@
-"""What KV depends on beside tokens and the shape of the cache: the weights, and all that says how they are used.
+"""Collects what KV depends on in addition to tokens and the shape of the cache: the weights, and how they are used.
 
-What changes the last digits only is no part of it (kernels, device, `ucm.cpu.matrix_unit`, shapes of steps): within one
-engine they differ from step to step, too.
+Settings that change only the last digits are left out (kernels, device, `ucm.cpu.matrix_unit`, shapes of steps): within
+one engine they differ from step to step, too.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 INDEX = ".safetensors.index.json"
-"""Ends the name of the file that says which of the others are loaded."""
+"""Suffix of the file that lists which of the others are loaded."""
 
-# Read of a tensor: all of a small one, else pieces from its beginning to its end.
+# Bytes read of a tensor: all of a small one, otherwise pieces from its beginning to its end.
 PIECES, PIECE_BYTES = 8, 2 << 10
 LONGEST_HEADER = 100_000_000
-"""Of a safetensors file, as its own library has it."""
-# Of a file that does not say where its tensors are, as many parts are sampled like a tensor.
+"""Longest header of a safetensors file, as in its own library."""
+# A file that does not tell where its tensors are is divided into this many parts, each sampled like a tensor.
 PARTS = 1024
 
 Extent = tuple[int, int]
-"""First byte, and the one after the last."""
+"""The first byte, and the byte after the last."""
 
 
 def weights_digest(model: str) -> str:
-    """Digest of all weight files: names, sizes, what they say of their tensors, and samples of every tensor, as
-    hexadecimal digits. Neither place nor times: a copy has the same. Empty where `model` is no folder with weights.
+    """Returns a digest of all weight files, as hexadecimal digits: names, sizes, headers, and samples of every tensor.
+    It does not depend on place or times, so a copy has the same digest. Empty if `model` is not a folder with weights.
 
-    At most 16 KiB of a tensor are read: 5 MB in 3,000 calls for a model of 8 billion parameters. Training changes
-    every element of the tensors that it trains, which the samples see. They may miss a change of single elements or
-    rows, such as those of one token in an embedding, where these lie between the pieces; archives of torch (.bin, .pt)
-    hold a checksum of each tensor, so that nothing is missed there. Of other formats a change of less than a 1024th of
-    the file may be missed.
+    At most 16 KiB of a tensor are read: 5 MB in 3,000 calls for a model of 8 billion parameters. Training changes every
+    element of the tensors that it trains, which the samples see. They may miss a change of single elements or rows,
+    such as those of one token in an embedding, if these are between the pieces; archives of torch (.bin, .pt) hold a
+    checksum of each tensor, so that no change is missed there. In other formats, a change of less than a 1024th of the
+    file may be missed.
     """
     folder = Path(model)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith((*SUFFIXES, INDEX)))
@@ -76,17 +76,17 @@ def _add_samples(digest: hashlib._Hash, file: int, extents: Iterable[Extent]) ->
 
 
 def _structure(file: BinaryIO, size: int) -> tuple[bytes, list[Extent]]:
-    """What the file says of its tensors, and where they are."""
+    """Returns the file's header, and the places of its tensors."""
     for read in (_safetensors, _archive):
         try:
             return read(file, size)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, zipfile.BadZipFile):
-            continue  # not of this format, or broken, which is for the loader to say
+            continue  # not of this format, or broken, which the loader will report
     return b"", [(size * part // PARTS, size * (part + 1) // PARTS) for part in range(PARTS)]
 
 
 def _safetensors(file: BinaryIO, size: int) -> tuple[bytes, list[Extent]]:
-    """The header, and the tensors in its order."""
+    """Returns the header, and the tensors in its order."""
     prefix = os.pread(file.fileno(), 8, 0)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
     begin = 8 + length
@@ -105,7 +105,7 @@ def _safetensors(file: BinaryIO, size: int) -> tuple[bytes, list[Extent]]:
 
 
 def _archive(file: BinaryIO, size: int) -> tuple[bytes, list[Extent]]:
-    """An archive of torch: names, sizes and checksums of its members, and the members in their order."""
+    """Reads an archive of torch: names, sizes and checksums of its members, and the members in their order."""
     members = sorted(zipfile.ZipFile(file).infolist(), key=lambda member: member.header_offset)
     described = json.dumps([(member.filename, member.file_size, member.CRC) for member in members])
     starts = [min(max(member.header_offset, 0), size) for member in members]
@@ -122,13 +122,13 @@ MODEL_FIELDS = (
     "quantization",
     "quantization_config",
 )
-"""Of vLLM's ModelConfig: each counts as it is."""
+"""Fields of vLLM's ModelConfig: each counts with its value."""
 LOAD_FIELDS = ("load_format", "ignore_patterns")
-"""Of vLLM's LoadConfig."""
+"""Fields of vLLM's LoadConfig."""
 
-# of `model_loader_extra_config`: they say how quickly weights come
+# of `model_loader_extra_config`: they only affect how fast weights are read
 _LOADING_SPEED = {"enable_multithread_load", "num_threads", "enable_weights_track", "concurrency", "memory_limit"}
-# where the model lies, and what wrote its configuration
+# the place of the model, and the tool that wrote its configuration
 _NO_PART_OF_CONFIG = {"_name_or_path", "transformers_version"}
 # formats whose weights are files in the folder of the model
 _FORMATS_OF_FILES = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral"} | {
@@ -140,8 +140,9 @@ _LONG_ROPE = ("longrope", "su")
 
 
 class ModelInputs(NamedTuple):
-    """Of one model. values: plain data, equal where the same tokens give the same KV. is_known: a change of the weights
-    changes `values`, too; else their name stands for them."""
+    """Inputs of one model. values: plain data, equal if the same tokens give the same KV. is_known: a change of the
+    weights changes `values`, too; otherwise their name stands for them.
+    """
 
     name: str
     values: dict[str, Any]
@@ -149,12 +150,12 @@ class ModelInputs(NamedTuple):
 
 
 def forward_inputs(vllm_config: VllmConfig) -> list[ModelInputs]:
-    """Of the model, and of the draft model if there is one: its KV is stored beside the target's."""
+    """Returns the inputs of the model, and of the draft model if there is one: its KV is stored with the target's."""
     found = [_of_model(vllm_config.model_config, vllm_config.load_config)]
     drafts = vllm_config.speculative_config
     if drafts is not None and drafts.method == "draft_model":
         draft = _of_model(drafts.draft_model_config, drafts.draft_load_config or vllm_config.load_config)
-        # nothing is computed beyond: blocks there hold whatever was in them
+        # no layer is computed beyond: blocks there have arbitrary content
         draft.values["max_model_len"] = drafts.draft_model_config.max_model_len
         found.append(draft)
     return found
@@ -183,19 +184,19 @@ def _of_model(model: ModelConfig, load: LoadConfig) -> ModelInputs:
 
 
 def _folder(model: ModelConfig, load: LoadConfig) -> str | None:
-    """Where the files of the model are: a folder, or that of a hub's model in the cache; None if there are none."""
+    """Returns the folder of the model's files, or of a hub's model in the cache; None if there is none."""
     if Path(model.model).is_dir():
         return model.model
     try:
         return str(
             snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
         )
-    except (OSError, ValueError):  # not there, or no name of a hub's model
+    except (OSError, ValueError):  # it does not exist, or is not the name of a hub's model
         return None
 
 
 def _code_digest(folder: str | None) -> str:
-    """Of a model that brings its own code; "" for one that does not."""
+    """Returns the digest of a model's own code; "" if it has none."""
     if folder is None:
         return ""
     digest, files = hashlib.sha256(), sorted(Path(folder).rglob("*.py"))
@@ -206,7 +207,7 @@ def _code_digest(folder: str | None) -> str:
 
 
 def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
-    """All of them: layers of different types may have their own."""
+    """Returns all rope parameters: layers of different types may have their own."""
     if not isinstance(config, Mapping):
         return
     if isinstance(config.get("rope_type", config.get("type")), str):
@@ -216,7 +217,9 @@ def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _long_factors(rope: Mapping[str, Any], config: Mapping[str, Any], max_model_len: int) -> bool | int:
-    """LongRoPE has two lists of factors; vLLM takes one of them for all requests, by the longest that there may be."""
+    """Returns the factors of LongRoPE. It has two lists; vLLM takes one for all requests, depending on the longest
+    request allowed.
+    """
     if rope.get("rope_type", rope.get("type")) not in _LONG_ROPE:
         return False
     original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Tables = Sequence[Sequence[int]]
-"""Block ids of a request in each group, in the order of its context; 0 where no token sees a block any more."""
+"""Block ids of a request in each group, in the order of its context; 0 if no token sees a block any more."""
 
 
 class GroupBlock(NamedTuple):
@@ -20,11 +20,11 @@ class GroupBlock(NamedTuple):
 class GroupKeys:
     """A block of a context is stored in parts, one for each group, each under a key of its own.
 
-    All parts are saved when the block is full, those of windows, too: a prompt may go on behind any block. What goes on
-    there loads of a group with a window the last blocks only.
+    All parts are saved when the block is full, including those of windows: a prompt may continue after any block. In a
+    group with a window, a continuing prompt loads only the last blocks.
 
     Args:
-        windows: of each group, tokens that the next one sees at most; None: all.
+        windows: for each group, the most tokens that the next one sees; None: all.
         block_size: tokens per block.
     """
 
@@ -36,20 +36,23 @@ class GroupKeys:
         self._marks = [b"", *(f"kv cache group {number}".encode() for number in range(1, count))]
 
     def of(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Of consecutive blocks those of all groups: the first block's, then the second one's. keys: of the blocks."""
+        """Returns the keys of consecutive blocks in all groups: the first block's, then the second's. keys: keys of the
+        blocks.
+        """
         if self.count == 1:
             return list(keys)
         return [hashlib.sha256(key + mark).digest() if mark else key for key in keys for mark in self._marks]
 
     def seen(self, keys: Sequence[bytes], end: int) -> list[bytes]:
-        """Those among `keys`, of consecutive blocks up to block `end`, that are of use to the token behind it: of a
-        window the last blocks."""
+        """Returns those of `keys`, of consecutive blocks up to block `end`, that the next token sees: of a window, the
+        last blocks.
+        """
         tokens, first = end * self._block_size, end - len(keys) // self.count
         begins = [0 if one is None else max(0, tokens - one + 1) // self._block_size for one in self._windows]
         return [key for place, key in enumerate(keys) if first + place // self.count >= begins[place % self.count]]
 
     def on_device(self, keys: Sequence[bytes], tables: Tables, first: int) -> list[GroupBlock]:
-        """Those of consecutive blocks that a request has.
+        """Returns the consecutive blocks that a request has on the device.
 
         keys: as `of` returns them, of block `first` and following ones.
         """

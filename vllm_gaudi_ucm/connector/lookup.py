@@ -1,4 +1,4 @@
-"""Lookups in the store, by a thread of their own: the scheduler never waits for a slow store."""
+"""Looks up keys in the store in a separate thread, so the scheduler never waits for a slow store."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vllm_gaudi_ucm.store.shards import ShardLookups
 logger = plugin_logger(__name__)
 
 
-# A store in memory answers within this; a slower one lets requests come back in the next step.
+# A store in memory answers within this time; with a slower one, requests are retried in the next step.
 GRACE_SECONDS = 0.002
 
 
 class Lookup:
-    """One question; `hits` is how many of its keys the store holds from the first on, None until it is answered.
+    """One look-up; `hits` is how many of its first keys the store holds, None until it is answered.
 
     records, has_records: other keys, and whether the store holds all of them. is_wanted: not dropped.
-    is_late: it was too old to be asked when its turn came, and has no answer.
+    is_late: it was too old when its turn came, and has no answer.
     """
 
     def __init__(self, keys: Sequence[bytes], first_block: int, asked: float, records: Sequence[bytes] = ()) -> None:
@@ -38,7 +38,7 @@ class Lookup:
         self.answered = threading.Event()
 
     def drop(self) -> None:
-        """The answer is not wanted any more."""
+        """Drops the look-up: its answer is not needed any more."""
         self.is_wanted = False
 
     @property
@@ -48,11 +48,11 @@ class Lookup:
 
 
 class LookupThread:
-    """Asks one question after the other; dropped ones are left out.
+    """Makes one look-up after the other; dropped ones are skipped.
 
     Args:
-        store: may be slow, and may raise: then nothing is there.
-        deadline: seconds after which a question is not asked any more.
+        store: may be slow, and may raise: then it counts as empty.
+        deadline: seconds after which a look-up is not made any more.
         clock: seconds.
     """
 
@@ -69,13 +69,17 @@ class LookupThread:
         self._thread.start()
 
     def ask(self, keys: Sequence[bytes], first_block: int, records: Sequence[bytes] = ()) -> Lookup:
-        """keys: of blocks `first_block` and following; records: of their summaries. Returns at once."""
+        """Queues a look-up and returns at once. keys: of blocks from `first_block`; records: keys of their
+        summaries.
+        """
         lookup = Lookup(keys, first_block, self._clock(), records)
         self._questions.put(lookup)
         return lookup
 
     def is_answered(self, lookup: Lookup) -> bool:
-        """Waits for what is left of a step's grace, which all questions share: a step has other requests to run."""
+        """Waits for the rest of a step's grace period, which all look-ups share: a step has other requests to run. True
+        if answered.
+        """
         if lookup.is_open and self._grace > 0:
             begin = self._clock()
             lookup.answered.wait(self._grace)
@@ -83,11 +87,11 @@ class LookupThread:
         return lookup.hits is not None
 
     def end_step(self) -> None:
-        """The next step has a grace of its own."""
+        """Ends a step: the next one has a grace period of its own."""
         self._grace = GRACE_SECONDS
 
     def is_late(self, lookup: Lookup) -> bool:
-        """True if the question is past its deadline."""
+        """True if the look-up is past its deadline."""
         return self._clock() - lookup.asked >= self._deadline
 
     def close(self, timeout: float = 1.0) -> None:
@@ -109,18 +113,18 @@ class LookupThread:
                 lookup.has_records = bool(records) and all(records)
                 lookup.hits = next((i for i, is_there in enumerate(found) if not is_there), len(found))
             except Exception as error:
-                logger.warning("the store cannot say what it holds: %s: %s", type(error).__name__, error)
+                logger.warning("the store cannot be searched: %s: %s", type(error).__name__, error)
                 lookup.hits = 0
             lookup.answered.set()
 
 
-MOST_KEYS = 200_000  # 32 bytes each, and what Python takes: some 40 MB
+MOST_KEYS = 200_000  # 32 bytes each, plus Python's overhead: some 40 MB
 SAVE_SECONDS = 5.0
-"""How long a block may take from the device until the store finds it."""
+"""The longest time from a block's copy on the device until the store finds it."""
 
 
 class KnownKeys:
-    """The last keys that were sent or found, up to a number; forgetting one costs a save that was not needed.
+    """The last keys that were sent or found, up to a number; forgetting one costs an unnecessary save.
 
     Args:
         most: keys.
@@ -151,7 +155,7 @@ class KnownKeys:
             self._keys.pop(key, None)
 
     def missed(self, keys: Iterable[bytes]) -> None:
-        """The store does not hold them: forgotten, unless they may still be on their way to it."""
+        """Forgets keys that the store does not hold, unless they may still be in transit to it."""
         oldest = self._clock() - SAVE_SECONDS
         self.discard([key for key in keys if self._keys.get(key, oldest) <= oldest])
 

@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other with every step: plain data."""
+"""Messages between the two sides of the connector, sent with every step: plain data."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorMetadata, KVConnector
 
 @dataclass(frozen=True)
 class RecordLoad:
-    """Summaries of consecutive blocks. Of each the row of memory mode for one that is left in the store, below 0 for
-    others; and the physical block of one that is loaded, 0 for others."""
+    """Summaries of consecutive blocks. For each block: its row of memory mode if it is left in the store, below 0
+    otherwise; and its physical block if it is loaded, 0 otherwise.
+    """
 
     key: bytes
     rows: list[int]
@@ -23,7 +24,7 @@ class BlockLoad:
     """Blocks of a request that waits for them: block `block_ids[i]` gets what is stored under `keys[i]`.
 
     is_partial: there are blocks before or between these that are not on the device, left in the store or before a
-    window; if one of these does not come, the request cannot compute what follows it, and begins again.
+    window; if one of these cannot be loaded, the request cannot compute what follows it, and starts again.
     """
 
     request_id: str
@@ -51,7 +52,7 @@ class RecordSave:
 
 @dataclass
 class UcmMetadata(KVConnectorMetadata):
-    """From the scheduler to the worker. lookups: its LookupCounts as a tuple, for the worker's metrics."""
+    """The message from the scheduler to the worker. lookups: its LookupCounts as a tuple, for the worker's metrics."""
 
     loads: list[BlockLoad] = field(default_factory=list)
     saves: list[BlockSave] = field(default_factory=list)
@@ -62,8 +63,9 @@ class UcmMetadata(KVConnectorMetadata):
 
 @dataclass
 class UcmWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the worker to the scheduler: keys whose blocks were not stored after all, and requests whose blocks came
-    too late to be asked for again."""
+    """The message from the worker to the scheduler: keys whose blocks were not stored after all, and requests whose
+    blocks came too late to be loaded again.
+    """
 
     unsaved: list[bytes] = field(default_factory=list)
     late: list[str] = field(default_factory=list)

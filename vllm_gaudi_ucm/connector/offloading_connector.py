@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector over keys and values that are tensors of their own: it views one tensor per layer."""
+"""vLLM's OffloadingConnector for keys and values in separate tensors, although it views one tensor per layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PairWorker(OffloadingConnectorWorker):
 
 
 class OffloadingConnector(VllmOffloadingConnector):
-    """By vLLM's name, which other parts of vLLM ask for."""
+    """The connector under vLLM's name, by which other parts of vLLM look it up."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -41,8 +41,9 @@ class OffloadingConnector(VllmOffloadingConnector):
 
 
 def as_pages(kv_caches: Mapping[str, LayerCache], config: KVCacheConfig) -> CanonicalKVCaches:
-    """Keys and values as int8 [blocks, bytes of a block], in the order of the groups' layers. Those of several groups
-    that have one memory are one tensor, whose blocks are one group's at a time."""
+    """Returns keys and values as int8 [blocks, bytes of a block], in the order of the groups' layers. Groups that share
+    memory share a tensor, whose blocks belong to one group at a time.
+    """
     tensors: list[CanonicalKVCacheTensor] = []
     known: dict[int, CanonicalKVCacheRef] = {}
     groups: list[list[CanonicalKVCacheRef]] = []

@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector with copies that run on our devices: its own need CUDA's kernels of vLLM."""
+"""vLLM's OffloadingConnector with copies that run on our devices: vLLM's own need its CUDA kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class UcmOffloadingSpec(CPUOffloadingSpec):
-    """Chunks in host memory, managed as vLLM's CPUOffloadingSpec does, and with its options."""
+    """Chunks in host memory, managed like those of vLLM's CPUOffloadingSpec, with the same options."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         # vLLM's attribute has the type of its own worker
@@ -33,11 +33,11 @@ class UcmOffloadingSpec(CPUOffloadingSpec):
 
 
 class SwappingWorker(OffloadingWorker):
-    """Copies at once, in the thread that asks: a transfer has ended when its submission returns.
+    """Copies at once, in the caller's thread: a transfer has ended when its submission returns.
 
     Args:
         kv_caches: views of the cache, int8 [blocks, bytes of a page].
-        blocks_per_chunk: blocks that lie side by side on the host.
+        blocks_per_chunk: blocks that are adjacent on the host.
         num_chunks: chunks there is room for.
     """
 
@@ -60,8 +60,9 @@ class SwappingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """expedited: a step waits for this load; every load has ended when its submission returns. vLLM 0.32 does not
-        pass it."""
+        """Copies at once. expedited: a step waits for this load; every load has ended when its submission returns. vLLM
+        0.32 does not pass it.
+        """
         return self._transfer(job_id, dst_spec, src_spec, to_host=False)
 
     def get_finished(self) -> list[TransferResult]:
@@ -69,7 +70,7 @@ class SwappingWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """There is nothing to wait for."""
+        """Does nothing: transfers have already ended."""
 
     @torch.inference_mode()
     def _transfer(self, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec, to_host: bool) -> bool:
@@ -87,8 +88,9 @@ class SwappingWorker(OffloadingWorker):
         return True
 
     def _pairs(self, blocks: GPULoadStoreSpec, chunk_ids: NDArray[np.integer]) -> list[NDArray[np.int64]]:
-        """Per group int64 [n, 2]: block of the device, block of the host. The first chunk of a group may be begun in
-        its middle, and the last one left there."""
+        """Returns int64 [n, 2] per group: block on the device, block on the host. The first chunk of a group may start,
+        and the last one end, in the middle.
+        """
         found, block_start, chunk_start = [], 0, 0
         for size, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):
             skipped = first % self._blocks_per_chunk if size else 0

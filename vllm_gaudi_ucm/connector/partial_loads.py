@@ -1,4 +1,4 @@
-"""Prompts of which only a part is loaded, with KV offload: the other blocks stay in the store."""
+"""Loads only a part of a prompt, with KV offload: the other blocks stay in the store."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 Order = Callable[[Sequence[bytes]], Sequence[int]]
-"""Indices of keys, the one that was used most lately first."""
+"""Indices of keys, the most recently used first."""
 
 
 class PartialLoads:
-    """In the scheduler: which blocks of a stored prompt are loaded, and which records have the summaries of the others.
+    """Decides in the scheduler which blocks of a stored prompt are loaded, and which records have the summaries of the
+        others.
 
     Record i of a prompt has the summaries of the blocks from `i * record_blocks` on, as many as a record holds and the
-    prompt has. Its key is that of the last of them, hashed once more, so that prompts share records of what they share.
+    prompt has. Its key is the hash of the last block's key, so that prompts share the records of shared blocks.
 
     Args:
         offload: memory mode's side of the scheduler.
@@ -36,15 +37,15 @@ class PartialLoads:
         self._order = order
 
     def record_keys(self, request: Request, keys: Sequence[bytes], first: int) -> list[bytes]:
-        """Keys of the records that a load of blocks `first` and following needs to be partial.
+        """Returns the keys of the records that a load of blocks from `first` needs to be partial.
 
-        Empty for a request whose load is whole: what is left to compute is the remainder behind these blocks, and its
-        rows can do without some of them only where a sparse step has room for this many.
+        Empty for a request whose load is whole: the remainder after these blocks has to be computed, and its rows can
+        do without some blocks only if a sparse step has room for this many.
 
         Args:
             request: about to be looked up.
             keys: of all its blocks that may be loaded: all but the last one, be it full or not.
-            first: the first one that is not on the device.
+            first: the first block that is not on the device.
         """
         if request.num_preemptions or not self._is_short_remainder(request.num_tokens, keys):
             return []
@@ -53,7 +54,7 @@ class PartialLoads:
         return [_record_key(keys[numbers[-1]]) for numbers in self._groups(first, len(keys))]
 
     def wanted(self, request: Request, keys: Sequence[bytes], first: int) -> list[bytes]:
-        """Of a stored prompt what will be loaded once it is its turn; arguments as for `record_keys`."""
+        """Returns what will be loaded of a stored prompt when its turn comes; arguments as for `record_keys`."""
         records = self.record_keys(request, keys, first)
         if not records:
             return list(keys[first:])
@@ -63,14 +64,15 @@ class PartialLoads:
     def plan(
         self, request_id: str, keys: Sequence[bytes], first: int, block_ids: Sequence[int], records: Sequence[bytes]
     ) -> BlockLoad | None:
-        """The load of a request that was just given blocks; what it leaves in the store is freed. None: a whole one.
+        """Returns the load of a request that was just given blocks; blocks left in the store are freed. None: the load
+        is whole.
 
         Args:
             request_id: of the request.
             keys: of all its blocks.
             first: the first one to be loaded.
             block_ids: physical ids of all blocks.
-            records: what `record_keys` said.
+            records: the result of `record_keys`.
         """
         away = self._dispensable(request_id, keys, first)
         rows = self._offload.leave_stored(request_id, {number: keys[number] for number in away})
@@ -83,7 +85,7 @@ class PartialLoads:
         return BlockLoad(request_id, block_keys, list(targets.values()), loads, is_partial=True)
 
     def fetch(self, request_id: str, keys: Sequence[bytes], fetched: Fetched) -> BlockLoad:
-        """The load of blocks that the query of a first step has asked for. keys: of all blocks of the prompt."""
+        """Returns the load of blocks that the query of a first step has chosen. keys: of all blocks of the prompt."""
         targets = {number: block for number, (_, block) in fetched.items()}
         loads = [
             _record_load(_record_key(keys[numbers[-1]]), numbers, {}, targets)
@@ -94,9 +96,9 @@ class PartialLoads:
         return BlockLoad(request_id, block_keys, list(targets.values()), loads, is_partial=True)
 
     def record_saves(self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[RecordSave]:
-        """Records of a prompt where a load of it could be partial.
+        """Returns the records of a prompt if a load of it could be partial.
 
-        keys, block_ids: of the prompt's blocks that may be loaded, as for `record_keys`; 0 where one is away.
+        keys, block_ids: of the prompt's blocks that may be loaded, as for `record_keys`; 0 for an offloaded block.
         """
         if not self._is_short_remainder(request.num_prompt_tokens, keys):
             return []
@@ -112,12 +114,13 @@ class PartialLoads:
         return num_tokens - len(keys) * self._block_size <= self._offload.max_remainder
 
     def may_be_repeated(self, request_id: str) -> bool:
-        """True if the step that is being scheduled may be computed once more, with other blocks: what it computes is
-        not stored, or the better blocks would be taken for stored ones."""
+        """True if the step that is being scheduled may be computed once more, with other blocks: its results are not
+        stored; otherwise the better blocks would count as stored.
+        """
         return self._offload.is_guess(request_id)
 
     def runs(self, request: Request) -> None:
-        """A request is about to compute."""
+        """Notes that a request is about to compute."""
         self._offload.hide_guess(request)
 
     def _dispensable(self, request_id: str, keys: Sequence[bytes], first: int) -> list[int]:
@@ -125,7 +128,7 @@ class PartialLoads:
         return self._offload.dispensable(request_id, len(keys), missing)
 
     def _groups(self, first: int, end: int) -> list[range]:
-        """The blocks of each record that has one of the blocks [first, end)."""
+        """Returns the blocks of each record that has one of the blocks [first, end)."""
         record_blocks = self._record_blocks
         return [
             range(start, min(start + record_blocks, end))

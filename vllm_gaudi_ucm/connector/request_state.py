@@ -1,4 +1,4 @@
-"""What the connector in the scheduler knows of a live request."""
+"""The state of a live request in the connector's scheduler side."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestState:
-    """is_dense: whether its keys are for requests that are dense under a sparse method. is_closed: nothing is loaded
-    for it any more. lost: blocks of its load that a worker did not get. is_late: its load was late for a worker. saved:
-    blocks that were sent, or found. is_whole: its next load leaves nothing in the store. has_records: the summaries of
-    its prompt were offered."""
+    """is_dense: whether its keys are for requests that are dense under a sparse method. is_closed: no further blocks
+    are loaded for it. lost: blocks of its load that a worker could not load. is_late: its load was late for a worker.
+    saved: blocks that were sent, or found. is_whole: its next load leaves nothing in the store. has_records: the
+    summaries of its prompt were offered.
+    """
 
     request: Request
     keys: RequestKeys
@@ -38,38 +39,38 @@ class RequestState:
     has_records: bool = False
 
     def ask(self, lookup: Lookup) -> None:
-        """The store was asked; an earlier question is dropped."""
+        """Sets the current look-up; an earlier one is dropped."""
         self.drop_lookup()
         self.lookup = lookup
 
     def drop_lookup(self) -> None:
-        """What was asked of the store is asked again, if at all."""
+        """Drops the current look-up; it is made again if needed."""
         if self.lookup is not None:
             self.lookup.drop()
         self.lookup = None
 
     def close(self) -> None:
-        """Nothing more is loaded."""
+        """Stops all further loads."""
         self.is_closed = True
 
     def begin_load(self, load: BlockLoad) -> None:
-        """Loaded once: what does not come is computed, and not asked for again."""
+        """Begins the load. Blocks that cannot be loaded are computed, not loaded again."""
         self.is_closed, self.lookup, self.loading = True, None, load
         self.lost, self.is_late = set(), False
 
     def lose(self, block_ids: set[int]) -> None:
-        """A worker did not get some of these blocks; others may be loading still."""
+        """Notes that a worker could not load some of these blocks; others may still be loading."""
         if self.loading is not None:
             self.lost |= block_ids.intersection(self.loading.block_ids)
 
     def miss_deadline(self) -> None:
-        """Its load was late for a worker."""
+        """Notes that its load was too late on a worker."""
         self.is_late = True
 
     def end_load(self) -> list[bytes]:
-        """Every worker has ended it. Where all blocks came it may load again, after a preemption.
+        """Ends the load, which every worker has ended. If all blocks were loaded, it may load again after a preemption.
 
-        Returns the keys of blocks that a worker did not get: all of them compute these.
+        Returns the keys of blocks that a worker could not load: all workers compute these.
         """
         assert self.loading is not None, "none has begun"
         blocks = zip(self.loading.keys, self.loading.block_ids, strict=True)
@@ -78,8 +79,9 @@ class RequestState:
         return lost
 
     def begin_anew(self) -> None:
-        """A partial load has failed: the next one is whole, or there is none where time is up. One that was whole and
-        has failed, because its window lies behind other blocks, is not tried a third time."""
+        """Starts again after a failed partial load: the next load is whole, or there is none if time is up. A whole
+        load that failed, because its window is behind other blocks, is not tried a third time.
+        """
         self.is_closed, self.is_whole, self.loading = self.is_late or self.is_whole, True, None
 
 
@@ -87,8 +89,8 @@ class RequestKeys:
     """Keys of the full blocks, each made once.
 
     Args:
-        request: whose tokens only grow.
-        namespace: digest of all else that the KV depends on.
+        request: a request whose tokens only grow.
+        namespace: digest of everything else that the KV depends on.
         block_size: tokens per block.
     """
 
@@ -101,11 +103,11 @@ class RequestKeys:
 
     @property
     def known(self) -> list[bytes]:
-        """Keys made so far."""
+        """The number of keys made so far."""
         return self._keys
 
     def first(self, blocks: int) -> list[bytes]:
-        """Keys of the first `blocks` blocks.
+        """Returns the keys of the first `blocks` blocks.
 
         Raises ValueError if there is no key: an extra key of the request is not plain data, or the request has fewer
         full blocks.
@@ -125,10 +127,10 @@ class RequestKeys:
 
 
 class SavePlan:
-    """In the scheduler, once a step is scheduled.
+    """Plans saves in the scheduler, once a step is scheduled.
 
     Args:
-        known: keys that the store has, or is about to have.
+        known: keys that the store has, or will have soon.
         block_size: tokens per block.
         groups: keys in each KV-cache group.
         block_tables: of a live request.
@@ -153,7 +155,9 @@ class SavePlan:
         self._keys = keys
 
     def blocks(self, state: RequestState, num_scheduled: int) -> list[BlockSave]:
-        """Blocks that this step fills, and earlier ones that are not stored. Drafts may be rejected: not counted."""
+        """Returns the blocks that this step fills, and earlier ones that are not stored. Drafts do not count, because
+        they may be rejected.
+        """
         request = state.request
         if self._partial is not None and self._partial.may_be_repeated(request.request_id):
             return []
@@ -164,7 +168,7 @@ class SavePlan:
         keys = self._keys(state, full)
         if keys is None:
             return []
-        # memory mode, or a window, may have put the null block in the place of one
+        # memory mode, or a window, may have put the null block in its place
         held = self._groups.on_device(
             self._groups.of(keys[state.saved :]), self._block_tables(request.request_id), state.saved
         )
@@ -174,7 +178,7 @@ class SavePlan:
         return [BlockSave(*block) for block in new]
 
     def records(self, state: RequestState, num_scheduled: int) -> list[RecordSave]:
-        """Summaries of a prompt whose last token this step computes."""
+        """Returns the summaries of a prompt whose last token this step computes."""
         request = state.request
         if self._partial is None or state.has_records:
             return []

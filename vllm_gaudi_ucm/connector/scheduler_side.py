@@ -28,7 +28,7 @@ logger = plugin_logger(__name__)
 
 
 class LookupCounts(msgspec.Struct, kw_only=True):
-    """Requests: looked up, answered too late. Blocks: hits, and those of the prompt that were none."""
+    """Requests: looked up, answered too late. Blocks of prompts: hits and misses."""
 
     requests: int = 0
     timeouts: int = 0
@@ -37,7 +37,7 @@ class LookupCounts(msgspec.Struct, kw_only=True):
 
 
 class SchedulerSide:
-    """Follows every request from its arrival to its end. Never raises for what a request holds (its salt, say).
+    """Follows every request from its arrival to its end. Never raises for the content of a request (such as its salt).
 
     Args:
         setup: of the engine.
@@ -54,7 +54,7 @@ class SchedulerSide:
         offload: OffloadScheduler | None = None,
     ) -> None:
         self._setup = setup
-        setup.namespace(sparse=False)  # now: files are read for it, and may tell nothing
+        setup.namespace(sparse=False)  # now, because it reads files, which may be missing
         self._cached_tokens = cached_tokens
         self._block_size = setup.block_size
         self._groups = setup.group_keys
@@ -80,20 +80,22 @@ class SchedulerSide:
         return PartialLoads(offload, self._block_size, record_blocks, self._waiting.order)
 
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
-        """The logical blocks that a request's query would choose of all; of use where loads leave blocks in the
-        store."""
+        """Receives the logical blocks that a request's query would choose among all; used if loads leave blocks in the
+        store.
+        """
         state = self._states.get(request_id)
         if state is not None and self._partial is not None:
             keys = state.keys.known
             self._waiting.used(keys[number] for number in numbers if number < len(keys))
 
     def begin(self, request: Request) -> None:
-        """A request has arrived."""
+        """Begins to follow a request that has arrived."""
         self._states[request.request_id] = RequestState(request, self._new_keys(request), is_isolated(request))
 
     def next_input(self, request: Request) -> None:
-        """A session goes on. If it may be sparse from now on, its blocks are stored under other keys: what it has
-        computed, too, as the keys of blocks to come follow from these."""
+        """Continues a session. If it may be sparse from now on, its blocks are stored under other keys, including the
+        computed ones, from which the keys of later blocks follow.
+        """
         state = self._states.get(request.request_id)
         if state is None or state.is_dense == is_isolated(request):
             return
@@ -103,34 +105,34 @@ class SchedulerSide:
         self._states[request.request_id] = RequestState(request, keys, False, is_closed=state.is_closed)
 
     def _new_keys(self, request: Request) -> RequestKeys:
-        # our scheduler has marked it, if it is dense under a sparse method
+        # our scheduler has marked the request if it is dense under a sparse method
         namespace = self._setup.namespace(not is_isolated(request))
         if self._epoch:
             namespace = sha256(namespace + self._epoch).digest()
         return RequestKeys(request, namespace, self._block_size)
 
     def end(self, request_id: str) -> None:
-        """It has finished or was aborted; the worker ends a load of it."""
+        """Ends a request that has finished or was aborted; the worker ends its load."""
         state = self._states.pop(request_id, None)
         if state is not None:
             state.drop_lookup()
         self._waiting.forget(request_id)
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
-        """Before a step is scheduled: which blocks of waiting requests to bring to host memory."""
+        """Plans, before a step is scheduled, which blocks of waiting requests to bring to host memory."""
         self._plan = self._waiting.plan(waiting)
 
     def _wanted_keys(self, request: Request) -> list[bytes] | None:
-        """Of the blocks that `matched_tokens` will ask for when the request's turn comes."""
+        """Returns the keys of the blocks that `matched_tokens` will look up when the request's turn comes."""
         state = self._states.get(request.request_id)
-        # one that has loaded already waits with its tokens counted as computed
+        # a request that has loaded already waits with its tokens counted as computed
         if state is None or request.num_computed_tokens or not self._may_load(state):
             return None
         keys = self._keys(state, (request.num_tokens - 1) // self._block_size)
         return None if keys is None else self._groups.of(keys[self._cached_tokens(request) // self._block_size :])
 
     def _wanted_part(self, request: Request, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Of blocks that are all stored, up to the last one that may be loaded."""
+        """Returns the wanted part of blocks that are all stored, up to the last one that may be loaded."""
         if self._partial is None:
             return self._groups.seen(keys, (request.num_tokens - 1) // self._block_size)
         state = self._states.get(request.request_id)
@@ -143,9 +145,9 @@ class SchedulerSide:
         return not state.is_closed and not state.request.skip_reading_prefix_cache and self._setup.loads
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
-        """Tokens after the first `num_computed` that the store holds; None: it has not answered yet.
+        """Returns how many tokens after the first `num_computed` the store holds; None if it has not answered yet.
 
-        The last token is never among them: its logits are wanted.
+        The last token is never included: its logits are needed.
         """
         state = self._states.get(request.request_id)
         if state is None or not self._may_load(state):
@@ -161,7 +163,7 @@ class SchedulerSide:
             state.close()
             return 0
         found = lookup.hits or 0
-        # those that have all their parts
+        # those of which all parts are stored
         hits = found // self._groups.count
         self.known.add(lookup.keys[:found])
         if lookup.has_records:
@@ -172,7 +174,7 @@ class SchedulerSide:
         return hits * self._block_size if hits >= self._setup.options.min_hit_blocks else 0
 
     def _lookup(self, state: RequestState, first: int, end: int) -> Lookup | None:
-        """The question that was asked before for these blocks, or a new one; None if there is nothing to ask."""
+        """Returns the earlier look-up of these blocks, or a new one; None if there are no blocks to look up."""
         asked = state.lookup
         if asked is not None and (asked.first_block, asked.first_block + self._blocks(asked)) == (first, end):
             return asked
@@ -188,7 +190,7 @@ class SchedulerSide:
         return lookup
 
     def _blocks(self, lookup: Lookup) -> int:
-        """That were asked for."""
+        """Returns the blocks of a look-up."""
         return len(lookup.keys) // self._groups.count
 
     def _keys(self, state: RequestState, blocks: int) -> list[bytes] | None:
@@ -200,7 +202,7 @@ class SchedulerSide:
             return None
 
     def admitted(self, request: Request, tables: Tables, num_external: int) -> None:
-        """It has blocks now; `num_external` of its tokens are to come from the store."""
+        """Starts the load of a request that has blocks now; `num_external` of its tokens come from the store."""
         state = self._states.get(request.request_id)
         if state is None or not num_external or state.lookup is None:
             return
@@ -216,7 +218,9 @@ class SchedulerSide:
         state.begin_load(load)
 
     def _whole_load(self, request_id: str, lookup: Lookup, count: int, tables: Tables) -> BlockLoad:
-        """Of `count` blocks what the request has place for: of a window the blocks that its next token sees."""
+        """Returns those of `count` blocks that the request has room for: of a window, the blocks that its next token
+        sees.
+        """
         keys = lookup.keys[: count * self._groups.count]
         wanted = self._groups.on_device(keys, tables, lookup.first_block)
         has_gaps = any(0 in blocks[: lookup.first_block + count] for blocks in tables)
@@ -224,15 +228,15 @@ class SchedulerSide:
             request_id,
             [one.key for one in wanted],
             [one.block_id for one in wanted],
-            # vLLM does not take back a part of the blocks of several groups
+            # vLLM does not take back some of the blocks of several groups
             is_partial=has_gaps or self._groups.count > 1,
         )
 
     def runs(self, request: Request) -> None:
-        """It has blocks now, and is about to compute: nothing is loaded before."""
+        """Notes that a request has blocks now, and computes without loading first."""
         state = self._states.get(request.request_id)
         if state is not None:
-            # what the store has said is old once the request is preempted
+            # the store's answer is outdated once the request is preempted
             state.drop_lookup()
         if self._partial is not None:
             self._partial.runs(request)
@@ -240,17 +244,17 @@ class SchedulerSide:
     def _plan_partial(
         self, state: RequestState, lookup: Lookup, count: int, block_ids: Sequence[int]
     ) -> BlockLoad | None:
-        """None if everything is loaded."""
+        """Plans a partial load; None if everything is loaded."""
         if self._partial is None or state.is_whole or not lookup.has_records or count < len(lookup.keys):
             return None
-        if state.request.num_preemptions:  # after the question was asked
+        if state.request.num_preemptions:  # after the look-up
             return None
         request_id, first = state.request.request_id, lookup.first_block
         keys = state.keys.first(first + count)
         return self._partial.plan(request_id, keys, first, block_ids, lookup.records)
 
     def fetch(self, request_id: str, fetched: Fetched) -> None:
-        """A request that has run waits again, for blocks that were left in the store."""
+        """Loads blocks that were left in the store for a request that has run and waits again."""
         assert self._partial is not None, "only a partial load has left something"
         state = self._states.get(request_id)
         # without a state the cache was reset meanwhile: the blocks that are there are old, too
@@ -261,7 +265,7 @@ class SchedulerSide:
             state.begin_load(load)
 
     def metadata(self, scheduler_output: SchedulerOutput) -> UcmMetadata:
-        """Of the step that was just scheduled."""
+        """Returns the message for the step that was just scheduled."""
         self._lookups.end_step()
         loads, self._loads = self._loads, []
         plan, self._plan = self._plan, PrefetchPlan()
@@ -278,8 +282,9 @@ class SchedulerSide:
         return UcmMetadata(loads, saves, records, plan, lookups)
 
     def lost(self, block_ids: set[int], late: Iterable[str]) -> None:
-        """A worker did not get these blocks, and for the partial loads of these requests its time was up. Of several
-        workers one may say so while others still load: what becomes of a request is decided once all have ended."""
+        """Notes blocks that a worker could not load, and requests whose partial loads were too late there. Other
+        workers may still be loading: what happens to a request is decided once all have ended.
+        """
         if block_ids:
             for state in self._states.values():
                 state.lose(block_ids)
@@ -287,8 +292,8 @@ class SchedulerSide:
             self._states[request_id].miss_deadline()
 
     def failed(self, request_ids: set[str]) -> None:
-        """Of these requests blocks were left in the store, or before a window, and of the others not all have come:
-        they begin again, and load whole, or, where time is up or this was tried before, compute.
+        """Handles requests with blocks left in the store, or before a window, of which not all others could be loaded.
+        They start again with a whole load, or compute if time is up or this was tried before.
         """
         for request_id in request_ids:
             state = self._states.get(request_id)
@@ -297,12 +302,12 @@ class SchedulerSide:
             # stored again once they are computed again
             self.known.discard(record.key for record in state.loading.records)
             if self._partial is None:
-                # and which blocks did not come is not said
+                # and it is unknown which blocks could not be loaded
                 self.known.discard(state.loading.keys)
             state.begin_anew()
 
     def loaded(self, request_ids: set[str]) -> None:
-        """The loads of these requests have ended. One that got all its blocks may load again, after a preemption."""
+        """Ends the loads of these requests. A request that got all its blocks may load again after a preemption."""
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is not None and state.loading is not None:
@@ -310,15 +315,15 @@ class SchedulerSide:
                 self.known.discard(state.end_load())
 
     def unsaved(self, keys: list[bytes]) -> None:
-        """The worker could not store these blocks."""
+        """Notes blocks that the worker could not store."""
         self.known.discard(keys)
 
     def clear(self) -> bool:
-        """From now on nothing that was stored before is found: the weights may have been replaced.
+        """Makes everything stored before unfindable, because the weights may have been replaced.
 
         The new weights have no known digest, so other engines do not find what this one stores from now on. Blocks in
         the memory of this process are freed; those in a folder or a server stay, for engines with their weights.
-        What requests compute that have begun rests on what was computed before, and is not stored.
+        Running requests build on earlier results, so their blocks are not stored.
         """
         self._epoch = os.urandom(16)
         self.known.clear()

@@ -1,4 +1,4 @@
-"""What both sides of the connector take from vLLM's configuration: options, sizes, and what keys depend on."""
+"""Reads what both sides of the connector need from vLLM's configuration: options, sizes, and inputs of keys."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.store.base import KvStore
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
 
-# of the prefetch engine: they decide when a block comes, not what is in it
+# options of the prefetch engine: they decide when a block comes, not its content
 _NO_PART_OF_KV = set(EngineOptions.model_fields)
 
 
 @dataclass(frozen=True)
 class ConnectorSetup:
-    """Of one engine; `layers` in the order in which a stored block holds them: a worker's own, in the scheduler those
-    of the first worker. groups: names of the layers that share a block table. windows: of each
-    group, tokens that the next one sees at most; None: all."""
+    """The set-up of one engine; `layers` in their order in a stored block: a worker's own layers, in the scheduler the
+    first worker's. groups: names of the layers that share a block table. windows: for each group, the most tokens that
+    the next one sees; None: all.
+    """
 
     vllm_config: VllmConfig
     options: ConnectorOptions
@@ -48,7 +49,7 @@ class ConnectorSetup:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ConnectorSetup:
-        """Raises UcmConfigError for options that cannot be used."""
+        """Reads the configuration. Raises UcmConfigError for options that cannot be used."""
         assert vllm_config.kv_transfer_config is not None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         groups = kv_cache_config.kv_cache_groups
@@ -58,37 +59,37 @@ class ConnectorSetup:
         names = tuple(tuple(group.layer_names) for group in groups)
         setup = cls(vllm_config, options, groups[0].kv_cache_spec.block_size, layers, names, tuple(kept_tokens(groups)))
         if setup.offloads and not setup.loads_partly and options.asks_for_partial_loads:
-            wanted = (
-                "false, or no such option, with ucm.memory_mode beside layers with windows: prompts are loaded whole"
-            )
+            wanted = "false, or no such option, with ucm.memory_mode and layers with windows: prompts are loaded whole"
             raise UcmConfigError([Problem(f"{EXTRA_CONFIG}.partial_loads", "true", wanted)])
         return setup
 
     @property
     def block_bytes(self) -> int:
-        """Of what one worker holds of a block with all layers of a group, without padding."""
+        """The bytes that one worker holds of a block with all layers of a group, without padding."""
         return sum(self._layer_bytes)
 
     @property
     def _layer_bytes(self) -> list[int]:
-        # a block has room for the largest group, and is one group's at a time
+        # a block has room for the largest group, and belongs to one group at a time
         return [self.layers[name].unpadded_page_size_bytes for name in max(self.groups, key=len)]
 
     @cached_property
     def group_keys(self) -> GroupKeys:
-        """Of the groups."""
+        """The keys of the groups."""
         return GroupKeys(self.windows, self.block_size)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """What each worker holds of a block, by rank. Empty with one worker, which holds all of it."""
+        """The shard of each worker, by rank. Empty with one worker, which holds whole blocks."""
         if self.vllm_config.parallel_config.world_size == 1:
             return ()
         return engine_shards(self.vllm_config, self._layer_bytes, [len(group) for group in self.groups])
 
     @property
     def worker_saves(self) -> bool:
-        """In a worker: whether it saves what the step's message says. Of workers that hold the same, the first does."""
+        """True if this worker saves the blocks that the step's message lists. Of workers that hold the same, the first
+        saves.
+        """
         rank = self.vllm_config.parallel_config.rank
         return not self.shards or self.shards.index(self.shards[rank]) == rank
 
@@ -109,17 +110,17 @@ class ConnectorSetup:
 
     @property
     def loads_partly(self) -> bool:
-        """True if loads leave blocks in the store, with KV offload: where all layers have one block table."""
+        """True if loads leave blocks in the store, with KV offload, if all layers have one block table."""
         return self.options.loads_partly and len(self.groups) == 1
 
     @cached_property
     def prefetch_options(self) -> PrefetchOptions:
-        """The connector's own, over those in GSA's section where that method selects."""
+        """Returns the connector's own options, on top of those in GSA's section if that method selects."""
         options = connector_prefetch(self.options.prefetch, resolve_config(self.vllm_config.additional_config))
         return options.for_blocks_of(self.block_bytes)
 
     def summaries_per_record(self, method: BlockOptions) -> int:
-        """Blocks whose summaries fit into a record of the store, which has the size of a block."""
+        """Returns how many blocks' summaries fit into a record of the store, which has the size of a block."""
         bytes_per_block = sum(
             summary_bytes(method, self.block_size, spec.num_kv_heads, spec.head_size, spec.dtype.itemsize)
             for spec in self.layers.values()
@@ -127,7 +128,7 @@ class ConnectorSetup:
         return self.block_bytes // bytes_per_block
 
     def open_store(self) -> KvStore:
-        """For a worker. Its keys are those of whole blocks."""
+        """Opens the store of a worker. Its keys are those of whole blocks."""
         store = open_store(self.options.store, self.block_bytes)
         if not self.shards:
             return store
@@ -139,7 +140,7 @@ class ConnectorSetup:
         return ShardStore(store, shard)
 
     def open_lookups(self) -> KvStore | ShardLookups:
-        """For the scheduler, which asks for whole blocks."""
+        """Opens the stores for the scheduler, which looks up whole blocks."""
         if not self.shards:
             return open_store(self.options.store, self.block_bytes)
         sizes = {shard.block_bytes for shard in self.shards}
@@ -147,9 +148,9 @@ class ConnectorSetup:
 
     @cached_property
     def dense_namespace(self) -> Namespace:
-        """Of requests to which no sparse method applies.
+        """Returns the namespace of requests to which no sparse method applies.
 
-        Raises UcmConfigError where nothing tells the weights from others of the same name.
+        Raises UcmConfigError if the weights cannot be told from others of the same name.
         """
         vllm_config, model = self.vllm_config, self.vllm_config.model_config
         spec = next(iter(self.layers.values()))
@@ -178,13 +179,15 @@ class ConnectorSetup:
         )
 
     def _refuse_unknown_weights(self, models: list[str]) -> None:
-        """What outlives this process would be found by engines whose weights have the same name, and are others."""
+        """Refuses weights that are known only by name: engines with other weights of the same name would find the
+        stored blocks.
+        """
         if not self.options.store.ends_with_process:
             found = f"none, and no weights in files here that tell {' and '.join(models)} apart"
             raise UcmConfigError([Problem("--revision", found, "a name that changes when the weights change")])
 
     def namespace(self, sparse: bool) -> bytes:
-        """Digest for a request; sparse: whether the engine's sparse method applies to it."""
+        """Returns the digest for a request; sparse: whether the engine's sparse method applies to it."""
         return self._sparse_digest if sparse else self._dense_digest
 
     @cached_property
@@ -198,7 +201,9 @@ class ConnectorSetup:
 
 
 def _check_process(options: ConnectorOptions, executor: object) -> None:
-    """Scheduler and worker see one memory only where the engine runs its worker itself."""
+    """Refuses a store in process memory unless the engine runs its worker itself, so that scheduler and worker share
+    memory.
+    """
     if options.store.ends_with_process and executor not in (None, "uni"):
         found = f'"{options.store.kind}" with --distributed-executor-backend {executor}'
         others = " or ".join(f'"{kind}"' for kind in lasting_kinds())
@@ -206,14 +211,14 @@ def _check_process(options: ConnectorOptions, executor: object) -> None:
 
 
 def sparse_policy(config: UcmConfig) -> str:
-    """Method and options where they change KV; empty without a method."""
+    """Returns method and options if they change KV; empty without a method."""
     if config.ucm_sparse_method is None:
         return ""
     options = config.ucm_sparse_config.options(config.ucm_sparse_method)
     policy = f"{config.ucm_sparse_method} {options.model_dump_json(exclude=_NO_PART_OF_KV)}"
     if not config.memory_mode.enabled:
         return policy
-    # answers attend to what is on the device, which their KV shows; where the rest is changes nothing
+    # answers attend to blocks on the device, which affects their KV; the place of the others does not
     return f"{policy} memory_mode {config.memory_mode.model_dump_json(exclude={'store'})}"
 
 

@@ -1,4 +1,4 @@
-"""What `--kv-transfer-config` gets where it leaves something to the platform."""
+"""Completes `--kv-transfer-config` where it leaves something to the platform."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ConnectorOptions(Section):
     save_workers: Annotated[int, Field(ge=1, le=64)] = Field(default=2, description="Threads that store blocks.")
 
     def patience(self, device_kind: str) -> float:
-        """Seconds: `save_patience` on a device of this kind."""
+        """Returns `save_patience` in seconds on a device of this kind."""
         if self.save_patience == "auto":
             return 1.0 if device_kind == "cpu" else 0.0
         return self.save_patience
@@ -94,9 +94,10 @@ _MODULE, _OFFLOADING_MODULE = "kv_connector_module_path", "vllm_gaudi_ucm.connec
 
 
 class ConfiguredConnector(NamedTuple):
-    """name: as vLLM knows it. module: where it is; None: in vLLM. extra: its options, to be changed in place.
+    """A connector in the configuration. name: its name in vLLM. module: its module; None: in vLLM. extra: its options,
+        which may be changed in place.
 
-    key: where they stand. set_module: has vLLM take the connector of this name from another module.
+    key: their key. set_module: makes vLLM take the connector of this name from another module.
     """
 
     name: str | None
@@ -107,15 +108,16 @@ class ConfiguredConnector(NamedTuple):
 
     @property
     def needs_one_tensor(self) -> bool:
-        """True if it is one of vLLM's own that reads a layer's keys and values from one tensor, as all do but one, of
-        which we have our own form."""
+        """True if it is one of vLLM's own that reads a layer's keys and values from one tensor: all except one, for
+        which we have our own form.
+        """
         return self.module is None and self.name not in (None, OURS, OFFLOADING)
 
 
 def configured_connectors(config: KVTransferConfig | None) -> Iterator[ConfiguredConnector]:
-    """The connector, or in its place the children of vLLM's MultiConnector, theirs where they are such themselves.
+    """Returns the connector, or instead of vLLM's MultiConnector its children, recursively.
 
-    Raises UcmConfigError where children are none.
+    Raises UcmConfigError if children are not connectors.
     """
     if config is not None:
         extra, module = config.kv_connector_extra_config, config.kv_connector_module_path
@@ -139,7 +141,7 @@ def _unfold(one: ConfiguredConnector) -> Iterator[ConfiguredConnector]:
 
 
 def is_ours_among(config: KVTransferConfig | None) -> bool:
-    """True if our connector is on, by itself or as a child."""
+    """True if our connector is on, alone or as a child."""
     return any(one.name == OURS for one in configured_connectors(config))
 
 
@@ -152,14 +154,14 @@ def loads_partly(vllm_config: VllmConfig) -> bool:
 
 
 def complete_transfer_config(vllm_config: VllmConfig) -> None:
-    """Checks the options of our connector, and has vLLM take our form of its offloading connector.
+    """Checks the options of our connector, and makes vLLM use our form of its offloading connector.
 
     Raises UcmConfigError for options that cannot be used.
     """
     if vllm_config.kv_transfer_config is None and vllm_config.cache_config.kv_offloading_size is not None:
         from vllm.config import KVTransferConfig
 
-        # vLLM names the connector of --kv-offloading-size in this once the platform has seen the configuration
+        # vLLM names the connector of --kv-offloading-size in this field after the platform has seen the configuration
         vllm_config.kv_transfer_config = KVTransferConfig(
             kv_connector_module_path=_OFFLOADING_MODULE, kv_connector_extra_config=dict(_OFFLOADING_SPEC)
         )
@@ -175,7 +177,7 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
     for one in ours:
         policy = ConnectorOptions.resolve(one.extra, one.key).load_failure
         if config.kv_load_failure_policy != policy:
-            logger.info("kv_load_failure_policy is %r: the option load_failure of %s says so", policy, OURS)
+            logger.info("kv_load_failure_policy is %r: it is set by the option load_failure of %s", policy, OURS)
             config.kv_load_failure_policy = policy
     for one in found:
         if one.name != OFFLOADING:

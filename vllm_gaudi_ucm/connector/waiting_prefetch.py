@@ -1,4 +1,4 @@
-"""Blocks of requests that still wait for their turn: from the store to host memory, in the order of the queue."""
+"""Brings blocks of waiting requests from the store to host memory, in the order of the queue."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
-# Lookups of requests that have come to the front of the queue go through the same thread.
+# Look-ups of requests at the front of the queue go through the same thread.
 OPEN_LOOKUPS = 4
 KEYS_OF_HISTORY_PER_BLOCK = 16
 _PREFIX = "waiting "
 
 WantedKeys = Callable[["Request"], "list[bytes] | None"]
-"""Keys of the blocks that a request will ask the store for; None for one that asks for nothing."""
+"""Returns the keys of the blocks that a request will load; None if it will not load any."""
 
 
 class WaitingPrefetch:
-    """In the scheduler: which of the waiting requests have blocks in the store, and what to prefetch of them.
+    """Finds in the scheduler which of the waiting requests have blocks in the store, and what to prefetch of them.
 
     Args:
         options: prefetch_ahead and prefetch_cache_size.
         batch_size: requests of a batch.
-        lookups: asks the store; nothing here waits for it.
-        keys: of a request.
-        part: what of them is loaded, where the store has all.
+        lookups: asks the store, without waiting here.
+        keys: keys of a request.
+        part: the part of them that is loaded, if the store has all.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class WaitingPrefetch:
         self._queued: dict[str, QueuedRequest] = {}
 
     def used(self, keys: Iterable[bytes]) -> None:
-        """Blocks that a request is given now: what the history is made of."""
+        """Adds blocks that a request is given now to the history."""
         self._planner.history.record(keys)
 
     def order(self, keys: Sequence[bytes]) -> list[int]:
-        """Indices of blocks, by the history of their use and by position."""
+        """Returns indices of blocks, by the history of their use and by position."""
         return self._planner.history.order(keys, sinks=0)
 
     def forget(self, request_id: str) -> None:
-        """The request has blocks now, or has ended: the id may stand for another one."""
+        """Forgets a request that has blocks now, or has ended: its id may be reused."""
         asked = self._asked.pop(request_id, None)
         if asked is not None:
             asked.drop()
         self._queued.pop(request_id, None)
 
     def plan(self, waiting: Iterable[Request]) -> PrefetchPlan:
-        """waiting: requests that wait for blocks of their own, the next one first."""
+        """Plans prefetches. waiting: requests that wait for blocks of their own, the next one first."""
         reach = list(islice(waiting, self._planner.look_ahead))
         names = {request.request_id for request in reach}
         for gone in self._asked.keys() - names:
@@ -92,12 +92,14 @@ class WaitingPrefetch:
 
     @property
     def num_requests(self) -> int:
-        """Waiting requests that it knows of."""
+        """The number of waiting requests that it knows."""
         return len(self._asked)
 
 
 def apply_plan(engine: PrefetchEngine, plan: PrefetchPlan) -> None:
-    """In the worker. Loads into device blocks have ids of their own, and find these blocks in the engine's cache."""
+    """Applies a plan in the worker. Loads into device blocks have ids of their own, and find these blocks in the
+    engine's cache.
+    """
     for request_id in plan.cancel:
         engine.forget(_PREFIX + request_id)
     for request_id, priority in plan.move:

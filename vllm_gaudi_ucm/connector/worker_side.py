@@ -1,4 +1,4 @@
-"""The connector in the worker: blocks come by the prefetch engine, and leave by the saver."""
+"""The connector in the worker: the prefetch engine loads blocks, and the saver stores them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class LoadCounts(msgspec.Struct, kw_only=True):
 
 @dataclass
 class _Load:
-    """A request that waits for blocks. records: bytes of those that have come, by place, which come before the blocks.
-    is_wanted: it has not ended meanwhile."""
+    """A request that waits for blocks. records: bytes of the loaded records by place; records come before the blocks.
+    is_wanted: the request has not ended in the meantime.
+    """
 
     handle: PrefetchHandle
     order: BlockLoad
@@ -59,17 +60,17 @@ class _Load:
 
 
 class BlockLoads:
-    """In the worker. Each `take_` gives what is new since its last call.
+    """Loads of blocks in the worker. Each `take_` returns what is new since its last call.
 
-    Which blocks a load writes, and which get their summaries with it, is said when it is ordered: that travels with the
-    step's message, and several workers know the same of every block, whichever of them has its part, and when. Nobody
-    reads such a block before the load is over on all workers; what did not come, all of them compute, and write.
+    The order of a load lists the blocks that it writes, and those that get their summaries with it. It travels with the
+    step's message, so all workers know the same about every block. No step reads such a block before the load is over
+    on all workers; blocks that could not be loaded are computed by all of them.
 
     Args:
-        engine: loads; the caller's to stop.
+        engine: loads blocks; the caller stops it.
         blocks: of the device.
         deadline: seconds that a request waits.
-        summaries: where records go, None without KV offload.
+        summaries: the target of records, None without KV offload.
     """
 
     def __init__(
@@ -88,11 +89,13 @@ class BlockLoads:
         self._summaries = summaries
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Returns the number of waiting requests."""
         return len(self._loads)
 
     def start(self, load: BlockLoad) -> None:
-        """Returns at once. For the thread that computes, before any step in which the blocks are the request's."""
+        """Starts a load and returns at once. Call it in the thread that computes, before any step in which the request
+        owns the blocks.
+        """
         blocks, block_ids, first, fence = self._blocks, load.block_ids, len(load.records), self._blocks.fence()
         records: dict[int, bytearray] = {}
 
@@ -105,7 +108,7 @@ class BlockLoads:
         handle = self._engine.submit_prefetch(
             load.request_id,
             [*(record.key for record in load.records), *load.keys],
-            # the scheduler has admitted it: nothing but its blocks keeps it from running
+            # the scheduler has admitted it: only its blocks keep it from running
             PrefetchPriority.URGENT,
             deliver=deliver,
             deadline=self._deadline,
@@ -117,7 +120,9 @@ class BlockLoads:
             self._summarised.update(block_id for block_id in record.block_ids if block_id)
 
     def finished(self, ended: set[str]) -> set[str]:
-        """Requests whose load has ended: nothing writes to their blocks any more. Cancels loads of `ended` ones."""
+        """Returns requests whose load has ended: their blocks are not written any more. Cancels loads of `ended`
+        ones.
+        """
         for request_id in ended:
             load = self._loads.get(request_id)
             if load is not None:
@@ -141,7 +146,7 @@ class BlockLoads:
         if failed:
             logger.debug("request %s: %d of %d blocks failed (%s)", request_id, len(lost), len(order.keys), outcome)
         if failed and order.is_partial:
-            # what has come is given back with the rest
+            # the loaded blocks are given back with the rest
             counts.failed_blocks += len(lost)
             self._failed.add(request_id)
             if outcome is PrefetchOutcome.TIMEOUT:
@@ -158,37 +163,37 @@ class BlockLoads:
             self._summaries.write(load.records[index], record.rows, record.block_ids)
 
     def take_failed(self) -> set[str]:
-        """Requests that have to begin again."""
+        """Returns requests that have to start again."""
         failed, self._failed = self._failed, set()
         return failed
 
     def take_summarised(self) -> set[int]:
-        """Those among the ordered blocks whose summaries come with them."""
+        """Returns the ordered blocks whose summaries come with them."""
         summarised, self._summarised = self._summarised, set()
         return summarised
 
     def take_invalid(self) -> set[int]:
-        """Blocks that could not be loaded."""
+        """Returns blocks that could not be loaded."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def take_ordered(self) -> set[int]:
-        """Blocks that loads write which were ordered."""
+        """Returns blocks of loads that were ordered."""
         ordered, self._ordered = self._ordered, set()
         return ordered
 
     def take_late(self) -> list[str]:
-        """Those among the failed requests whose time is up."""
+        """Returns those of the failed requests whose time is up."""
         late, self._late = self._late, []
         return late
 
     def wait(self, seconds: float) -> None:
-        """Returns when a load has ended, when so much time has passed, or at once where nothing is loaded."""
+        """Returns when a load has ended, after the given time, or at once if no load is running."""
         self._engine.wait_for_any([load.handle for load in self._loads.values()], seconds)
 
 
 class WorkerMetrics:
-    """Reads totals of objects that count by themselves, until `close`.
+    """Reads totals of objects that keep their own counts, until `close`.
 
     metrics: of the worker. totals: of the connector's blocks.
     """
@@ -205,7 +210,7 @@ class WorkerMetrics:
         self._engine_series = metrics.prefetch(USE)
         self._transfer_series = metrics.transfer()
         self.lookups = (0, 0, 0, 0)
-        """As the scheduler's side last told them."""
+        """Totals that the scheduler's side last sent."""
         self._reporter = MetricsReporter(self._report)
 
     def _report(self) -> None:
@@ -215,17 +220,18 @@ class WorkerMetrics:
         self._transfer_series.set_lookups(*self.lookups)
 
     def close(self) -> None:
-        """To be called before what is counted is closed."""
+        """Ends the metrics; call it before the counted objects are closed."""
         self._reporter.close()
 
 
 class WorkerSide:
-    """Made once the cache is allocated, and with KV offload once blocks have summaries.
+    """The worker's side, made once the cache is allocated, and with KV offload once blocks have summaries.
 
     Args:
         setup: of the engine.
         caches: by layer; they stay where they are until the end.
-        selection: of the method that chooses blocks, with KV offload: then loads may leave blocks in the store.
+        selection: the selection of the method that chooses blocks, with KV offload: loads may then leave blocks in the
+            store.
         method: the method's options.
     """
 
@@ -263,13 +269,13 @@ class WorkerSide:
         self._leaves_out_saves = self._is_closed = False
 
     def stored_copies(self) -> StoredCopies | None:
-        """How blocks that loads have left in the store come from there; None if none are left."""
+        """Returns the copies of blocks that loads have left in the store; None if none are left."""
         if self._summaries is None:
             return None
         return StoredCopies(CopyLoads(self.engine, self.blocks.block_bytes, self.blocks.allocate), self.blocks)
 
     def start_loads(self, metadata: UcmMetadata) -> None:
-        """Before the step, also one without tokens."""
+        """Starts loads before a step, even one without tokens."""
         if self._saves:
             self.saver.expect(len(metadata.saves) + len(metadata.records))
         apply_plan(self.engine, metadata.prefetch)
@@ -279,7 +285,7 @@ class WorkerSide:
             self.loads.start(load)
 
     def save(self, metadata: UcmMetadata) -> None:
-        """After the step: the blocks are full now, and may be written by the next one."""
+        """Saves blocks after a step: they are full now, and the next step may overwrite them."""
         if not self._saves:
             return
         if self._leaves_out_saves:
@@ -294,13 +300,13 @@ class WorkerSide:
             self._save_record(record)
 
     def leave_out_saves(self) -> None:
-        """The running step reads blocks that were not loaded: nothing that it computes is saved."""
+        """Skips the saves of the running step, which reads blocks that were not loaded."""
         self._leaves_out_saves = True
 
     def _save_record(self, record: RecordSave) -> None:
         summaries, block_ids = self._summaries, record.block_ids
         if summaries is None or not summaries.are_ready(block_ids):
-            # at static shapes blocks that were loaded wait for theirs
+            # at static shapes, loaded blocks wait for theirs
             self.saver.refuse(record.key)
             return
         self.saver.submit_record(record.key, lambda buffer: summaries.read(block_ids, buffer))
@@ -310,26 +316,26 @@ class WorkerSide:
         return UcmWorkerMetadata(unsaved, late) if unsaved or late else None
 
     def totals(self) -> TransferTotals:
-        """Blocks that were moved so far; may be called in any thread."""
+        """Returns the blocks moved so far; may be called in any thread."""
         loads, saves = self.load_counts, self.saver.counts()
         return TransferTotals(loads.loaded_blocks, loads.failed_blocks, saves.saved, saves.dropped + saves.refused)
 
     def report_to(self, metrics: StepMetrics) -> None:
-        """Figures reach /metrics from now on."""
+        """Starts reporting figures to /metrics."""
         self._metrics = WorkerMetrics(metrics, self.store, self.engine, self.totals)
 
     @property
     def num_loading(self) -> int:
-        """Requests that wait for blocks."""
+        """Returns the number of requests that wait for blocks."""
         return len(self.loads)
 
     @property
     def load_counts(self) -> LoadCounts:
-        """Since the start."""
+        """Returns the counts since the start."""
         return self.loads.counts
 
     def close(self) -> None:
-        """Stores what is on its way, and ends all threads; a second call does nothing."""
+        """Stores blocks in transit, and ends all threads; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -343,12 +349,12 @@ class WorkerSide:
 def _summary_records(
     setup: ConnectorSetup, blocks: DeviceBlocks, device: Device, selection: BlockSelection, method: BlockOptions
 ) -> SummaryRecords | None:
-    """None if every load is whole."""
+    """Returns the records of summaries; None if every load is whole."""
     record_blocks, scorer = setup.summaries_per_record(method), selection.selector.scorer
     if not setup.loads_partly or not record_blocks or scorer is None:
         return None
     summaries = SummaryRecords(scorer, selection.state.summaries, record_blocks, device)
-    # has a device that compiles compile both directions now
+    # makes a device that compiles compile both directions now
     record = blocks.allocate(setup.block_bytes)
     summaries.read([], record)
     summaries.write(bytearray(record), [], [])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 class Slot:
     """Room for a block. buffer: None until its first use, because pinned memory takes milliseconds to allocate.
 
-    users: who reads or fills it now; it is not given to another block before they are done.
+    users: readers and writers of it now; it is not given to another block before they are done.
     """
 
     __slots__ = ("buffer", "key", "users")
@@ -20,7 +20,7 @@ class Slot:
         self.users = 0
 
     def memory(self, allocate: Callable[[int], memoryview], nbytes: int) -> memoryview:
-        """The buffer, allocated now if it is not yet. Raises what `allocate` does."""
+        """The buffer, allocated now if it is not yet. Raises the exceptions of `allocate`."""
         if self.buffer is None:
             self.buffer = allocate(nbytes)
         return self.buffer
@@ -42,23 +42,23 @@ class HostCache:
 
     @property
     def blocks(self) -> int:
-        """Blocks that can be found."""
+        """The number of blocks that can be found."""
         return len(self._by_key)
 
     @property
     def unkeyed(self) -> int:
-        """Slots that are neither free nor found by a key: those being filled."""
+        """The number of slots that are neither free nor found by a key: those being filled."""
         return self.allocated - len(self._free) - len(self._by_key)
 
     def keyed_users(self) -> int:
-        """Total uses of slots that have a key."""
+        """Returns the total uses of slots that have a key."""
         return sum(slot.users for slot in self._by_key.values())
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._by_key
 
     def use(self, key: bytes) -> Slot | None:
-        """The block's slot, in use once more until `release`; None if it is not there."""
+        """Returns the block's slot, in use once more until `release`; None if the block is missing."""
         slot = self._by_key.get(key)
         if slot is not None:
             self._idle.pop(key, None)
@@ -66,7 +66,7 @@ class HostCache:
         return slot
 
     def take(self) -> Slot | None:
-        """A slot to fill, in use until `release`: new, free, or the idle one that was used least recently."""
+        """Returns a slot to fill, in use until `release`: new, free, or the idle one that was used least recently."""
         if self._free:
             slot = self._free.pop()
         elif self.allocated < self.capacity:
@@ -83,7 +83,7 @@ class HostCache:
         return slot
 
     def put(self, slot: Slot, key: bytes) -> None:
-        """The slot holds this block now. Its key must not be there already."""
+        """Registers that the slot holds this block now. Its key must not exist already."""
         slot.key = key
         self._by_key[key] = slot
 

@@ -24,7 +24,7 @@ from vllm_gaudi_ucm.prefetch.tasks import (
 
 
 class Settlement:
-    """Requests, queue, cache and totals under one lock; `settled` is notified when an outcome stands."""
+    """Requests, queue, cache and totals under one lock; `settled` is notified when an outcome is final."""
 
     def __init__(self, options: PrefetchOptions, clock: Callable[[], float]) -> None:
         self.options = options
@@ -39,7 +39,7 @@ class Settlement:
         """Callers that wait for running `deliver` calls to return; `settled` wakes them, too."""
 
     def settle(self, task: PrefetchTask, outcome: PrefetchOutcome) -> bool:
-        """Ends a task that is pending, with the lock held; its outcome stands when no `deliver` of it runs."""
+        """Ends a pending task, with the lock held; its outcome is final when no `deliver` of it runs."""
         if not task.is_open:
             return False
         self.queue.remove(task)
@@ -54,7 +54,7 @@ class Settlement:
             self.settled.notify_all()
 
     def mark(self, task: PrefetchTask, index: int, state: int) -> None:
-        """A block has arrived (DONE) or not (LOST), with the lock held; the last one settles the task."""
+        """Marks a block as arrived (DONE) or not (LOST), with the lock held; the last one settles the task."""
         task.mark(index, state)
         if task.is_open and not task.remaining:
             self.settle(task, PrefetchOutcome.FAILED if task.failed() else PrefetchOutcome.READY)
@@ -87,7 +87,7 @@ class Settlement:
                 self.drains -= 1
 
     def wait(self, task: PrefetchTask, timeout: float | None) -> PrefetchOutcome:
-        """The outcome, or TIMEOUT when `timeout` seconds or the task's deadline have passed first."""
+        """Waits and returns the outcome, or TIMEOUT if `timeout` seconds or the task's deadline pass first."""
         with self.lock:
             start = self.clock()
             limit = task.expires if timeout is None else min(task.expires, start + timeout)
@@ -101,12 +101,12 @@ class Settlement:
 
 
 class IdleThreads:
-    """All but `wait` and `call` are to be called with the dispatcher's lock held.
+    """Idle threads. Call all methods except `wait` and `call` with the dispatcher's lock held.
 
     Args:
         count: threads of the engine.
-        store_waits: whether loads wait for something else than a processor. Where they do not, they take one each, and
-            all processors at once for urgent requests alone: the model computes on one while others are prefetched.
+        store_waits: whether loads wait for something other than a processor. If not, each load occupies one, and only
+            urgent requests may use all processors: the model computes on one while others are prefetched.
     """
 
     def __init__(self, count: int, store_waits: bool) -> None:
@@ -114,15 +114,16 @@ class IdleThreads:
         self._store_waits = store_waits
         self._cores = len(os.sched_getaffinity(0))
         self._idle = 0
-        # In C, unlike a condition: after a step of the model each line of Python comes from memory, not from a cache.
+        # In C, unlike a condition: after a step of the model, each line of Python is fetched from memory, not from a
+        # cache.
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def join(self) -> None:
-        """Called before `wait`."""
+        """Registers the thread; call it before `wait`."""
         self._idle += 1
 
     def leave(self) -> None:
-        """Called after `wait`."""
+        """Unregisters the thread; call it after `wait`."""
         self._idle -= 1
 
     def wait(self) -> None:
@@ -135,27 +136,27 @@ class IdleThreads:
             self._calls.put(None)
 
     def call_for_work(self, is_urgent: bool, is_any_busy: bool) -> None:
-        """Calls a thread unless none is idle, or as many as should work at once are at it: they will come to it.
+        """Wakes a thread unless none is idle, or enough threads are working already, which will get to the work.
 
         is_any_busy: whether blocks are being loaded. Without it dead threads would count as busy.
 
-        One thread calls the next: all at once would be in each other's way.
+        One thread wakes the next: waking all at once would make them contend.
         """
         is_enough = is_any_busy and not self._store_waits and self._count - self._idle >= self._most(is_urgent)
         if self._idle and not is_enough:
             self.call()
 
     def share(self, blocks: int, is_urgent: bool) -> int:
-        """How many of `blocks` the calling thread should take, so that idle threads get their share."""
+        """Returns how many of `blocks` the calling thread should take, so that idle threads get their share."""
         return -(-blocks // min(self._idle + 1, self._most(is_urgent)))
 
     def _most(self, is_urgent: bool) -> int:
-        """Threads that can work at once without slowing each other down."""
+        """Returns the most threads that can work at once without slowing each other down."""
         return self._cores if is_urgent or self._store_waits else max(1, self._cores - 1)
 
 
 class Dispatcher(Settlement):
-    """Which block a free thread loads next, and what its end means for the requests that wait for it.
+    """Decides which block a free thread loads next, and what its end means for the requests that wait for it.
 
     Reads of the store and calls of `deliver` happen outside the lock, in load_runner.py.
     """
@@ -163,7 +164,9 @@ class Dispatcher(Settlement):
     def __init__(
         self, options: PrefetchOptions, clock: Callable[[], float], batch: int = 1, store_waits: bool = True
     ) -> None:
-        """batch: most blocks of a request that a thread takes at once. store_waits: see `KvStore.waits`."""
+        """Makes the dispatcher. batch: the most blocks of a request that a thread takes at once. store_waits: see
+        `KvStore.waits`.
+        """
         super().__init__(options, clock)
         self._batch = batch
         self.idle = IdleThreads(options.prefetch_workers, store_waits)
@@ -184,7 +187,7 @@ class Dispatcher(Settlement):
         deliver: Deliver | None,
         deadline: float,
     ) -> PrefetchTask:
-        """A new task, pending or settled at once. An earlier one of the same id is cancelled and forgotten."""
+        """Adds a task, pending or settled at once. An earlier task of the same id is cancelled and forgotten."""
         with self.lock:
             now = self.clock()
             self._sequence += 1
@@ -210,12 +213,13 @@ class Dispatcher(Settlement):
             return task
 
     def next_loads(self, generation: int) -> list[Load]:
-        """The next blocks to read or to deliver, of one request, waited for; none when threads of this generation are
-        to end."""
+        """Waits for and returns the next blocks to read or to deliver, of one request; none when threads of this
+        generation should end.
+        """
         while True:
             with self.lock:
                 if generation != self.generation:
-                    self.idle.call()  # what called it here may have been meant for another thread
+                    self.idle.call()  # the call may have been meant for another thread
                     return []
                 loads = self._next_loads()
                 if loads:
@@ -243,9 +247,9 @@ class Dispatcher(Settlement):
         return loads
 
     def _dispatch(self, task: PrefetchTask, index: int) -> Load | None:
-        """A load for a thread, or None: the block joined a load, is in the cache, or has nowhere to go.
+        """Returns a load for a thread, or None: the block joined a load, is in the cache, or has no room.
 
-        Only who wants to find the block in the cache takes room there: the store may lend it to the others.
+        Only a request that needs the block in the cache takes room there: the store may lend it to the others.
         """
         key = task.keys[index]
         if key in self.loads:
@@ -271,7 +275,7 @@ class Dispatcher(Settlement):
         return load
 
     def _make_room(self, task: PrefetchTask) -> bool:
-        """True if a prefetch may be pending beside the others, for which one of a lower priority may have to go.
+        """True if one more prefetch may be pending; one of a lower priority may be given up for it.
 
         Loads with `deliver` do not count: their requests have blocks on the device already, which bounds them.
         """
@@ -288,7 +292,7 @@ class Dispatcher(Settlement):
         return self.settle(worst, PrefetchOutcome.FAILED)
 
     def _lose_what_cannot_fit(self, task: PrefetchTask) -> None:
-        """A prefetch into the cache that is larger than the cache would push its own first blocks out."""
+        """Gives up blocks of a prefetch larger than the cache, which would evict its own first blocks."""
         if task.deliver is None:
             for index in range(self.cache.capacity, len(task.keys)):
                 self.counters.no_room += 1

@@ -1,4 +1,4 @@
-"""GSA's prefetch engine: loads KV blocks beside the computation, each request within a deadline."""
+"""GSA's prefetch engine: loads KV blocks during computation, each request within a deadline."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from vllm_gaudi_ucm.store.base import KvStore
 
 
 def host_memory(nbytes: int) -> memoryview:
-    """Pageable memory; for a device that copies from pinned memory the caller passes an allocator of its own."""
+    """Allocates pageable memory; for a device that copies from pinned memory, the caller passes an allocator of its
+    own.
+    """
     return memoryview(bytearray(nbytes))
 
 
 class PrefetchHandle:
-    """One prefetch, also once its request's id stands for another.
-
+    """A handle of one prefetch, valid even if its request's id is reused.
     task: the engine's own, to be read under its lock.
     """
 
@@ -37,20 +38,22 @@ class PrefetchHandle:
 
     @property
     def outcome(self) -> PrefetchOutcome | None:
-        """None while it is pending. Once there is one, no `deliver` of this prefetch runs or will run."""
+        """The outcome; None while it is pending. Once it is set, no `deliver` of this prefetch runs or will run."""
         return self._dispatcher.outcome_of(self.task)
 
     @property
     def failed(self) -> frozenset[int]:
-        """Indices of blocks that did not arrive; complete once there is an outcome."""
+        """The indices of blocks that did not arrive; complete once there is an outcome."""
         return self._dispatcher.failed_of(self.task)
 
     def wait(self, timeout: float | None = None) -> PrefetchOutcome:
-        """The outcome, or TIMEOUT after `timeout` seconds; None waits up to the prefetch's own deadline."""
+        """Waits and returns the outcome, or TIMEOUT after `timeout` seconds; None waits up to the prefetch's own
+        deadline.
+        """
         return self._dispatcher.wait(self.task, timeout)
 
     def cancel(self) -> bool:
-        """True if it was pending until now."""
+        """Cancels the prefetch; True if it was pending until now."""
         return self._dispatcher.cancel(self.task)
 
     def __repr__(self) -> str:
@@ -58,16 +61,16 @@ class PrefetchHandle:
 
 
 class PrefetchEngine:
-    """Blocks from a store into host memory and, where a `deliver` is given, on to the device. Source: seed 000, 3.
+    """Loads blocks from a store into host memory and, if a `deliver` is given, on to the device. Source: seed 000, 3.
 
     Priorities decide which blocks a free thread takes next, a few at a time (`KvStore.batch_bytes`): an urgent request
     overtakes a large one in the middle. A block that several requests want is read once. Every method may be called
-    from any thread; none waits but `wait_for_completion`, `wait_for_any`, `drain` and `stop`.
+    from any thread; only `wait_for_completion`, `wait_for_any`, `drain` and `stop` wait.
 
     Args:
-        store: where blocks are; it stays the caller's to close, after `stop`.
+        store: holds the blocks; the caller closes it, after `stop`.
         block_bytes: size of a block, of all layers.
-        options: see PrefetchOptions. Raises UcmConfigError where `prefetch_cache_bytes` has no room for a block.
+        options: see PrefetchOptions. Raises UcmConfigError if `prefetch_cache_bytes` has no room for a block.
         clock: seconds; for deadlines, ageing and figures.
         allocate: makes the host buffers, of `block_bytes` each.
         enter_thread: called first in each thread of the engine.
@@ -92,13 +95,14 @@ class PrefetchEngine:
         end_with(self, self._threads)
 
     def start(self) -> None:
-        """Starts the threads, also after a `stop`; nothing where they run."""
+        """Starts the threads, also after a `stop`; does nothing if they run."""
         self._threads.start()
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Cancels every prefetch and ends the threads. False: one was still busy with a block after `timeout` seconds.
+        """Cancels every prefetch and ends the threads. False if one was still busy with a block after `timeout`
+            seconds.
 
-        Safe to call twice. What is submitted afterwards is CANCELLED at once, until the next `start`.
+        Safe to call twice. Later prefetches are CANCELLED at once, until the next `start`.
         """
         return self._threads.stop(timeout)
 
@@ -110,12 +114,12 @@ class PrefetchEngine:
         deliver: Deliver | None = None,
         deadline: float | None = None,
     ) -> PrefetchHandle:
-        """Has blocks loaded, the first key first; returns at once.
+        """Starts to load blocks, the first key first; returns at once.
 
         Args:
             request_id: an earlier prefetch of the same id is cancelled and forgotten.
-            deliver: called with the index and the bytes of each block, in a thread of the engine; what it raises fails
-                that block. Without it blocks stay in the engine's host memory. Prefetches without it count towards
+            deliver: called with the index and the bytes of each block, in a thread of the engine; an exception fails
+                that block. Without it, blocks stay in the engine's host memory, and the prefetch counts towards
                 `max_pending_prefetch`.
             deadline: seconds after which it is given up; the option `deadline` without it.
         """
@@ -127,7 +131,7 @@ class PrefetchEngine:
         return PrefetchHandle(task, self._dispatcher)
 
     def wait_for_completion(self, request_id: str, timeout: float | None = None) -> PrefetchOutcome:
-        """The outcome, waited for up to `timeout` seconds (TIMEOUT then) and never beyond the request's deadline."""
+        """Waits for the outcome up to `timeout` seconds (then TIMEOUT), and never beyond the request's deadline."""
         self._threads.replace_dead()
         with self._dispatcher.lock:
             task = self._dispatcher.ledger.find(request_id)
@@ -142,15 +146,15 @@ class PrefetchEngine:
             )
 
     def outcome(self, request_id: str) -> PrefetchOutcome | None:
-        """None while it is pending."""
+        """Returns the outcome; None while it is pending."""
         with self._dispatcher.lock:
             task = self._dispatcher.ledger.find(request_id)
         return PrefetchOutcome.UNKNOWN if task is None else self._dispatcher.outcome_of(task)
 
     def get_prefetched_kv(self, request_id: str) -> list[memoryview] | None:
-        """The blocks of a request that is READY, in the order of its keys; None otherwise, and if one was evicted.
+        """Returns the blocks of a READY request, in the order of its keys; None otherwise, or if one was evicted.
 
-        Their memory is the caller's to read until `forget`, or the next prefetch of the same id.
+        The caller may read their memory until `forget`, or the next prefetch of the same id.
         """
         with self._dispatcher.lock:
             task = self._dispatcher.ledger.find(request_id)
@@ -164,7 +168,7 @@ class PrefetchEngine:
             return [slot.buffer for slot in task.held if slot.buffer is not None]
 
     def reprioritise(self, request_id: str, priority: PrefetchPriority) -> bool:
-        """Moves what is not dispatched yet; False where the request is not pending."""
+        """Changes the priority of blocks not dispatched yet; False if the request is not pending."""
         with self._dispatcher.lock:
             task = self._dispatcher.ledger.find(request_id)
             if task is None or not task.is_open:
@@ -175,7 +179,9 @@ class PrefetchEngine:
             return True
 
     def cancel(self, request_id: str) -> bool:
-        """Gives up what has not arrived; True if it was pending. A `deliver` may still be running: see `drain`."""
+        """Gives up blocks that have not arrived; True if the request was pending. A `deliver` may still be running: see
+        `drain`.
+        """
         with self._dispatcher.lock:
             task = self._dispatcher.ledger.find(request_id)
             return task is not None and self._dispatcher.settle(task, PrefetchOutcome.CANCELLED)
@@ -195,7 +201,7 @@ class PrefetchEngine:
                 self._dispatcher.ledger.forget(request_id)
 
     def stats(self) -> PrefetchStats:
-        """A copy of the totals, and what the engine holds now."""
+        """Returns a copy of the totals, and the engine's current content."""
         threads = self._threads.alive()
         with self._dispatcher.lock:
             dispatcher = self._dispatcher
@@ -212,7 +218,7 @@ class PrefetchEngine:
             )
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError that names the conservation law that does not hold."""
+        """Raises RuntimeError that names a violated conservation law."""
         with self._dispatcher.lock:
             broken = broken_law(self._dispatcher)
         if broken is not None:

@@ -18,7 +18,7 @@ logger = plugin_logger(__name__)
 
 
 class BlockReader:
-    """Sets `buffer` of loads, outside the dispatcher's lock; whatever the store raises leaves it None."""
+    """Sets `buffer` of loads, outside the dispatcher's lock; an exception of the store leaves it None."""
 
     def __init__(self, dispatcher: Dispatcher, store: KvStore, block_bytes: int, allocate: Allocate) -> None:
         self._dispatcher = dispatcher
@@ -27,7 +27,7 @@ class BlockReader:
         self._allocate = allocate
 
     def read(self, loads: Sequence[Load], lent: ExitStack) -> None:
-        """Reads what is not in host memory already. Loans end with `lent`, also those that could not be entered."""
+        """Reads blocks that are not in host memory yet. Loans end with `lent`, even if they could not be entered."""
         wanted = [load for load in loads if not load.cached]
         if not wanted:
             return
@@ -68,7 +68,7 @@ class BlockReader:
         return True
 
     def _load(self, load: Load) -> bool:
-        """For a store that lends nothing; False where it raised."""
+        """Loads from a store that cannot lend; False if it raised."""
         try:
             buffer = self._slot_buffer(load)
             load.fill(buffer if self._store.load(load.key, buffer) else None)
@@ -78,7 +78,7 @@ class BlockReader:
         return True
 
     def _slot_buffer(self, load: Load) -> memoryview:
-        """Host memory for the block: the cache's, where that has room."""
+        """Returns host memory for the block: the cache's, if that has room."""
         if load.slot is None:
             with self._dispatcher.lock:
                 load.use(self._dispatcher.cache.take())
@@ -96,17 +96,17 @@ Turn = tuple[Load, PrefetchTask, int]
 
 
 class LoadRunner:
-    """Runs loads outside the dispatcher's lock; whatever a store or a `deliver` raises fails that block only."""
+    """Runs loads outside the dispatcher's lock; an exception of a store or a `deliver` fails only that block."""
 
     def __init__(self, dispatcher: Dispatcher, reader: BlockReader) -> None:
         self._dispatcher = dispatcher
         self._reader = reader
 
     def run(self, loads: Sequence[Load]) -> None:
-        """Leaves no trace of the loads behind, even where the thread is ended in the middle of them.
+        """Runs loads, and leaves no trace of them even if the thread ends in the middle.
 
-        The lock is taken once for all of them, then they are delivered: between copies of large blocks little is left
-        in the processor's caches, and every call would cost several times what it does by itself.
+        The lock is taken once for all of them, before they are delivered: copies of large blocks evict the processor's
+        caches, and a call between them would cost several times as much.
         """
         dispatcher = self._dispatcher
         with ExitStack() as lent:
@@ -128,13 +128,14 @@ class LoadRunner:
                 raise
 
     def _next_turns(self, loads: Sequence[Load]) -> list[Turn]:
-        """The next request of each load, with the lock held; loads without any have ended."""
+        """Returns the next request of each load, with the lock held; loads without any have ended."""
         turns = ((load, self._next_waiter(load)) for load in loads)
         return [(load, *waiter) for load, waiter in turns if waiter is not None]
 
     def _next_waiter(self, load: Load) -> tuple[PrefetchTask, int] | None:
-        """The next request to deliver the block to, with the lock held; the others are marked on the way. None ends the
-        load. One without `deliver` is given, and stays the next, where the block must be kept first."""
+        """Returns the next request to deliver the block to, with the lock held, and marks the others on the way. None
+        ends the load. A request without `deliver` is returned, and stays the next, if the block must be kept first.
+        """
         dispatcher, cache = self._dispatcher, self._dispatcher.cache
         while load.waiters:
             task, index = load.waiters.pop(0)
@@ -164,7 +165,9 @@ class LoadRunner:
         return None
 
     def _kept(self, load: Load, state: int) -> None:
-        """With the lock held: the copy for those who want to find the block in the cache is there, or is not."""
+        """Handles, with the lock held, the end of a copy for requests that need the block in the cache: it succeeded,
+        or not.
+        """
         if state == DONE:
             assert load.slot is not None
             self._dispatcher.cache.put(load.slot, load.key)
@@ -188,7 +191,7 @@ class LoadRunner:
         return DONE
 
     def _delivered(self, load: Load, state: int) -> None:
-        """With the lock held: a call of `deliver` has returned, if one was made."""
+        """Handles, with the lock held, the return of a call of `deliver`, if one was made."""
         ended = load.end_delivery()
         if ended is None:
             return
@@ -208,7 +211,7 @@ class LoadRunner:
                 self._dispatcher.cache.release(load.slot)
 
     def _abandon(self, loads: Sequence[Load]) -> None:
-        """Where the thread is ended before the loads: those who still wait do not get the blocks."""
+        """Abandons loads if the thread ends before them: the requests that still wait do not get the blocks."""
         with self._dispatcher.lock:
             for load in loads:
                 self._delivered(load, LOST)
@@ -219,7 +222,7 @@ class LoadRunner:
 
 
 def broken_law(dispatcher: Dispatcher) -> str | None:
-    """The first conservation law that does not hold, in words; None if all do. Called with the lock held."""
+    """Returns the first violated conservation law, in words; None if all hold. Called with the lock held."""
     cache, ledger, loads = dispatcher.cache, dispatcher.ledger, dispatcher.loads.values()
     pending = ledger.pending()
     settled = sum(ledger.outcomes.values())
@@ -245,5 +248,5 @@ def broken_law(dispatcher: Dispatcher) -> str | None:
         if task.is_open and task.remaining != task.states.count(WAITING):
             return f"request {task.request_id}: {task.remaining} blocks remain, {task.states.count(WAITING)} wait"
         if not task.is_open and not task.delivering:
-            return f"request {task.request_id} is settled, delivers nothing and has no outcome"
+            return f"request {task.request_id} is settled, has no `deliver` and no outcome"
     return None

@@ -29,7 +29,8 @@ class EngineOptions(Section):
         default=1000,
         description="Blocks in host memory, of all layers, that prefetches may fill; the oldest go first.",
     )
-    # That of a memory store. A thousand blocks of 16 MiB would be 16 GiB of memory that nothing else can use.
+    # The default of a memory store. A thousand blocks of 16 MiB would be 16 GiB of memory that is not available to
+    # other uses.
     prefetch_cache_bytes: ByteSize = Field(
         default=4 << 30,
         description="Bytes of host memory, page-locked where the device copies faster from such, that these blocks may "
@@ -50,9 +51,10 @@ class PrefetchOptions(EngineOptions):
     )
 
     def for_blocks_of(self, block_bytes: int) -> Self:
-        """With `prefetch_cache_size` so small that blocks of this size keep to `prefetch_cache_bytes`, too.
+        """Returns options with `prefetch_cache_size` reduced until blocks of this size stay within
+        `prefetch_cache_bytes`, too.
 
-        Raises UcmConfigError where not even one fits.
+        Raises UcmConfigError if not even one fits.
         """
         most = self.prefetch_cache_bytes // block_bytes
         if most < 1:

@@ -1,4 +1,4 @@
-"""Which requests to prefetch for, and how urgently, from their places in the queue. Source: seed 000, 5.1."""
+"""Plans which requests to prefetch for, and how urgently, from their places in the queue. Source: seed 000, 5.1."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class AccessHistory:
         return len(self._counts)
 
     def advance(self, steps: int = 1) -> None:
-        """Time passes, in steps of the engine."""
+        """Advances time, in steps of the engine."""
         self._step += steps
 
     def record(self, keys: Iterable[bytes]) -> None:
-        """Blocks that a request uses now, one access each."""
+        """Records blocks that a request uses now, one access each."""
         for key in keys:
             self._counts[key] = (self.count(key) + 1.0, self._step)
             self._counts.move_to_end(key)
@@ -43,12 +43,12 @@ class AccessHistory:
             self._counts.popitem(last=False)
 
     def count(self, key: bytes) -> float:
-        """Accesses of a block, decayed up to now."""
+        """Returns the accesses of a block, decayed up to now."""
         count, step = self._counts.get(key, (0.0, self._step))
         return count * 0.5 ** ((self._step - step) / self._half_life)
 
     def order(self, keys: Sequence[bytes], sinks: int = 1) -> list[int]:
-        """Indices of a request's blocks, the one to prefetch first at the front.
+        """Returns the indices of a request's blocks, the one to prefetch first at the front.
 
         The first `sinks` blocks are attended whatever the query is. The others come by half of their accesses and
         their position, newer ones before older ones; equal ones stay in the order of the context.
@@ -59,7 +59,7 @@ class AccessHistory:
 
 
 class QueuedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request and the keys of the blocks that it will want from the store, in the order of its context."""
+    """A request and the keys of the blocks that it will load from the store, in the order of its context."""
 
     request_id: str
     keys: tuple[bytes, ...]
@@ -74,7 +74,7 @@ class PlannedPrefetch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefetchPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What changed since the last plan: new prefetches, other priorities, and requests that no longer wait."""
+    """Changes since the last plan: new prefetches, other priorities, and requests that no longer wait."""
 
     submit: tuple[PlannedPrefetch, ...] = ()
     move: tuple[tuple[str, PrefetchPriority], ...] = ()
@@ -85,7 +85,7 @@ class PrefetchPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 Order = Callable[[QueuedRequest], Sequence[bytes]]
-"""The keys of a request, the one to prefetch first at the front."""
+"""Returns the keys of a request, the one to prefetch first at the front."""
 
 
 def plan_prefetch(
@@ -96,10 +96,10 @@ def plan_prefetch(
     max_blocks: int,
     order: Order,
 ) -> list[PlannedPrefetch]:
-    """The prefetches that should be pending or complete now, the most urgent first.
+    """Returns the prefetches that should be pending or complete now, the most urgent first.
 
     Args:
-        running: requests of the running batch that want blocks; position 0 of the queue.
+        running: requests of the running batch that need blocks; position 0 of the queue.
         waiting: requests by their place in the queue, from position 1 on.
         batch_size: requests of a batch. Those of the next `batches_ahead` batches are prefetched for.
         max_blocks: distinct blocks of the plan; the request that reaches it is cut, and those behind it wait.
@@ -125,14 +125,14 @@ def plan_prefetch(
 
 
 class PrefetchPlanner:
-    """Follows the queue: what it asked for, moves with it, and leaves with its request. Not thread-safe.
+    """Follows the queue: prefetches move with it, and end with their request. Not thread-safe.
 
-    A step in which the queue is what it was costs a comparison; history is asked once for each request.
+    A step with an unchanged queue costs a comparison; history is read once for each request.
     """
 
     def __init__(self, batch_size: int, batches_ahead: int, max_blocks: int, history: AccessHistory) -> None:
         self.look_ahead = batch_size * batches_ahead
-        """Waiting requests that a plan looks at."""
+        """Waiting requests that a plan considers."""
         self.history = history
         self._batch_size = batch_size
         self._batches_ahead = batches_ahead
@@ -142,7 +142,7 @@ class PrefetchPlanner:
         self._queue: tuple[list[QueuedRequest], list[QueuedRequest]] = ([], [])
 
     def update(self, running: Sequence[QueuedRequest], waiting: Sequence[QueuedRequest]) -> PrefetchPlan:
-        """Changes that make the prefetches fit this queue. Called once per step."""
+        """Returns the changes that make the prefetches fit this queue. Called once per step."""
         self.history.advance()
         queue = list(running), list(waiting)
         if queue == self._queue:
@@ -165,7 +165,9 @@ class PrefetchPlanner:
         )
 
     def _order_once(self, request: QueuedRequest) -> Sequence[bytes]:
-        """By history when the request came into the look-ahead; an order that kept changing would load blocks twice."""
+        """Orders blocks by history when the request enters the look-ahead; an order that kept changing would load
+        blocks twice.
+        """
         keys, ordered = self._orders.get(request.request_id, ((), []))
         if keys != request.keys:
             ordered = [request.keys[at] for at in self.history.order(request.keys)]

@@ -1,4 +1,4 @@
-"""What the prefetch engine has done since it was made, and what it holds now."""
+"""Totals of the prefetch engine since it was made, and its current content."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 class PrefetchCounters(msgspec.Struct, kw_only=True):
     """Totals. Blocks: loaded from the store, found in the cache, or shared with a load of another request.
 
-    misses: blocks that the store did not give. errors: stores that raised. deliver_errors: `deliver` raised.
+    misses: blocks that the store did not have. errors: stores that raised. deliver_errors: `deliver` raised.
     no_room: blocks for which every slot of the cache was in use. shed: requests beyond `max_pending_prefetch`.
-    waits, wait_seconds, wait_timeouts: of callers that waited for a request.
+    waits, wait_seconds, wait_timeouts: totals of callers that waited for a request.
     """
 
     submitted: int = 0
@@ -33,7 +33,7 @@ class PrefetchCounters(msgspec.Struct, kw_only=True):
 
 
 class PrefetchStats(PrefetchCounters, kw_only=True):
-    """A copy of the totals; requests by outcome, blocks that wait by priority, and what is held now."""
+    """A copy of the totals; requests by outcome, waiting blocks by priority, and the current content."""
 
     outcomes: dict[PrefetchOutcome, int]
     queue_depth: dict[PrefetchPriority, int]

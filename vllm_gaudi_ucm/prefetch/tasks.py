@@ -1,4 +1,4 @@
-"""The prefetch of one request: which of its blocks are there, which failed, which are still to be dispatched."""
+"""The prefetch of one request: which of its blocks have arrived, which failed, which are still to be dispatched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NORMAL_POSITIONS = 16
 
 
 class PrefetchPriority(IntEnum):
-    """The smaller, the sooner: URGENT is about to run, HIGH in the next batch, LOW speculative."""
+    """A priority; smaller values come first: URGENT is about to run, HIGH in the next batch, LOW speculative."""
 
     URGENT = 0
     HIGH = 1
@@ -23,7 +23,7 @@ class PrefetchPriority(IntEnum):
 
     @classmethod
     def compute_priority(cls, queue_position: int) -> PrefetchPriority:
-        """Priority at a position of the queue; 0 is the request that runs, or runs next."""
+        """Returns the priority at a position of the queue; 0 is the request that runs, or runs next."""
         if queue_position <= 0:
             return cls.URGENT
         if queue_position <= HIGH_POSITIONS:
@@ -34,7 +34,8 @@ class PrefetchPriority(IntEnum):
 
 
 class PrefetchOutcome(StrEnum):
-    """READY alone means that every block arrived; after anything else the caller runs without the blocks.
+    """The outcome. Only READY means that every block arrived; after any other outcome the caller runs without the
+    blocks.
 
     FAILED: some blocks could not be loaded or delivered, or the request was refused. TIMEOUT: its deadline, or the
     caller's, passed first. CANCELLED: by the caller, or by a stop. UNKNOWN: no such request, or forgotten.
@@ -54,10 +55,10 @@ WAITING, DONE, LOST = 0, 1, 2
 
 
 class PrefetchTask:
-    """State of a request in the engine; touched under the dispatcher's lock only.
+    """State of a request in the engine; touched only under the dispatcher's lock.
 
-    cursor: blocks [0, cursor) have been dispatched. delivering: calls of `deliver` that run now. settling: the outcome
-    that stands once no such call runs any more. pins: cache slots kept until the outcome stands. held: those whose
+    cursor: blocks [0, cursor) have been dispatched. delivering: calls of `deliver` that run now. settling: the outcome,
+    which is final once no such call runs any more. pins: cache slots kept until the outcome is final. held: slots whose
     memory a caller was given.
     """
 
@@ -114,11 +115,11 @@ class PrefetchTask:
 
     @property
     def queued(self) -> int:
-        """Blocks that no thread has taken yet."""
+        """The number of blocks that no thread has taken yet."""
         return len(self.keys) - self.cursor if self.is_open else 0
 
     def mark(self, index: int, state: int) -> None:
-        """A block that was waiting is there (DONE) or not (LOST); nothing where the request is settled already."""
+        """Marks a waiting block as arrived (DONE) or not (LOST); does nothing if the request is settled already."""
         if self.is_open and self.states[index] == WAITING:
             self.states[index] = state
             self.remaining -= 1
@@ -130,19 +131,19 @@ class PrefetchTask:
         self.states = self.states.replace(bytes([WAITING]), bytes([LOST]))
 
     def hold(self, slots: list[Slot]) -> None:
-        """A caller is given the memory of these, in use from now on."""
+        """Gives a caller the memory of these slots, which are in use from now on."""
         self.held = slots
 
     def move(self, priority: PrefetchPriority) -> None:
-        """What is not dispatched yet has another priority."""
+        """Changes the priority of blocks not dispatched yet."""
         self.priority = priority
 
     def forget(self) -> None:
-        """Its outcome is not kept."""
+        """Forgets the outcome."""
         self.forgotten = True
 
     def failed(self) -> frozenset[int]:
-        """Indices of the blocks that did not arrive."""
+        """The indices of the blocks that did not arrive."""
         return frozenset(index for index, state in enumerate(self.states) if state == LOST)
 
 
@@ -150,7 +151,8 @@ class TaskQueue:
     """A heap over `submitted + priority * ageing`, then the sequence number; tasks themselves are never compared.
 
     A task that waits rises by one priority every `ageing` seconds. All tasks rise at the same speed, so their order
-    does not change with time: a rank is computed once. Entries that were moved or removed stay until they are met.
+    does not change with time: a rank is computed once. Entries that were moved or removed stay until they reach the
+    front.
     """
 
     def __init__(self, ageing: float) -> None:
@@ -165,7 +167,7 @@ class TaskQueue:
         return task.sequence in self._ranks
 
     def put(self, task: PrefetchTask) -> None:
-        """Adds a task, or moves it to where its priority has it now."""
+        """Adds a task, or moves it to the place of its current priority."""
         rank = task.submitted + task.priority * self._ageing
         self._ranks[task.sequence] = (rank, task)
         heapq.heappush(self._heap, (rank, task.sequence, task))
@@ -174,11 +176,11 @@ class TaskQueue:
             heapq.heapify(self._heap)
 
     def remove(self, task: PrefetchTask) -> None:
-        """Nothing where it is not there."""
+        """Removes a task; does nothing if it is not in the queue."""
         self._ranks.pop(task.sequence, None)
 
     def first(self) -> PrefetchTask | None:
-        """The most urgent task, which stays; None without any."""
+        """Returns the most urgent task without removing it; None if the queue is empty."""
         while self._heap:
             rank, sequence, task = self._heap[0]
             if self._ranks.get(sequence, (None,))[0] == rank:
@@ -187,7 +189,7 @@ class TaskQueue:
         return None
 
     def depths(self) -> Counter[PrefetchPriority]:
-        """Blocks that wait for a thread, by the priority that their request was given."""
+        """Returns the blocks that wait for a thread, by the priority of their request."""
         found: Counter[PrefetchPriority] = Counter()
         for _, task in self._ranks.values():
             found[task.priority] += task.queued
@@ -199,10 +201,11 @@ class TaskQueue:
 
 
 class Load:
-    """slot: of the cache, where it is there or is to be kept; None while nobody but `deliver` calls has asked for it.
+    """A block being loaded. slot: its slot of the cache, if it is or will be kept there; None while only `deliver`
+        calls need it.
 
     cached: it was in host memory already. buffer: its bytes, in the slot or lent by the store; None until it is read,
-    and where it could not be. waiters: requests and the block's index in each, the next one first; few.
+    or if it could not be read. waiters: requests and the block's index in each, the next one first; few.
     """
 
     __slots__ = ("buffer", "cached", "delivering", "key", "slot", "waiters")
@@ -216,7 +219,7 @@ class Load:
         self.delivering: tuple[PrefetchTask, int] | None = None
 
     def fill(self, buffer: memoryview | None) -> None:
-        """The block's bytes; None if it could not be read."""
+        """Sets the block's bytes; None if it could not be read."""
         self.buffer = buffer
 
     def use(self, slot: Slot | None) -> None:
@@ -224,11 +227,11 @@ class Load:
         self.slot = slot
 
     def begin_delivery(self, task: PrefetchTask, index: int) -> None:
-        """A call of `deliver` for a request."""
+        """Begins a call of `deliver` for a request."""
         self.delivering = task, index
 
     def end_delivery(self) -> tuple[PrefetchTask, int] | None:
-        """The call that has returned, if one was made."""
+        """Ends a call of `deliver`, and returns it, if one was made."""
         ended, self.delivering = self.delivering, None
         return ended
 
@@ -237,10 +240,10 @@ KEPT_OUTCOMES = 1024
 
 
 class Ledger:
-    """Not thread-safe: the dispatcher's lock is held around every call.
+    """Tasks by id. Not thread-safe: the dispatcher's lock is held around every call.
 
-    An id stands for its newest task. Tasks that were replaced, and whose `deliver` still runs, are counted in
-    `delivering` until it has returned.
+    An id stands for its newest task. Replaced tasks whose `deliver` still runs are counted in `delivering` until it has
+    returned.
     """
 
     def __init__(self, cache: HostCache) -> None:
@@ -264,14 +267,14 @@ class Ledger:
         return iter(self._complete.values())
 
     def add(self, task: PrefetchTask) -> None:
-        """A new task under an id that is free, or stands for a task that is settled."""
+        """Adds a task under an id that is free, or belongs to a settled task."""
         if self._pending.pop(task.request_id, None) is not None:
             self.replaced += 1
         self.forget(task.request_id)
         self._pending[task.request_id] = task
 
     def finish(self, task: PrefetchTask, outcome: PrefetchOutcome) -> None:
-        """The task's outcome stands; the oldest outcomes are forgotten, unless a caller uses their memory."""
+        """Makes the task's outcome final; the oldest outcomes are forgotten, unless a caller uses their memory."""
         task.outcome = outcome
         self.outcomes[outcome] += 1
         self.drop_pins(task)
@@ -288,7 +291,7 @@ class Ledger:
             del self._complete[oldest]
 
     def end_delivery(self, request_id: str) -> bool:
-        """One `deliver` of the id has returned; whether none runs any more."""
+        """Notes that one `deliver` of the id has returned; True if none runs any more."""
         self.delivering[request_id] -= 1
         if self.delivering[request_id]:
             return False
@@ -296,7 +299,7 @@ class Ledger:
         return True
 
     def forget(self, request_id: str) -> None:
-        """Drops the outcome; memory that was given to a caller may be used for other blocks from now on."""
+        """Drops the outcome; memory that was given to a caller may now be used for other blocks."""
         task = self._complete.pop(request_id, None)
         if task is not None:
             for slot in task.held:

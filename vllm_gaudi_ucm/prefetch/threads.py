@@ -1,4 +1,4 @@
-"""The engine's threads: started, ended, and replaced where one died."""
+"""The engine's threads: started, ended, and replaced if one dies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineThreads:
         return sum(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Nothing where they run already."""
+        """Starts the threads; does nothing if they run already."""
         with self._change:
             if not self._dispatcher.is_running:
                 with self._dispatcher.lock:
@@ -45,7 +45,7 @@ class EngineThreads:
                 self._fill()
 
     def replace_dead(self, ending: threading.Thread | None = None) -> None:
-        """Starts a thread for every one that has died, and for the one that is `ending`; quick where none has."""
+        """Starts a thread for every one that has died, and for the one that is `ending`; quick if none has."""
         if ending is None and not self._is_short:
             return
         with self._change:
@@ -58,7 +58,7 @@ class EngineThreads:
                 self._fill()
 
     def stop(self, timeout: float) -> bool:
-        """Cancels what is pending and ends the threads; False where one is still busy after `timeout` seconds.
+        """Cancels pending prefetches and ends the threads; False if one is still busy after `timeout` seconds.
 
         Such a thread is no longer part of the engine, and ends after its current block.
         """
@@ -71,7 +71,7 @@ class EngineThreads:
                     for task in dispatcher.ledger.pending():
                         dispatcher.settle(task, PrefetchOutcome.CANCELLED)
                     dispatcher.idle.call(len(threads))
-        # A thread that is dying waits for the lock above.
+        # A dying thread waits for the lock above.
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
         with self._change, dispatcher.lock:
@@ -120,7 +120,7 @@ _running: weakref.WeakSet[EngineThreads] = weakref.WeakSet()
 def end_with(owner: object, threads: EngineThreads) -> None:
     """Stops the threads once nothing refers to `owner`, or at exit."""
     _running.add(threads)
-    # Not at exit, where no thread can be started; see _end_all.
+    # Not at exit, when no thread can be started; see _end_all.
     weakref.finalize(owner, _end_beside, threads).atexit = False
 
 

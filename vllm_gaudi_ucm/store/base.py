@@ -18,13 +18,14 @@ from vllm_gaudi_ucm.store.block_key import KEY_BYTES
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals since the store was opened, and what it holds now. Bytes are those of blocks, without headers.
+    """Totals since the store was opened, and its current content. Bytes count blocks without headers.
 
-    capacity: bytes it may hold, None for a server that bounds itself. hits: blocks loaded. misses: keys that a lookup
-    or a load did not find, or found corrupt. saves: blocks that were not there before. seconds: of these two.
+    capacity: the most bytes it may hold, None for a server that bounds itself. hits: blocks loaded. misses: keys that a
+    lookup or a load did not find, or found corrupt. saves: blocks that were not there before. seconds: duration of
+    these two.
     corrupt: blocks that failed their check. errors: calls that the medium refused, such as a save on a full disk.
-    untouched: blocks that were there, and that the medium did not mark as used (a disk that became read-only).
-    breaker: `open` while the store is not asked because it kept failing; `half_open` for the trial after that.
+    untouched: blocks that were there, and that could not be marked as used (a disk that became read-only).
+    breaker: `open` while the store is not used because it kept failing; `half_open` for the trial after that.
     """
 
     kind: str
@@ -49,19 +50,19 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 class KvStore(ABC):
     """Blocks of one size by a key of 32 bytes. Every method may be called from several threads at once.
 
-    No method raises for what the medium does (slow, full, gone, corrupt): that is a miss or an unsaved block, counted
+    No method raises for faults of the medium (slow, full, gone, corrupt): these are misses or unsaved blocks, counted
     in `stats`. They raise ValueError for a key or a buffer of the wrong size, and RuntimeError after `close`.
     """
 
     batch_bytes: int = 0
-    """Bytes of blocks worth one call of `lend`, as they share a round trip or a change of threads."""
+    """Bytes of blocks to request in one call of `lend`, because they share a round trip or a thread switch."""
 
     waits: bool = True
-    """Whether a load waits for something other than a processor, so that more threads than processors load more."""
+    """True if a load waits for something other than a processor, so that more threads than processors load more."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys the store holds, without reading blocks; a later load may still miss."""
+        """Returns which keys the store holds, without reading blocks; a later load may still miss."""
 
     @abstractmethod
     def load(self, key: bytes, into: memoryview) -> bool:
@@ -71,17 +72,17 @@ class KvStore(ABC):
         """
 
     def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
-        """Verified blocks in the store's own memory, without a copy: one context per key, None for a miss.
+        """Lends verified blocks in the store's own memory, without a copy: one context per key, None for a miss.
 
         The block may be read inside its context. Every context must be exited, also one that was never entered: a
         `Loan` can be, a generator of `contextlib.contextmanager` cannot. Counts as loads. Returns None instead of a
-        list where the store lends nothing.
+        list if the store cannot lend.
         """
         return None
 
     @abstractmethod
     def save(self, key: bytes, block: memoryview) -> bool:
-        """Stores a copy of the block; True if the store holds it now, also where it did before."""
+        """Stores a copy of the block; True if the store holds it now, even if it did before."""
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -97,29 +98,29 @@ class KvStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Totals and state."""
+        """Returns totals and state."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends threads and connections; stored blocks stay where they outlast the process. Idempotent."""
+        """Ends threads and connections; stored blocks stay in media that outlast the process. Idempotent."""
 
 
 class StoreOptions(Section):
-    """Base of every store's options: what stands under `store` in the configuration."""
+    """Base of every store's options: the keys under `store` in the configuration."""
 
     ends_with_process: ClassVar[bool] = False
-    """Whether the blocks are in the memory of the process that opens the store: no other process sees them."""
+    """True if the blocks are in the memory of the process that opens the store, so no other process sees them."""
 
     kind: str = Field(description="Name of the store.")
 
     @property
     def most_bytes(self) -> int | None:
-        """Of blocks, beyond which the store evicts; None if it bounds itself."""
+        """The most bytes of blocks, beyond which the store evicts; None if it bounds itself."""
         return None
 
 
 class Finding(NamedTuple):
-    """What doctor says of a store beside the round trip of a block. is_good: False is a warning."""
+    """A finding of doctor about a store, in addition to the round trip of a block. is_good: False is a warning."""
 
     name: str
     is_good: bool
@@ -133,16 +134,16 @@ class ConfiguredStore(KvStore):
 
     Options: ClassVar[type[StoreOptions]]
     advice: ClassVar[str] = "see whether the store answers"
-    """What doctor says where the round trip of a block fails."""
+    """What doctor advises if the round trip of a block fails."""
 
     @classmethod
     @abstractmethod
     def open(cls, options: Any, block_bytes: int, evicts: bool = True) -> KvStore:
-        """See `open_store`. options: of the class `Options`."""
+        """See `open_store`. options: an object of the class `Options`."""
 
     @classmethod
     def findings(cls, options: Any) -> Iterator[Finding]:
-        """What doctor tells of a store with these options that opens."""
+        """Returns doctor's findings about a store that opens with these options."""
         yield from ()
 
 
@@ -161,7 +162,7 @@ class Counts:
                 self._totals[name] = self._totals.get(name, 0) + amount
 
     def stats(self, **state: object) -> StoreStats:
-        """The totals together with the store's own state."""
+        """Returns the totals together with the store's own state."""
         with self._lock:
             return StoreStats(kind=self._kind, **self._totals, **state)  # type: ignore[arg-type]
 
@@ -197,7 +198,7 @@ def _checksum(record: memoryview) -> int:
 
 
 class Loan:
-    """A context for one use. block: lent memory. end: called on exit."""
+    """A context for one use of a lent block. block: lent memory. end: called on exit."""
 
     __slots__ = ("_block", "_end")
 

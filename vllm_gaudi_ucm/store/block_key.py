@@ -1,6 +1,6 @@
 """Keys of stored blocks: sha256 over canonical CBOR of everything that a block's KV depends on.
 
-A key chains: it holds the key of the block before it, so that equal keys mean equal prefixes from the first token on.
+Keys form a chain: each includes the key of the block before it, so equal keys mean equal prefixes from the first token.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 32
 FORMAT_VERSION = 4
-"""Raised when the layout of a block's bytes changes, or what is stored under a key: what older versions stored is then
-never found. 2: dense keys have dense blocks only; every tensor, and all that the forward depends on, is in them. 3: a
-layer's keys, then its values; before, each token's value lay behind its key. 4: sizes of tensor and pipeline
-parallelism; a worker's part of a block is in the key of its record (`store/shards.py`)."""
+"""Raised when the layout of a block's bytes changes, or what is stored under a key: blocks stored by older versions are
+then never found. 2: dense keys have dense blocks only; every tensor, and all that the forward depends on, is in them.
+3: a layer's keys, then its values; before, each token's value followed its key. 4: sizes of tensor and pipeline
+parallelism; a worker's part of a block is in the key of its record (`store/shards.py`).
+"""
 
 _MOST_NESTED = 8
 _UINT32_LE = 70  # tag of a typed array, RFC 8746: seven times faster than a list of integers
@@ -28,11 +29,12 @@ _UINT32_LE = 70  # tag of a typed array, RFC 8746: seven times faster than a lis
 
 @dataclass(frozen=True, kw_only=True)
 class Namespace:
-    """What the KV of every block of an engine depends on, beside tokens and the request's own extra keys.
+    """Everything that the KV of every block of an engine depends on, except tokens and the request's own extra keys.
 
-    revision: of the weights, such as a commit or a digest; two revisions must differ here. dtype: of activations;
-    kv_dtype: of the KV cache. block_size: tokens. layers, kv_heads: of the first worker. head_sizes: of key and value.
-    tp_size, pp_size: how many workers share a block. sparse_policy: method and options where these change what prompts
+    revision: identifies the weights, such as a commit or a digest; two revisions must differ here. dtype: dtype of
+        activations; kv_dtype: dtype of the KV cache. block_size: tokens. layers, kv_heads: counts of the first worker.
+        head_sizes: of key and value.
+    tp_size, pp_size: how many workers share a block. sparse_policy: method and options if these change what prompts
     compute, "" for dense. layout: order of axes in the stored bytes.
     """
 
@@ -51,12 +53,12 @@ class Namespace:
     format_version: int = FORMAT_VERSION
 
     def digest(self) -> bytes:
-        """32 bytes, equal for equal namespaces only. Raises ValueError for a field that is not plain data."""
+        """Returns 32 bytes, equal for equal namespaces only. Raises ValueError for a field that is not plain data."""
         return digest_of(["gaudi-ucm namespace", asdict(self)])
 
 
 def digest_of(value: Any) -> bytes:
-    """32 bytes, equal for equal values only. Raises ValueError for what is not plain data."""
+    """Returns 32 bytes, equal for equal values only. Raises ValueError unless the value is plain data."""
     return hashlib.sha256(_encode(value)).digest()
 
 
@@ -67,16 +69,16 @@ def chain_keys(
     block_size: int,
     extra_keys: Sequence[Sequence[Any] | None] | None = None,
 ) -> list[bytes]:
-    """The keys of the full blocks of `token_ids`, 32 bytes each; tokens after the last full block have none.
+    """Returns the keys of the full blocks of `token_ids`, 32 bytes each; tokens after the last full block have none.
 
     Args:
         namespace_digest: `Namespace.digest()`, 32 bytes.
-        parent: key of the block before the first token, None if that begins the sequence. To go on with a sequence pass
-            its last key, and the tokens after that block only.
+        parent: key of the block before the first token, None if that begins the sequence. To continue a sequence, pass
+            its last key, and only the tokens after that block.
         token_ids: ids from 0 to 2^32 - 1.
         block_size: tokens per block.
-        extra_keys: one entry per full block, what else its KV depends on (LoRA, images, cache_salt), as vLLM's
-            `generate_block_hash_extra_keys` gives it; None: no block has any.
+        extra_keys: one entry per full block with everything else that its KV depends on (LoRA, images, cache_salt), as
+            vLLM's `generate_block_hash_extra_keys` gives it; None: no block has any.
 
     Raises:
         ValueError: an argument of the wrong size, a token id out of range, or an extra key that is not plain data
@@ -94,7 +96,7 @@ def chain_keys(
     tokens = _token_bytes(token_ids, blocks * block_size)
     keys = []
     for block, extra in enumerate(extras):
-        plain = _plain(extra) if extra else None  # vLLM has None for none
+        plain = _plain(extra) if extra else None  # vLLM passes None for none
         start = 4 * block * block_size
         typed = cbor2.CBORTag(_UINT32_LE, tokens[start : start + 4 * block_size])
         parent = digest_of([namespace_digest, parent, typed, plain])
@@ -103,7 +105,7 @@ def chain_keys(
 
 
 def _token_bytes(token_ids: Sequence[int] | np.ndarray, count: int) -> bytes:
-    """The first `count` ids as little-endian uint32."""
+    """Returns the first `count` ids as little-endian uint32."""
     try:
         import numpy as np  # late: configurations read this room without it
 
@@ -116,7 +118,7 @@ def _token_bytes(token_ids: Sequence[int] | np.ndarray, count: int) -> bytes:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """`value` if it is plain data. CBOR could encode more, but not all of it in one way only."""
+    """Returns `value` if it is plain data. CBOR could encode more, but not always in a unique way."""
     if depth > _MOST_NESTED:
         raise ValueError(f"extra key nested too deeply: expected {_MOST_NESTED} sequences in each other at most")
     if value is None or isinstance(value, str | bytes | bool | int | float):

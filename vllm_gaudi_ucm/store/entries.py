@@ -1,4 +1,6 @@
-"""Files and folders as a store handles them: named below a descriptor, no link followed, private to their owner."""
+"""Handles files and folders of a store: named relative to a descriptor, without following links, private to their
+owner.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def open_folder(name: str, at: int | None = None) -> int:
-    """A descriptor of a folder. Raises NotADirectoryError for anything else, FileNotFoundError."""
+    """Opens a folder and returns its descriptor. Raises NotADirectoryError for anything else, FileNotFoundError."""
     return os.open(name, _FOLDER, dir_fd=at)
 
 
 @contextmanager
 def folder_below(at: int, path: str, make: bool = False, sync: bool = False) -> Iterator[int]:
-    """A descriptor of the folder at a relative path; links in it are refused.
+    """Opens the folder at a relative path and returns its descriptor; links in it are refused.
 
     make: create missing parts. sync: so that they survive a power cut.
     """
@@ -43,24 +45,24 @@ def make_part(name: str, at: int, sync: bool = True) -> None:
     """Makes a folder in another one, unless something is there. sync: so that it survives a power cut."""
     try:
         os.mkdir(name, PRIVATE, dir_fd=at)
-    except FileExistsError:  # by another engine, just now
+    except FileExistsError:  # by another engine in the meantime
         return
     if sync:
         os.fsync(at)
 
 
 def create_file(name: str, at: int | None = None) -> int:
-    """A descriptor of a new file. Raises FileExistsError, FileNotFoundError where its folder has gone."""
+    """Creates a file and returns its descriptor. Raises FileExistsError; FileNotFoundError if its folder is gone."""
     return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE_FILE, dir_fd=at)
 
 
 def open_file(name: str, at: int | None = None, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a file; a link is refused, and nothing is waited for. Raises FileNotFoundError."""
+    """Opens a file and returns its descriptor; refuses links, and never waits. Raises FileNotFoundError."""
     return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, _PRIVATE_FILE, dir_fd=at)
 
 
 def read_whole(descriptor: int, into: memoryview) -> int:
-    """Fills `into` from the file's beginning; the bytes read, fewer where it ends before."""
+    """Fills `into` from the file's beginning; returns the number of bytes read, fewer if the file is shorter."""
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], done)
@@ -71,13 +73,13 @@ def read_whole(descriptor: int, into: memoryview) -> int:
 
 
 def write_whole(descriptor: int, data: memoryview) -> None:
-    """Writes all of it."""
+    """Writes all bytes."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def remove_file(name: str, at: int | None = None) -> bool:
-    """True if it was there."""
+    """Removes a file; True if it existed."""
     try:
         os.unlink(name, dir_fd=at)
     except FileNotFoundError:
@@ -86,7 +88,7 @@ def remove_file(name: str, at: int | None = None) -> bool:
 
 
 def remove_unless_locked(name: str, at: int) -> bool:
-    """True if it was there and no living process holds its lock."""
+    """Removes a file; True if it existed and no living process holds its lock."""
     descriptor = open_file(name, at)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,14 +100,15 @@ def remove_unless_locked(name: str, at: int) -> bool:
 
 
 def entries(folder: int | str) -> list[os.DirEntry[str]]:
-    """The entries of a folder, given its path or a descriptor. A descriptor must stay open while entries are asked for
-    their `stat`, and must not be listed by two callers at once."""
+    """Yields the entries of a folder, given its path or a descriptor. A descriptor must stay open while `stat` of
+    entries is used, and two callers must not list it at once.
+    """
     with os.scandir(folder) as found:
         return list(found)
 
 
 def kind_of(mode: int) -> str:
-    """The type that `st_mode` tells, in words."""
+    """Returns the type in `st_mode`, in words."""
     for is_kind, words in (
         (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a folder"),

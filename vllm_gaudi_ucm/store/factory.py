@@ -1,4 +1,4 @@
-"""Stores by name: a new one is a file with a `ConfiguredStore`, and its options beside it."""
+"""Stores by name: a new one is a file with a `ConfiguredStore` and its options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORES: Registry[type[ConfiguredStore]] = Registry(
 
 
 def store_class(kind: str) -> type[ConfiguredStore]:
-    """The class behind a name, imported now. Raises RegistryError."""
+    """Returns the class behind a name, imported now. Raises RegistryError."""
     found = STORES.get(kind)
     if not (isinstance(found, type) and issubclass(found, ConfiguredStore)):
         place = STORES.place(kind)
@@ -37,12 +37,13 @@ def store_class(kind: str) -> type[ConfiguredStore]:
 
 
 def lasting_kinds() -> list[str]:
-    """Names of the stores whose blocks outlast the process, or are seen by others."""
+    """Returns the names of stores whose blocks outlast the process, or are visible to others."""
     return [kind for kind in STORES.names() if not store_class(kind).Options.ends_with_process]
 
 
 def resolve_store_options(value: Any, key: str = "store") -> StoreOptions:
-    """The options in a mapping with the key `kind`, or in the YAML or JSON file at a path, or options as they are.
+    """Returns the options in a mapping with the key `kind`, or in the YAML or JSON file at a path, or options as they
+    are.
 
     Raises `UcmConfigError` that lists every problem by its full name under `key`.
     """
@@ -70,19 +71,19 @@ def resolve_store_options(value: Any, key: str = "store") -> StoreOptions:
 
 
 def open_store(options: StoreOptions, block_bytes: int, evicts: bool = True) -> KvStore:
-    """A store of blocks of `block_bytes` bytes; its user closes it.
+    """Opens a store of blocks of `block_bytes` bytes; the caller closes it.
 
     Raises ValueError (`UcmConfigError`) for a place that cannot be used, or a capacity below one block; a server that
-    does not answer is no error.
+    does not answer is not an error.
 
-    evicts: whether blocks leave to make room for new ones. Where not, a store in this process is its user's alone; a
-        server has a policy of its own.
+    evicts: whether blocks leave to make room for new ones. If not, a store in this process is not shared; a server has
+        a policy of its own.
     """
     return store_class(options.kind).open(options, block_bytes, evicts)
 
 
 def open_medium(options: StoreOptions, create: bool = True, evicts: bool = True) -> Medium:
-    """What lies under a store, for all block sizes and without protection.
+    """Opens the medium under a store, for all block sizes and without protection.
 
     Raises ValueError for a store without a medium, and (`UcmConfigError`) for a folder that cannot be used.
 
@@ -93,6 +94,6 @@ def open_medium(options: StoreOptions, create: bool = True, evicts: bool = True)
     store = store_class(options.kind)
     if not issubclass(store, MediumStore):
         others = [kind for kind in STORES.names() if issubclass(store_class(kind), MediumStore)]
-        where = "a store of this kind lives inside its engine"
+        where = "a store of this kind exists only inside its engine"
         raise ValueError(f"store.kind: found {options.kind!r}, expected {' or '.join(others)}: {where}")
     return store.open_medium(options, create, evicts)

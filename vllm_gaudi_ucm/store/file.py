@@ -1,8 +1,8 @@
 """The store `file`: content-addressed records in a folder, bounded, shared by several engines.
 
-Every process keeps an index of the folder and looks at the parts that others changed every few seconds, so the bound
-holds to within what the others write meanwhile. Order of use is kept in the files' mtime: it survives restarts, and one
-engine does not evict what another has just used.
+Every process keeps an index of the folder, and every few seconds lists the parts that others changed. So the bound may
+be exceeded by what the others write in between. Order of use is kept in the files' mtime: it survives restarts, and one
+engine does not evict blocks that another has just used.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FileStoreOptions(MediumOptions):
 class FileMedium(Medium):
     """Records in a folder, `capacity` bytes of blocks at most.
 
-    evicts: whether the least recently used blocks make room for a new one; if not, there is none.
+    evicts: whether the least recently used blocks make room for a new one; if not, the new one is refused.
     """
 
     kind = "file"
@@ -79,9 +79,9 @@ class FileMedium(Medium):
         self._evicts = evicts
         self._capacity = capacity
         self._fsync = fsync
-        # What happens to one block happens in turn, so that the index says of it what the disk says.
+        # Operations on one block are serialised, so that the index agrees with the disk.
         self._turns = [threading.Lock() for _ in range(_TURNS)]
-        self._lock = threading.Lock()  # of all below; never held while the disk is asked
+        self._lock = threading.Lock()  # for all below; never held during disk access
         self._index = FolderIndex()
         self._reserved = 0  # bytes of blocks that are being written
         self._listing = FolderListing(folder, self._index, self._lock)
@@ -91,7 +91,7 @@ class FileMedium(Medium):
 
     @property
     def reserved(self) -> int:
-        """Bytes of blocks that are being written now."""
+        """Returns the bytes of blocks that are being written now."""
         with self._lock:
             return self._reserved
 
@@ -127,12 +127,12 @@ class FileMedium(Medium):
         try:
             with _refusals():
                 if not self._make_room(reserved):
-                    raise FullError(f"no block may leave its {self._capacity} bytes now to make room for another")
+                    raise FullError(f"no block may be evicted from its {self._capacity} bytes to make room for another")
                 with self._turn(block):
                     if held.is_whole(block):
                         return False
                     used = self._put(held, block, record)
-                    with self._lock:  # at once, so that neither is more room taken than there is, nor too much made
+                    with self._lock:  # at once, so that neither too much is reserved, nor too much evicted
                         self._index.use(block, leaf_name(block), used)
                         self._reserved -= reserved
                         reserved = 0
@@ -145,7 +145,7 @@ class FileMedium(Medium):
 
     def _put(self, held: HeldFolder, block: StoredBlock, record: memoryview) -> int:
         if held.in_the_way(block):
-            raise RefusedError(f"something else lies in the place of block {block.key.hex()}")
+            raise RefusedError(f"another entry is in the place of block {block.key.hex()}")
         return held.put(block, record, self._fsync)
 
     def delete(self, blocks: Sequence[StoredBlock]) -> int:
@@ -169,7 +169,7 @@ class FileMedium(Medium):
             return Usage(len(self._index), self._index.bytes, self._capacity)
 
     def upkeep(self) -> None:
-        """Looks at what others changed, evicts what is too much, and removes what dead writers left."""
+        """Lists what others changed, evicts blocks beyond the bound, and removes files of dead writers."""
         self._listing.refresh()
         self._make_room(0)
         held = self._folder.hold()
@@ -188,7 +188,7 @@ class FileMedium(Medium):
         return self._turns[block.key[0] % _TURNS]
 
     def _use(self, held: HeldFolder, block: StoredBlock) -> bool:
-        """Makes a block the newest, unless it has gone. Where the disk does not take that, it is so in here alone."""
+        """Makes a block the newest, unless it is gone. If the disk does not record it, only this process knows."""
         with self._turn(block):
             now = time.time_ns()
             try:
@@ -206,7 +206,7 @@ class FileMedium(Medium):
             self.untouched += 1
             is_first = self.untouched == 1
         if is_first:
-            what = "a block could not be marked as used, which is said once"
+            what = "a block could not be marked as used (logged once)"
             logger.warning("%s: %s: %s", self.place(), what, str(error))
 
     def _remove(self, block: StoredBlock) -> bool:
@@ -217,7 +217,7 @@ class FileMedium(Medium):
         return removed
 
     def _make_room(self, size: int) -> bool:
-        """Evicts until the index and what is being written fit; False where a write of `size` never would."""
+        """Evicts until the index and the blocks being written fit; False if a write of `size` would never fit."""
         while True:
             with self._lock:
                 oldest = self._index.oldest()
@@ -228,7 +228,7 @@ class FileMedium(Medium):
             self._evict(*oldest)
 
     def _evict(self, block: StoredBlock, used: int) -> None:
-        """Removes a block, unless someone has used it since `used`."""
+        """Removes a block, unless it was used after `used`."""
         with self._turn(block):
             held = self._folder.hold()
             mtime = None if held is None else held.mtime(block)
@@ -243,7 +243,7 @@ class FileMedium(Medium):
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Errors that say that the folder can be read, if not written to, as what they are."""
+    """Translates errors of a folder that can be read but not written to."""
     try:
         yield
     except OSError as error:

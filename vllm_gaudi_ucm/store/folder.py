@@ -1,4 +1,4 @@
-"""The folder of the file store: opened, checked to be ours alone, indexed, and made again where it has gone."""
+"""The folder of the file store: opened, checked to be private, indexed, and made again if it is gone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vllm_gaudi_ucm.store.medium import StoredBlock
 
 
 class UnusableFolderError(OSError):
-    """What lies at the path is not a folder that a store may use."""
+    """Raised if the path is not a folder that a store may use."""
 
     def __init__(self, path: Path, found: str, expected: str) -> None:
         super().__init__(f"{path} ({found}), expected {expected}")
@@ -40,7 +40,7 @@ class UnusableFolderError(OSError):
 class Folder:
     """One folder. Opening makes it (`create`), or takes one that a store has made or that is empty.
 
-    Raises `UcmConfigError` for a folder with other content, of another user, or writable by others; OSError where it
+    Raises `UcmConfigError` for a folder with other content, of another user, or writable by others; OSError if it
     cannot be made.
     """
 
@@ -60,9 +60,10 @@ class Folder:
             raise UcmConfigError([Problem("store.path", error.found, error.expected)]) from error
 
     def hold(self) -> HeldFolder | None:
-        """The folder, if it is there. Raises UnusableFolderError (an OSError) where something else has taken its place.
+        """Returns the folder, if it exists. Raises UnusableFolderError (an OSError) if something else has taken its
+        place.
 
-        To be asked before each use: what was opened may have been removed meanwhile.
+        Call it before each use: the opened folder may have been removed in the meantime.
         """
         held = self._held
         if held is None or not held.is_at(str(self.path)):
@@ -70,7 +71,7 @@ class Folder:
         return held
 
     def hold_or_make(self) -> HeldFolder:
-        """The folder, made again where it has gone; raises as `hold` does, or OSError where it cannot be made."""
+        """Returns the folder, made again if it is gone. Raises like `hold`, or OSError if it cannot be made."""
         held = self.hold()
         if held is None:
             held = self._held = self._make()
@@ -122,20 +123,22 @@ class Folder:
             raise UnusableFolderError(self.path, "not the folder of a store", self._wanted)
 
     def _is_marked(self, root: int) -> bool:
-        """False for an empty folder. Raises UnusableFolderError unless it is that, or a store's that is ours alone."""
+        """False for an empty folder. Raises UnusableFolderError unless it is empty, or a store's folder that only this
+        user can write.
+        """
         try:
             marked = is_marked(root)
         except NotAStoreError as error:
             raise UnusableFolderError(self.path, str(error), self._wanted) from error
         status = os.fstat(root)
         if marked and others_may_write(status):
-            expected = "a folder that nobody else may write: see what is in it, then chmod 700, or name another"
+            expected = "a folder that no other user may write: check its content, then chmod 700, or name another"
             raise UnusableFolderError(self.path, f"mode {stat.S_IMODE(status.st_mode):04o}", expected)
         return marked
 
 
 def _open_ours(path: Path, opened: ExitStack, at: int | None = None) -> int:
-    """A descriptor of the folder at a path, or of that name below `at`.
+    """Opens the folder at a path, or of that name below `at`.
 
     Raises UnusableFolderError for a link, a file, or a folder of another user, FileNotFoundError.
     """
@@ -143,8 +146,8 @@ def _open_ours(path: Path, opened: ExitStack, at: int | None = None) -> int:
         descriptor = open_folder(path.name if at is not None else str(path), at)
     except NotADirectoryError:
         kind = kind_of(os.lstat(path).st_mode)
-        expected = "a folder: name the one that it leads to" if kind == "a link" else "a folder"
-        raise UnusableFolderError(path, f"no folder but {kind}", expected) from None
+        expected = "a folder: name the one that the link points to" if kind == "a link" else "a folder"
+        raise UnusableFolderError(path, f"{kind}, not a folder", expected) from None
     opened.callback(os.close, descriptor)
     status = os.fstat(descriptor)
     if not is_own(status):
@@ -155,7 +158,7 @@ def _open_ours(path: Path, opened: ExitStack, at: int | None = None) -> int:
 
 @dataclass
 class Entry:
-    """leaf: the folder that the record lies in. used: mtime in ns. added: the index's own count, for `replace`."""
+    """A record in the index. leaf: its folder. used: mtime in ns. added: the index's own count, for `replace`."""
 
     leaf: str
     used: int
@@ -163,7 +166,7 @@ class Entry:
 
 
 class FolderIndex:
-    """Blocks of a folder in the order of their use. Not thread-safe: its owner holds a lock."""
+    """Blocks of a folder in the order of their use. Not thread-safe: the owner holds a lock."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[StoredBlock, Entry] = OrderedDict()
@@ -176,16 +179,16 @@ class FolderIndex:
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """Returns the bytes of all blocks."""
         return self._bytes
 
     @property
     def moment(self) -> int:
-        """Now, to tell whether entries are added before or after."""
+        """Returns a mark that tells later whether entries were added before or after."""
         return self._count
 
     def leaves(self) -> list[str]:
-        """The folders that hold blocks."""
+        """Returns the folders that hold blocks."""
         return list(self._leaves)
 
     def use(self, block: StoredBlock, leaf: str, used: int) -> None:
@@ -208,13 +211,13 @@ class FolderIndex:
                 del self._leaves[entry.leaf]
 
     def oldest(self) -> tuple[StoredBlock, int] | None:
-        """The least recently used block and the time of its use (ns)."""
+        """Returns the least recently used block and the time of its use (ns)."""
         for block, entry in self._entries.items():
             return block, entry.used
         return None
 
     def replace(self, leaf: str, found: Iterable[tuple[StoredBlock, int]], moment: int) -> None:
-        """A leaf was listed: only what was `found` (with mtimes) is there.
+        """Replaces the entries of a listed leaf by those `found` (with mtimes).
 
         Entries younger than `moment`, when the listing began, stay: the listing may have missed them.
         """
@@ -227,31 +230,31 @@ class FolderIndex:
                 self.use(block, leaf, used)
 
     def sort(self) -> None:
-        """Sorts entries by use: `replace` appends what other processes wrote in the order of the listing."""
+        """Sorts entries by use: `replace` appends other processes' entries in the order of the listing."""
         self._entries = OrderedDict(sorted(self._entries.items(), key=lambda item: item[1].used))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the bytes are those of the entries, and each entry is in its leaf."""
+        """Raises AssertionError unless the bytes match the entries, and each entry is in its leaf."""
         assert self._bytes == sum(block.block_bytes for block in self._entries)
         assert sum(map(len, self._leaves.values())) == len(self._entries)
         assert all(block in self._leaves[entry.leaf] for block, entry in self._entries.items())
 
 
 _SETTLED_NS = 100_000_000
-"""A folder's mtime may miss a change that follows within one tick of the clock: younger ones are not relied on."""
+"""A folder's mtime may miss a change that follows within one tick of the clock: younger ones are not trusted."""
 
 
 class FolderListing:
     """Lists the parts of a folder that have changed. One thread at a time may refresh it.
 
-    lock: held around every use of `index`, and never while the disk is asked.
+    lock: held around every use of `index`, and never during disk access.
     """
 
     def __init__(self, folder: Folder, index: FolderIndex, lock: threading.Lock) -> None:
         self._folder = folder
         self._index = index
         self._lock = lock
-        self._mtimes: dict[str, int] = {}  # of each leaf when it was listed, in ns; 0: not relied on
+        self._mtimes: dict[str, int] = {}  # mtime of each leaf when it was listed, in ns; 0: not trusted
 
     def refresh(self) -> None:
         """Lists the parts of the folder that have changed since they were last listed."""
@@ -261,7 +264,8 @@ class FolderListing:
         held = self._folder.hold()
         leaves = {} if held is None else dict(held.leaves())
         changed = {leaf for leaf in leaves.keys() | self._mtimes.keys() if leaves.get(leaf) != self._mtimes.get(leaf)}
-        changed.update(leaf for leaf in known if leaf not in leaves)  # removed with what was saved since the last look
+        # removed with the blocks that were saved since the last listing
+        changed.update(leaf for leaf in known if leaf not in leaves)
         for leaf in changed:
             found = held.records(leaf) if held is not None and leaf in leaves else []
             with self._lock:

@@ -1,4 +1,4 @@
-"""A store over a medium: deadline, circuit breaker, checksums and counters, equal for every medium."""
+"""A store on top of a medium: deadline, circuit breaker, checksums and counters, the same for every medium."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class Breaker:
-    """A circuit breaker. Closed: calls pass. Open: none does. Half open: one passes, and decides. Thread-safe."""
+    """A circuit breaker. Closed: calls pass. Open: no call passes. Half open: one call passes, and decides.
+    Thread-safe.
+    """
 
     def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = failures
         self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._failures = 0  # in a row
+        self._failures = 0  # failures in a row
         self._opened: float | None = None
         self._trying = False
 
     @property
     def state(self) -> BreakerState:
-        """`half_open` from the moment that a call may try again until it has decided."""
+        """The state; `half_open` from the moment that a call may try again until its outcome decides."""
         with self._lock:
             return self._state()
 
@@ -67,13 +69,13 @@ class Breaker:
             return state == "closed"
 
     def succeeded(self) -> None:
-        """A call was answered."""
+        """Records that a call was answered."""
         with self._lock:
-            # an answer to a call from before it opened says nothing about now, but does no harm either
+            # an answer to a call from before the breaker opened tells nothing about now, but does no harm either
             self._failures, self._opened, self._trying = 0, None, False
 
     def failed(self) -> bool:
-        """A call failed or took too long. True if this opened the breaker."""
+        """Records that a call failed or took too long. True if this opened the breaker."""
         with self._lock:
             was_closed = self._opened is None
             self._failures += 1
@@ -93,7 +95,9 @@ Result = TypeVar("Result")
 
 
 class CallGuard:
-    """A circuit breaker before a few I/O threads. Failures and time-outs are counted in `counts` and logged once."""
+    """A circuit breaker in front of a few I/O threads. Failures and time-outs are counted in `counts` and logged
+    once.
+    """
 
     def __init__(
         self,
@@ -112,11 +116,12 @@ class CallGuard:
 
     @property
     def state(self) -> BreakerState:
-        """Of the circuit breaker."""
+        """The state of the circuit breaker."""
         return self._breaker.state
 
     def call(self, function: Callable[[Job[Result]], Result], deadline: float | None = None) -> Result | None:
-        """What `function(job)` returns in an I/O thread; None if it failed, took too long, or was not let through.
+        """Runs `function(job)` in an I/O thread and returns its result; None if it failed, took too long, or was not
+        let through.
 
         Raises RuntimeError after `close`.
         """
@@ -131,12 +136,12 @@ class CallGuard:
             return None
         except RefusedError as error:
             self._counts.add(errors=1)
-            self._breaker.succeeded()  # it answers: what it holds can still be loaded
+            self._breaker.succeeded()  # it answers: its blocks can still be loaded
             self._say_once(error)
             return None
         except Exception as error:
             self._failed(error)
-            self.check_open()  # closed by another thread meanwhile
+            self.check_open()  # another thread closed it in the meantime
             self._counts.add(errors=1)
             return None
         except BaseException:
@@ -146,7 +151,9 @@ class CallGuard:
         return result
 
     def call_unhurried(self, function: Callable[[], Result]) -> Result | None:
-        """Like `call`, in the caller's thread and without a deadline: for what takes as long as there are blocks."""
+        """Like `call`, in the caller's thread and without a deadline: for work whose duration grows with the number of
+        blocks.
+        """
         self.check_open()
         try:
             return function()
@@ -156,12 +163,12 @@ class CallGuard:
             return None
 
     def begin(self, function: Callable[[], None]) -> None:
-        """Runs `function` in an I/O thread and returns at once; what it raises is lost. Nothing after `close`."""
+        """Runs `function` in an I/O thread and returns at once; what it raises is lost. Does nothing after `close`."""
         if not self._closed:
             try:
                 self._threads.begin(function)
             except RuntimeError:
-                logger.debug("%s was closed meanwhile", self._medium.place())
+                logger.debug("%s was closed in the meantime", self._medium.place())
 
     def check_open(self) -> None:
         """Raises RuntimeError after `close`."""
@@ -169,26 +176,26 @@ class CallGuard:
             raise RuntimeError(f"the {self._medium.kind} store is closed")
 
     def close(self) -> bool:
-        """Ends the threads, within the deadline; False if this was done before."""
+        """Ends the threads, within the deadline; False if they were ended before."""
         if self._closed:
             return False
         self._closed = True
         if not self._threads.close(self._deadline):
-            logger.warning("%s does not answer: its threads are left to end by themselves", self._medium.place())
+            logger.warning("%s does not answer: its threads will end on their own", self._medium.place())
         return True
 
     def _say_once(self, error: RefusedError) -> None:
         if type(error) not in self._said:
             self._said.add(type(error))
             what = "takes no more blocks" if isinstance(error, FullError) else "does not take a block"
-            logger.warning("%s %s, which is said once: %s", self._medium.place(), what, error)
+            logger.warning("%s %s(logged once): %s", self._medium.place(), what, error)
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, (*self._medium.errors, DeadlineExceededError)):
-            logger.error("%s: an error of ours", self._medium.place(), exc_info=error)
+            logger.error("%s: an error of the plugin", self._medium.place(), exc_info=error)
         if self._breaker.failed():
             what = f"{type(error).__name__}: {error}"
-            logger.warning("%s keeps failing and is left alone for a while: %s", self._medium.place(), what)
+            logger.warning("%s keeps failing and is not used for a while: %s", self._medium.place(), what)
 
 
 FIRST_UPKEEP_SECONDS = 5.0
@@ -196,7 +203,7 @@ FIRST_UPKEEP_SECONDS = 5.0
 
 
 class GuardedStore(KvStore):
-    """Blocks of `block_bytes` bytes in a medium. Callers wait until the deadline at most, whatever the medium does."""
+    """Blocks of `block_bytes` bytes in a medium. Callers wait until the deadline at most, even if the medium hangs."""
 
     def __init__(
         self,
@@ -245,7 +252,7 @@ class GuardedStore(KvStore):
         if not keys:
             return []
         begin = time.perf_counter()
-        # in the caller's thread, whose device is the one that page-locked memory is for
+        # in the caller's thread, whose device is the one that memory is page-locked for
         wanted, records = list(keys), self._take_records(len(keys))
         found = None
         if records:
@@ -262,7 +269,7 @@ class GuardedStore(KvStore):
         return [None if record is None else self._loan(record) for record in found]
 
     def _take_records(self, count: int) -> list[memoryview]:
-        """`count` buffers; none where the system gives no memory."""
+        """Returns `count` buffers; none if the system has no memory."""
         records: list[memoryview] = []
         try:
             while len(records) < count:
@@ -310,7 +317,7 @@ class GuardedStore(KvStore):
         return self._counts.stats(breaker=self._guard.state, untouched=self._medium.untouched, **state)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the counts of the medium are inconsistent."""
+        """Raises AssertionError if the counts of the medium are inconsistent."""
         self._medium.check_integrity()
 
     def close(self) -> None:
@@ -318,7 +325,9 @@ class GuardedStore(KvStore):
             self._medium.close()
 
     def _write(self, job: Job[bool], key: bytes, block: memoryview) -> bool:
-        """Runs in an I/O thread; whether the block is new. Writes from a copy, which no caller can change meanwhile."""
+        """Writes a block, in an I/O thread; True if it is new. Writes from a copy, which no caller can change in the
+        meantime.
+        """
         if self._medium.keep(key, self._block_bytes):
             return False
         record = self._own_record()
@@ -328,7 +337,7 @@ class GuardedStore(KvStore):
         return self._medium.write(key, record)
 
     def _own_record(self) -> memoryview:
-        """This I/O thread's own buffer of one record."""
+        """Returns this I/O thread's own buffer for one record."""
         if not hasattr(self._buffers, "record"):
             self._buffers.record = memoryview(bytearray(HEADER_BYTES + self._block_bytes))
         record: memoryview = self._buffers.record
@@ -344,7 +353,7 @@ class GuardedStore(KvStore):
             self._guard.begin(self._upkeep)
 
     def _upkeep(self) -> None:
-        if self._upkeep_lock.acquire(blocking=False):  # one at once
+        if self._upkeep_lock.acquire(blocking=False):  # one at a time
             try:
                 self._medium.upkeep()
             finally:
@@ -353,14 +362,14 @@ class GuardedStore(KvStore):
 
 
 class MediumStore(GuardedStore, ConfiguredStore):
-    """Base of the configured stores over a medium. A new one names its options and opens its medium."""
+    """Base of the configured stores on top of a medium. A subclass names its options and opens its medium."""
 
     Options: ClassVar[type[MediumOptions]]
 
     @classmethod
     @abstractmethod
     def open_medium(cls, options: Any, create: bool = True, evicts: bool = True) -> Medium:
-        """See `open_medium` of `store/factory.py`. options: of the class `Options`."""
+        """See `open_medium` of `store/factory.py`. options: an object of the class `Options`."""
 
     @classmethod
     def open(cls, options: Any, block_bytes: int, evicts: bool = True) -> Self:
@@ -373,5 +382,5 @@ class MediumStore(GuardedStore, ConfiguredStore):
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    # numpy lets other threads run meanwhile; a slice assignment of memoryviews does not
+    # numpy lets other threads run during the copy; a slice assignment of memoryviews does not
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

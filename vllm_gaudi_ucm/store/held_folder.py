@@ -1,4 +1,4 @@
-"""The opened folder of the file store: read and written by descriptor, whatever takes its place on the path.
+"""The opened folder of the file store: read and written by descriptor, even if its path changes.
 
 gaudi-ucm-store.json                        marks it as ours
 blocks/<bytes of a block>/ab/c/<key>.kv     one record each; ab, c: the key's first three hex digits
@@ -40,7 +40,7 @@ _MARK = f"{json.dumps({'format': 1})}\n".encode()
 
 
 class NotAStoreError(Exception):
-    """The folder holds something else; the text says what was found."""
+    """Raised if the folder has other content; the text tells what was found."""
 
 
 def is_marked(folder: int) -> bool:
@@ -50,17 +50,17 @@ def is_marked(folder: int) -> bool:
         names = os.listdir(folder)
         if not names:
             return False
-        # another engine may have marked it since
+        # another engine may have marked it in the meantime
         mark = _read(folder) if MARKER in names else None
         if mark is None:
             raise NotAStoreError("not the folder of a store")
-    if mark.strip() not in (b"", _MARK.strip()):  # empty: another engine is just writing it, or lost power then
+    if mark.strip() not in (b"", _MARK.strip()):  # empty: another engine is writing it now, or lost power while writing
         raise NotAStoreError(f"made by another version: {mark.decode(errors='replace').strip()!r}")
     return True
 
 
 def write_mark(folder: int) -> None:
-    """Marks the folder, for good; several engines may do so at once."""
+    """Marks the folder permanently; several engines may do so at once."""
     if _read(folder) == _MARK:
         return
     descriptor = open_file(MARKER, folder, os.O_WRONLY | os.O_CREAT)
@@ -91,20 +91,22 @@ logger = plugin_logger(__name__)
 
 
 class Strangers:
-    """Things met where records belong that are none: never opened, never removed. The first is logged."""
+    """Entries that are not records although they are in a record's place: never opened, never removed. The first is
+    logged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._met: dict[str, str] = {}
 
     def meet(self, name: str, mode: int) -> None:
-        """name: below the folder. mode: `st_mode`."""
+        """Notes a stranger. name: its path below the folder. mode: `st_mode`."""
         if name in self._met or len(self._met) == _MOST:
             return
         if not self._met:
             logger.warning(
-                "file store %s: %s is %s where the store has a part of its own; it is left alone, and so are others, "
-                "which `gaudi-ucm store verify` names",
+                "file store %s: %s is %s in the place of a part of the store; it is not touched, nor are further ones, "
+                "which `gaudi-ucm store verify` lists",
                 self._folder,
                 name,
                 kind_of(mode),
@@ -112,7 +114,7 @@ class Strangers:
         self._met[name] = kind_of(mode)
 
     def names(self) -> list[str]:
-        """The path and type of each."""
+        """Returns the path and type of each."""
         return [f"{self._folder / name} ({kind})" for name, kind in self._met.items()]
 
 
@@ -120,19 +122,19 @@ BLOCKS, TMP = "blocks", "tmp"
 _LEVELS = [re.compile(pattern) for pattern in (r"[1-9][0-9]*", r"[0-9a-f]{2}", r"[0-9a-f]")]
 _RECORD = re.compile(r"([0-9a-f]{64})\.kv")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_GRACE_SECONDS = 5.0  # younger temporary files may not be locked by their living writer yet
+_GRACE_SECONDS = 5.0  # younger temporary files may not be locked yet by their living writer
 _numbers = itertools.count()
 
 
 class HeldFolder:
     """Descriptors of the folder and of `blocks` in it, closed with the last reference to this object.
 
-    Only its owner can put anything below them. Anything but a file in the place of a record is a stranger: lookups
-    miss it, reads return REFUSED, and writes fail.
+    Only the owner can create entries below them. Anything except a file in the place of a record is a stranger:
+    look-ups miss it, reads return REFUSED, and writes fail.
     """
 
     def __init__(self, root: int, blocks: int, opened: ExitStack, strangers: Strangers) -> None:
-        """opened: closes the descriptors; this object takes it over."""
+        """Takes over `opened`, which closes the descriptors."""
         self._root = root
         self._blocks = blocks
         self._strangers = strangers
@@ -147,12 +149,12 @@ class HeldFolder:
             return False
 
     def mtime(self, block: StoredBlock) -> int | None:
-        """Of a block's record in ns, None if there is none."""
+        """Returns the mtime of a block's record in ns, None if there is none."""
         found = self._stat(block)
         return found.st_mtime_ns if found is not None and self._is_record(block, found.st_mode) else None
 
     def is_whole(self, block: StoredBlock) -> bool:
-        """True if its record is there, in full length."""
+        """True if the block's record exists in full length."""
         found = self._stat(block)
         return (
             found is not None
@@ -169,7 +171,7 @@ class HeldFolder:
             return REFUSED
         try:
             descriptor = open_file(record_name(block), self._blocks)
-        except FileNotFoundError:  # removed just now
+        except FileNotFoundError:  # removed in the meantime
             return None
         try:
             size = os.fstat(descriptor).st_size
@@ -182,7 +184,9 @@ class HeldFolder:
         os.utime(record_name(block), ns=(now, now), dir_fd=self._blocks, follow_symlinks=False)
 
     def put(self, block: StoredBlock, record: memoryview, fsync: bool) -> int:
-        """Writes a record beside and moves it into place; its mtime in ns. Nothing of it stays after an error."""
+        """Writes a record to a temporary file and moves it into place; returns its mtime in ns. Leaves no file after an
+        error.
+        """
         name = f"{os.getpid()}-{next(_numbers)}-{time.time_ns()}"
         with folder_below(self._root, TMP, make=True) as tmp:
             try:
@@ -190,23 +194,23 @@ class HeldFolder:
                 with folder_below(self._blocks, leaf_name(block), make=True, sync=fsync) as leaf:
                     os.rename(name, _file_name(block), src_dir_fd=tmp, dst_dir_fd=leaf)
             except BaseException:
-                with suppress(OSError):  # what cannot be removed now is swept later
+                with suppress(OSError):  # if it cannot be removed now, it is swept later
                     remove_file(name, tmp)
                 raise
             return used
 
     def sync(self, block: StoredBlock) -> None:
-        """Waits until the name of a block's record is on the disk, too."""
+        """Waits until the name of a block's record is on the disk."""
         with folder_below(self._blocks, leaf_name(block)) as leaf:
             os.fsync(leaf)
 
     def in_the_way(self, block: StoredBlock) -> bool:
-        """True if a stranger lies in a block's place."""
+        """True if a stranger is in a block's place."""
         found = self._stat(block)
         return found is not None and not self._is_record(block, found.st_mode)
 
     def remove(self, block: StoredBlock) -> bool:
-        """True if its record was there."""
+        """Removes a block's record; True if it existed."""
         found = self._stat(block)
         if found is None or not self._is_record(block, found.st_mode):
             return False
@@ -217,13 +221,13 @@ class HeldFolder:
             return False
 
     def leaves(self) -> Iterator[tuple[str, int]]:
-        """The folders that records lie in, each with its mtime in ns, which changes with what it holds."""
+        """Yields the folders of records, each with its mtime in ns, which changes with its content."""
         for size, _ in self._folders(".", 0):
             for outer, _ in self._folders(size, 1):
                 yield from self._folders(outer, 2)
 
     def records(self, leaf: str) -> list[tuple[StoredBlock, int]]:
-        """The blocks in a leaf folder, each with its mtime in ns."""
+        """Yields the blocks in a leaf folder, each with its mtime in ns."""
         size, found = int(leaf.partition("/")[0]), []
         for name, status in self._list(leaf, _RECORD):
             block = StoredBlock(bytes.fromhex(name.removesuffix(".kv")), size)
@@ -247,7 +251,7 @@ class HeldFolder:
         return removed
 
     def _stat(self, block: StoredBlock) -> os.stat_result | None:
-        """Status of what lies in a block's place; None for nothing."""
+        """Returns the status of the entry in a block's place; None if there is none."""
         try:
             return os.stat(record_name(block), dir_fd=self._blocks, follow_symlinks=False)
         except OSError as error:
@@ -262,7 +266,7 @@ class HeldFolder:
         return False
 
     def _folders(self, path: str, level: int) -> Iterator[tuple[str, int]]:
-        """The folders of one level below another, by their paths, with mtimes in ns."""
+        """Yields the folders of one level below another, by their paths, with mtimes in ns."""
         for name, status in self._list(path, _LEVELS[level]):
             inner = name if path == "." else f"{path}/{name}"
             if stat.S_ISDIR(status.st_mode):
@@ -271,24 +275,24 @@ class HeldFolder:
                 self._strangers.meet(f"{BLOCKS}/{inner}", status.st_mode)
 
     def _list(self, path: str, names: re.Pattern[str]) -> list[tuple[str, os.stat_result]]:
-        """Entries of a folder whose names match; empty without a folder."""
+        """Returns the entries of a folder whose names match; none without a folder."""
         found = []
         with suppress(FileNotFoundError, NotADirectoryError), folder_below(self._blocks, path) as folder:
             for entry in entries(folder):
                 if names.fullmatch(entry.name):
-                    with suppress(FileNotFoundError):  # it has gone meanwhile
+                    with suppress(FileNotFoundError):  # it is gone by now
                         found.append((entry.name, entry.stat(follow_symlinks=False)))
         return found
 
 
 def leaf_name(block: StoredBlock) -> str:
-    """The folder that a block's record lies in, below `blocks`."""
+    """Returns the folder of a block's record, below `blocks`."""
     name = block.key[:2].hex()
     return f"{block.block_bytes}/{name[:2]}/{name[2]}"
 
 
 def record_name(block: StoredBlock) -> str:
-    """A block's record, below `blocks`."""
+    """Returns the path of a block's record, below `blocks`."""
     return f"{leaf_name(block)}/{_file_name(block)}"
 
 
@@ -297,15 +301,15 @@ def _file_name(block: StoredBlock) -> str:
 
 
 def _write(name: str, at: int, record: memoryview, fsync: bool) -> int:
-    """A new file, locked while it is written; its mtime in ns."""
+    """Writes a new file, locked meanwhile; returns its mtime in ns."""
     descriptor = create_file(name, at)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write_whole(descriptor, record)
         if fsync:
             os.fsync(descriptor)
-        # The kernel's own stamp is the same for all that happens within a tick. It is set last, so that nobody takes
-        # the file for a dead writer's between here and its move.
+        # The kernel's own stamp is the same for everything within a tick. It is set last, so that no engine takes the
+        # file for a dead writer's before its move.
         now = time.time_ns()
         os.utime(descriptor, ns=(now, now))
         return now

@@ -13,15 +13,15 @@ Result = TypeVar("Result")
 
 
 class DeadlineExceededError(TimeoutError):
-    """The call had not ended at its deadline. It may still end, but touches none of the caller's buffers."""
+    """Raised if a call had not ended at its deadline. It may still end, but does not touch the caller's buffers."""
 
 
 class AbandonedError(Exception):
-    """Raised in an I/O thread whose caller has gone."""
+    """Raised in an I/O thread whose caller no longer waits."""
 
 
 class Job(Generic[Result]):
-    """A call for an I/O thread. It touches memory shared with the caller inside `with job.handover()` only."""
+    """A call for an I/O thread. It touches memory shared with the caller only inside `with job.handover()`."""
 
     def __init__(self, function: Callable[[Job[Result]], Result]) -> None:
         self._function = function
@@ -33,9 +33,9 @@ class Job(Generic[Result]):
 
     @contextmanager
     def handover(self) -> Iterator[None]:
-        """Keeps the caller waiting while its buffers are touched. What happens inside must not block.
+        """Keeps the caller waiting while its buffers are touched. Code inside must not block.
 
-        Raises AbandonedError where the caller has stopped waiting.
+        Raises AbandonedError if the caller has stopped waiting.
         """
         with self._lock:
             if self._abandoned:
@@ -51,7 +51,7 @@ class Job(Generic[Result]):
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Waits up to `seconds`; False, and the job is abandoned, where it has not ended."""
+        """Waits up to `seconds`; if the job has not ended by then, abandons it and returns False."""
         if self._ended.wait(seconds):
             return True
         with self._lock:
@@ -59,7 +59,7 @@ class Job(Generic[Result]):
         return not self._abandoned
 
     def result(self) -> Result:
-        """The function's result; raises what it raised."""
+        """Returns the function's result, or raises its exception."""
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
@@ -81,7 +81,7 @@ class IoThreads:
         self._closed = False
 
     def call(self, function: Callable[[Job[Result]], Result], deadline: float) -> Result:
-        """Runs `function(job)` in one of the threads; raises what it raises, or `DeadlineExceededError`."""
+        """Runs `function(job)` in one of the threads; raises its exception, or `DeadlineExceededError`."""
         job = Job(function)
         self._submit(job)
         if not job.wait(deadline):
@@ -92,11 +92,11 @@ class IoThreads:
         return job.result()
 
     def begin(self, function: Callable[[], None]) -> None:
-        """Runs `function` in one of the threads and returns at once; what it raises is lost."""
+        """Runs `function` in one of the threads and returns at once; its exception is lost."""
         self._submit(Job(lambda _: function()))
 
     def close(self, seconds: float) -> bool:
-        """Ends the threads, and waits up to `seconds` for their calls; whether all have ended."""
+        """Ends the threads, and waits up to `seconds` for their calls; True if all have ended."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -116,7 +116,7 @@ class IoThreads:
                 try:
                     thread.start()
                     self._threads.append(thread)
-                except RuntimeError:  # the system gives no more threads: the existing ones do the work
+                except RuntimeError:  # the system has no more threads: the existing ones do the work
                     if not self._threads:
                         raise
             self._waiting.append(job)

@@ -1,4 +1,4 @@
-"""The interface of a medium outside of the process: records by key, without protection from what the medium does."""
+"""The interface of a medium outside the process: records by key, without protection from its faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.store.base import HEADER_BYTES, StoreOptions, is_intact
 
 
 class BreakerOptions(Section):
-    """When a store that keeps failing is left alone."""
+    """Options of the circuit breaker, which stops using a store that keeps failing."""
 
     failures: Annotated[int, Field(ge=1)] = Field(
         default=3, description="Failures and time-outs in a row after which the store is not asked any more."
@@ -37,26 +37,26 @@ class MediumOptions(StoreOptions):
 
 
 REFUSED = -1
-"""Instead of a record's length: the medium answers, but not with this record."""
+"""Returned instead of a record's length: the medium answers, but not with this record."""
 
 
 class RefusedError(OSError):
-    """The medium answers but does not take this block; what it holds can still be loaded."""
+    """Raised if the medium answers but refuses this block; its other blocks can still be loaded."""
 
 
 class FullError(RefusedError):
-    """The medium takes no block at all: it is full or read-only."""
+    """Raised if the medium takes no block at all, because it is full or read-only."""
 
 
 class StoredBlock(NamedTuple):
-    """A block that lies in a medium."""
+    """A block in a medium."""
 
     key: bytes
     block_bytes: int
 
 
 class Usage(NamedTuple):
-    """What a medium holds, in blocks and in their bytes without headers, and the most bytes it may hold."""
+    """The content of a medium, in blocks and in their bytes without headers, and the most bytes it may hold."""
 
     blocks: int
     bytes: int
@@ -64,15 +64,15 @@ class Usage(NamedTuple):
 
 
 class Medium(ABC):
-    """Holds records of several block sizes. Methods wait as long as the medium does, may be called from
-    several threads at once, and raise OSError or one of `errors` for whatever goes wrong.
+    """Holds records of several block sizes. Methods wait as long as the medium does, may be called from several threads
+    at once, and raise OSError or one of `errors` for all failures.
     """
 
     kind: str
     upkeep_seconds: float
     errors: tuple[type[Exception], ...] = (OSError,)
     batch_bytes: int = 0
-    """Bytes of blocks worth one call of `read_many`: see `KvStore.batch_bytes`."""
+    """Bytes of blocks to request in one call of `read_many`: see `KvStore.batch_bytes`."""
     evictions: int = 0
     """Blocks that this process has removed to make room."""
     untouched: int = 0
@@ -80,11 +80,11 @@ class Medium(ABC):
 
     @abstractmethod
     def place(self) -> str:
-        """Where the medium is, for messages; without passwords."""
+        """The place of the medium, for messages; without passwords."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes], block_bytes: int) -> list[bool]:
-        """Which keys have a record of full length."""
+        """Returns which keys have a record of full length."""
 
     @abstractmethod
     def keep(self, key: bytes, block_bytes: int) -> bool:
@@ -95,7 +95,7 @@ class Medium(ABC):
         """Reads into `record` (header and block). Returns the length found, which may be another than the record's, or
         `REFUSED`; None for a miss.
 
-        Counts as a use of the block. Where that cannot be noted the read still succeeds: see `untouched`.
+        Counts as a use of the block. If the use cannot be recorded, the read still succeeds: see `untouched`.
         """
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Medium(ABC):
         """Like `read`, without counting as a use: order of use and time to live stay as they are."""
 
     def strangers(self) -> list[str]:
-        """Things met in the place of a block that are none, in words; they are left alone."""
+        """Returns, in words, the entries in the place of a block that are not blocks; they are not touched."""
         return []
 
     def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
@@ -115,7 +115,7 @@ class Medium(ABC):
     def write(self, key: bytes, record: memoryview) -> bool:
         """Puts a record in place atomically, also over one of another length; False if another process just did.
 
-        Raises RefusedError where this block is refused, FullError if there is no room or no block can be written.
+        Raises RefusedError if this block is refused, FullError if there is no room or no block can be written.
         """
 
     @abstractmethod
@@ -128,15 +128,15 @@ class Medium(ABC):
 
     @abstractmethod
     def usage(self, block_bytes: int) -> Usage:
-        """What the medium holds, as of the last upkeep and this process's changes since. Never waits."""
+        """Returns the content of the medium, as of the last upkeep and this process's changes since. Never waits."""
 
     @abstractmethod
     def upkeep(self) -> None:
-        """Housekeeping, every `upkeep_seconds` of use: notice what other processes did, evict, clean up."""
+        """Does housekeeping, every `upkeep_seconds` of use: finds changes of other processes, evicts, cleans up."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises AssertionError where its counts are inconsistent."""
+        """Raises AssertionError if its counts are inconsistent."""
 
     @abstractmethod
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Medium(ABC):
 
 
 Progress = Callable[[float], None]
-"""Called with the fraction that is done."""
+"""Called with the fraction of the work that is done."""
 _BATCH = 256
 
 
@@ -156,9 +156,8 @@ class Verified(NamedTuple):
 
 
 def verify_blocks(medium: Medium, blocks: Sequence[StoredBlock], progress: Progress | None = None) -> Verified:
-    """Reads every block; removes the corrupt ones. One that has gone, or cannot be read, counts as neither.
-
-    Order of use and time to live stay what they are.
+    """Reads every block; removes the corrupt ones. A block that is gone, or cannot be read, counts as neither. Order of
+    use and time to live do not change.
     """
     intact = corrupt = 0
     buffer = bytearray()

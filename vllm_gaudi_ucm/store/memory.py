@@ -30,7 +30,7 @@ from vllm_gaudi_ucm.store.records import can_pin
 
 
 class MemoryStoreOptions(StoreOptions):
-    """Host memory of the engine's process: ends with it."""
+    """Options of a store in host memory of the engine's process, which ends with it."""
 
     ends_with_process = True
 
@@ -51,17 +51,19 @@ class MemoryStoreOptions(StoreOptions):
 
 @dataclass
 class Entry:
-    """A block of the store. view: of its slot, read-only. readers: loans of it."""
+    """A block of the store. view: read-only view of its slot. readers: current loans."""
 
     slot: int
     view: memoryview
     readers: int = 0
     removed: bool = False
-    """While it was lent: the last reader gives its slot back."""
+    """True if it was removed while lent: the last reader then returns its slot."""
 
 
 class MemoryLoan:
-    """A context for one use. Small, as it is made and exited between copies that evict the processor's caches."""
+    """A context for one use of a block. It is small, because it is made and exited between copies that evict the
+    processor's caches.
+    """
 
     __slots__ = ("_begin", "_entry", "_pool", "_store")
 
@@ -84,7 +86,7 @@ _SLAB_BYTES = 64 << 20
 class SlotPool:
     """At most `capacity` bytes in slots of `block_bytes`. Not thread-safe.
 
-    pinned: page-locked memory of torch, which a device can copy beside the host's own work.
+    pinned: use page-locked memory of torch, which a device can copy while the host works.
     """
 
     def __init__(self, block_bytes: int, capacity: int, pinned: bool) -> None:
@@ -98,16 +100,16 @@ class SlotPool:
 
     @property
     def allocated(self) -> int:
-        """Slots with memory."""
+        """Returns the number of slots with memory."""
         return self._allocated
 
     @property
     def free(self) -> int:
-        """Slots with memory that are not in use."""
+        """Returns the number of slots with memory that are not in use."""
         return len(self._free)
 
     def take(self) -> int | None:
-        """A slot, None if all are taken. Raises MemoryError or RuntimeError where the system gives no memory."""
+        """Takes a slot; None if all are taken. Raises MemoryError or RuntimeError if the system has no memory."""
         if not self._free and self._allocated < self._most:
             count = min(self._slab_slots, self._most - self._allocated)
             self._slabs.append(self._new_slab(count * self._block_bytes))
@@ -120,7 +122,7 @@ class SlotPool:
         self._free.append(slot)
 
     def view(self, slot: int) -> np.ndarray:
-        """uint8 [block_bytes]: the memory of a slot."""
+        """Returns the memory of a slot, uint8 [block_bytes]."""
         slab, place = divmod(slot, self._slab_slots)
         return self._slabs[slab][place * self._block_bytes : (place + 1) * self._block_bytes]
 
@@ -139,18 +141,18 @@ logger = plugin_logger(__name__)
 class MemoryStore(KvStore):
     """Blocks of `block_bytes` bytes; `capacity` bytes at most. Copies run outside the lock, several at once.
 
-    evicts: whether the least recently used block makes room for a new one; if not, that is not saved.
+    evicts: whether the least recently used block makes room for a new one; if not, the new one is not saved.
     """
 
     waits = False
-    batch_bytes = 8 << 20  # a millisecond of copying, beside which a turn of a thread costs little
+    batch_bytes = 8 << 20  # a millisecond of copying, compared with which a thread switch costs little
 
     def __init__(self, block_bytes: int, capacity: int, pinned: bool = False, evicts: bool = True) -> None:
         check_block_bytes(block_bytes, capacity)
         self._evicts = evicts
         self._block_bytes = block_bytes
         self._capacity = capacity
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # for all below
         self._pool = SlotPool(block_bytes, capacity, pinned)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._busy = 0  # slots being filled, or removed while they are read
@@ -180,7 +182,7 @@ class MemoryStore(KvStore):
         with self._lock:
             self._check_open()
             entries = [self._entries.get(key) for key in keys]
-            # all loans before the first block counts as read: an error in between would leave it so for good
+            # all loans before the first block counts as read: an error in between would leave it read forever
             loans: list[AbstractContextManager[memoryview] | None] = [
                 None if entry is None else MemoryLoan(self, entry, self._pool) for entry in entries
             ]
@@ -197,7 +199,7 @@ class MemoryStore(KvStore):
         with self._lock:
             self._load_seconds += seconds
             entry.readers -= 1
-            # a store that was closed meanwhile has another pool
+            # a store that was closed in the meantime has another pool
             if entry.removed and entry.readers == 0 and pool is self._pool:
                 self._busy -= 1
                 pool.give(entry.slot)
@@ -230,9 +232,9 @@ class MemoryStore(KvStore):
         return True
 
     def _end_save(self, key: bytes, entry: Entry | None, slot: int, pool: SlotPool) -> bool:
-        """Makes the slot's block visible; frees the slot where the copy failed or another thread was faster."""
+        """Makes the slot's block visible; frees the slot if the copy failed or another thread was faster."""
         with self._lock:
-            if pool is not self._pool:  # closed meanwhile
+            if pool is not self._pool:  # closed in the meantime
                 return False
             self._busy -= 1
             if entry is None or key in self._entries:
@@ -277,16 +279,18 @@ class MemoryStore(KvStore):
             self._closed = True
             for key in list(self._entries):
                 self._remove(key)
-            # threads that are copying hold what they use of the old pool
+            # threads that are copying keep their references to the old pool
             self._pool = SlotPool(self._block_bytes, self._capacity, False)
             self._busy = 0
 
     def _take_slot(self) -> int | None:
-        """A free slot, else that of the oldest block without readers; None without one, or if blocks may not leave."""
+        """Returns a free slot, otherwise the slot of the oldest block without readers; None if there is none, or if
+        blocks may not leave.
+        """
         try:
             slot = self._pool.take()
         except (MemoryError, RuntimeError) as error:
-            logger.warning("memory store: the system gives no more memory: %s", error)
+            logger.warning("memory store: the system has no more memory: %s", error)
             slot = None
         if slot is None and self._evicts:
             oldest = next((key for key, entry in self._entries.items() if entry.readers == 0), None)
@@ -316,7 +320,7 @@ class SharedMemoryStore(ConfiguredStore):
     """One user's hold on a memory store. Users of one process with equal options and block size share a store, which is
     empty again when the last of them has closed it: vLLM's scheduler and worker, in one process, see the same blocks.
 
-    evicts: False for a store of its user alone, with other blocks for which none of its own may leave.
+    evicts: False for a store that is not shared and from which no block may leave for another.
     """
 
     Options = MemoryStoreOptions

@@ -23,7 +23,9 @@ class RecordPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """A buffer for header and block, content undefined. Raises MemoryError or RuntimeError without memory."""
+        """Takes a buffer for header and block with undefined content. Raises MemoryError or RuntimeError without
+        memory.
+        """
         try:
             return self._free.pop()
         except IndexError:
@@ -40,7 +42,7 @@ class RecordPool:
             return memoryview(bytearray(self._size))
         import torch
 
-        # an array is a buffer, which numpy's stubs say from Python 3.12 on
+        # an array is a buffer; numpy's stubs declare it from Python 3.12
         return memoryview(torch.empty(self._size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
 
 
@@ -54,7 +56,7 @@ def can_pin() -> bool:
 
 
 Found = list[memoryview | None]
-"""Whole records, None for a miss."""
+"""A list of whole records, with None for a miss."""
 
 logger = plugin_logger(__name__)
 
@@ -69,7 +71,7 @@ class RecordReader:
         self._counts = counts
 
     def read(self, job: Job[Found], keys: list[bytes], records: list[memoryview]) -> Found:
-        """Runs in an I/O thread. Takes all of `records` from the caller, also from one that has stopped waiting.
+        """Reads blocks, in an I/O thread. Takes all of `records` from the caller, even if it has stopped waiting.
 
         Records with verified blocks come back as the result, the others go back to the pool.
         """

@@ -23,7 +23,7 @@ _DATABASE = re.compile(r"(/[0-9]*)?")
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError, with nothing of the URL in it, unless it is that of a Redis server."""
+    """Raises ValueError, without quoting the URL, unless it is the URL of a Redis server."""
     try:
         parts = urlsplit(url)
         is_known = parts.scheme in _SCHEMES and (_is_socket(parts) if parts.scheme == "unix" else _is_server(parts))
@@ -34,7 +34,7 @@ def check_url(url: str) -> None:
 
 
 def without_password(url: str) -> str:
-    """A URL that `check_url` has passed, with *** in the place of user and password."""
+    """Returns a URL that `check_url` has passed, with *** instead of user and password."""
     parts = urlsplit(url)
     if "@" not in parts.netloc:
         return url
@@ -42,14 +42,14 @@ def without_password(url: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """Server, port and database, for messages; without user and password."""
+    """Returns server, port and database, for messages; without user and password."""
     parts = urlsplit(url)
     where = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}{parts.path}"
     return f"{parts.scheme}://{where}"
 
 
 def _is_server(parts: SplitResult) -> bool:
-    # What follows a password with one of / ? # in it that is not written as %2F, %3F, %23 would be a host otherwise.
+    # Otherwise, the text after an unescaped / ? # in a password would be taken for a host.
     port = parts.port  # raises ValueError
     return bool(parts.hostname) and port != 0 and bool(_DATABASE.fullmatch(parts.path)) and _ends_well(parts)
 
@@ -107,11 +107,11 @@ logger = plugin_logger(__name__)
 
 
 class RedisMedium(Medium):
-    """Values `gaudi-ucm:1:<bytes of a block>:<key>` in one database of a server. Opening does not connect."""
+    """Values `gaudi-ucm:1:<bytes of a block>:<key>` in one database of a server. Opening it does not connect."""
 
     kind = "redis"
     upkeep_seconds = 1.0
-    batch_bytes = 1 << 20  # the client takes and clears new memory for the answers to a call: more is slower
+    batch_bytes = 1 << 20  # the client takes and clears new memory for the answers to a call: larger calls are slower
 
     def __init__(self, options: RedisStoreOptions) -> None:
         redis = _client_package()
@@ -119,7 +119,7 @@ class RedisMedium(Medium):
         self._refused: type[Exception] = redis.ResponseError
         self._place = f"redis store {place_of(options.url)}"
         self._ttl_ms = None if options.ttl is None else max(1, int(options.ttl * 1000))
-        self._keys = 0  # of the database, as last heard; what this process adds or removes is counted at once
+        self._keys = 0  # of the database, as last reported; this process's own changes are counted at once
         self._maxmemory: int | None = None
         self._strangers: dict[bytes, str] = {}
         # No retries: the deadline is short, and the circuit breaker decides what happens after a failure.
@@ -130,7 +130,7 @@ class RedisMedium(Medium):
             "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         }
         self._client: Any = redis.Redis.from_url(options.url, **how)
-        # connections of its own: what they read stays as old as it is
+        # connections of its own: blocks that they read do not become newer
         self._looker: Any = redis.Redis.from_url(options.url, redis_connect_func=self._connect_to_look, **how)
 
     def place(self) -> str:
@@ -170,7 +170,9 @@ class RedisMedium(Medium):
         return REFUSED if value == REFUSED else _fill(record, value)
 
     def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
-        """In one round trip. The time to live is renewed apart: a server that refuses writes still gives the value."""
+        """Reads in one round trip. The time to live is renewed separately: a server that refuses writes still returns
+        the value.
+        """
         names = [_name(key, block_bytes) for key in keys]
         with self._client.pipeline(transaction=False) as pipeline:
             for name in names:
@@ -208,7 +210,7 @@ class RedisMedium(Medium):
 
     def blocks(self, block_bytes: int | None = None) -> Iterator[StoredBlock]:
         pattern = PREFIX + (b"*" if block_bytes is None else b"%d:*" % block_bytes)
-        seen = set()  # a scan may give a key twice
+        seen = set()  # a scan may return a key twice
         for name in self._client.scan_iter(match=pattern, count=_BATCH):
             size, _, key = name.removeprefix(PREFIX).partition(b":")
             block = StoredBlock(key, int(size)) if size.isdigit() and len(key) == _KEY_BYTES else None
@@ -227,19 +229,20 @@ class RedisMedium(Medium):
         self._keys, self._maxmemory = keys, info.get("maxmemory") or None
 
     def memory_policy(self) -> tuple[int, str]:
-        """The server's `maxmemory` in bytes (0: unbounded) and its eviction policy."""
+        """Returns the server's `maxmemory` in bytes (0: unbounded) and its eviction policy."""
         info = self._client.info("memory")
         return int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "unknown"))
 
     def check_integrity(self) -> None:
-        """Nothing to check: the server keeps the counts."""
+        """Does nothing: the server keeps the counts."""
 
     def close(self) -> None:
         self._client.close()
         self._looker.close()
 
     def _answer(self, answer: Any, name: bytes, refusals: bool = False) -> Any:
-        """An answer of the server; REFUSED for a value of another type, which no store wrote. Raises other errors.
+        """Returns an answer of the server; REFUSED for a value of another type, which no store wrote. Raises other
+        errors.
 
         refusals: return REFUSED for everything that the server refuses.
         """
@@ -257,7 +260,7 @@ class RedisMedium(Medium):
         if isinstance(answer, self._refused):
             self.untouched += 1
             if self.untouched == 1:
-                what = "a block's time to live could not be renewed, which is said once"
+                what = "a block's time to live could not be renewed (logged once)"
                 logger.warning("%s: %s: %s", self._place, what, answer)
             return True
         if isinstance(answer, Exception):
@@ -265,7 +268,7 @@ class RedisMedium(Medium):
         return bool(answer)
 
     def _connect_to_look(self, connection: Any) -> None:
-        """Reads of this connection do not count as uses, where the server supports that (version 7.2 and later)."""
+        """Makes reads of this connection not count as uses, if the server supports that (version 7.2 and later)."""
         connection.on_connect()
         connection.send_command("CLIENT", "NO-TOUCH", "ON")
         with suppress(self._refused):
@@ -277,7 +280,7 @@ def _name(key: bytes, block_bytes: int) -> bytes:
 
 
 def _fill(record: memoryview, value: bytes | None) -> int | None:
-    """What `Medium.read` returns for a value as the server has it."""
+    """Returns the result of `Medium.read` for a value of the server."""
     if value is None:
         return None
     if len(value) == len(record):
@@ -297,20 +300,24 @@ def _client_package() -> Any:
         import redis.backoff
         import redis.retry
     except ModuleNotFoundError as error:
-        advice = "pip install 'vllm-gaudi-ucm[redis]' brings it"
+        advice = "install it with pip install 'vllm-gaudi-ucm[redis]'"
         raise ValueError(f"store.kind redis: the Python package redis is missing; {advice}") from error
     return redis
 
 
 class RedisStore(MediumStore):
-    """Blocks in a Redis or Valkey server. One that does not answer is no error: the store misses until it does."""
+    """Blocks in a Redis or Valkey server. A server that does not answer is not an error: the store misses until it
+    does.
+    """
 
     Options = RedisStoreOptions
-    advice = "see whether the server runs at store.url and answers: redis-cli -u URL ping"
+    advice = "check that the server runs at store.url and answers: redis-cli -u URL ping"
 
     @classmethod
     def open_medium(cls, options: RedisStoreOptions, create: bool = True, evicts: bool = True) -> RedisMedium:
-        """create, evicts: nothing is made, and the server has a policy of its own."""
+        """Opens the medium. create, evicts: ignored, because nothing is created and the server has a policy of its
+        own.
+        """
         return RedisMedium(options)
 
     @classmethod
@@ -319,7 +326,7 @@ class RedisStore(MediumStore):
         try:
             bound, policy = medium.memory_policy()
         except medium.errors:
-            return  # the round trip has failed, too, and says so
+            return  # the round trip has failed, too, and reports it
         finally:
             medium.close()
         is_good = bool(bound) and policy != "noeviction"

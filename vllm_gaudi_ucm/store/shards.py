@@ -1,6 +1,7 @@
-"""Blocks of which several workers hold a part each: a part is a record of its own, and a block is there with all parts.
+"""Blocks of which several workers each hold a part: a part is a record of its own, and a block exists if all its parts
+do.
 
-The key of a block is that of all its parts. What a store is asked for is a digest of it and of the part.
+All parts of a block have the block's key. The key in the store is a digest of it and of the part.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from vllm_gaudi_ucm.store.base import KvStore, StoreStats
 from vllm_gaudi_ucm.store.block_key import digest_of
 
 Part = tuple[int, int, int]
-"""(first, end, how many there are)."""
+"""A range and the total: (first, end, total)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What a worker holds of every block; workers with equal shards hold the same.
+    """The part of every block that a worker holds; workers with equal shards hold the same.
 
-    kv_heads: of each model that has layers in the block. layers: of the model. tp_size, pp_size: of the engine.
-    block_bytes: of the part.
+    kv_heads: range of each model that has layers in the block. layers: range of the model's layers. tp_size, pp_size:
+        sizes of the engine. block_bytes: bytes of the part.
     """
 
     kv_heads: tuple[Part, ...]
@@ -37,20 +38,20 @@ class Shard:
         return digest_of(["gaudi-ucm shard", asdict(self)])
 
     def key(self, block: bytes) -> bytes:
-        """Of the record, 32 bytes. block: the block's own key."""
+        """Returns the key of the record, 32 bytes. block: the block's own key."""
         return hashlib.sha256(self._digest + block).digest()
 
     def keys(self, blocks: Sequence[bytes]) -> list[bytes]:
-        """Of several records."""
+        """Returns the keys of several records."""
         return [self.key(block) for block in blocks]
 
 
 class ShardStore(KvStore):
-    """A store as one worker uses it: by the keys of blocks, of which it saves and loads its own part.
+    """A store from the view of one worker, which saves and loads its own part of blocks by the blocks' keys.
 
     Args:
-        store: of the worker's parts; closed with this one.
-        shard: the worker's.
+        store: holds the worker's parts; closed with this object.
+        shard: the worker's shard.
     """
 
     def __init__(self, store: KvStore, shard: Shard) -> None:
@@ -88,11 +89,11 @@ class ShardStore(KvStore):
 
 
 class ShardLookups:
-    """The stores as the scheduler uses them, which only asks: a block is there when every shard of it is.
+    """The stores from the view of the scheduler, which only looks up: a block exists if every shard of it does.
 
     Args:
         stores: by the bytes of a part; closed with this object.
-        shards: of all workers.
+        shards: the shards of all workers.
     """
 
     def __init__(self, stores: Mapping[int, KvStore], shards: Sequence[Shard]) -> None:
@@ -100,7 +101,7 @@ class ShardLookups:
         self._shards = tuple(dict.fromkeys(shards))
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Like `KvStore.lookup`; a block that one shard lacks is not asked for further."""
+        """Like `KvStore.lookup`; a block that one shard lacks is not looked up further."""
         wanted = list(range(len(keys)))
         for shard in self._shards:
             found = self._stores[shard.block_bytes].lookup([shard.key(keys[index]) for index in wanted])
@@ -109,7 +110,7 @@ class ShardLookups:
         return [index in there for index in range(len(keys))]
 
     def clear(self) -> int:
-        """Like `KvStore.clear`, of all sizes; the number of parts."""
+        """Like `KvStore.clear`, for all sizes; returns the number of parts."""
         return sum(store.clear() for store in self._stores.values())
 
     def close(self) -> None:

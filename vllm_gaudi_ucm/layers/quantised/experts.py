@@ -45,7 +45,9 @@ class QuantisedExpertsMethod(ExpertsMethod):
     quantised = True
 
     def __init__(self, moe: Any, form: WeightFormat, *, whole_groups: bool = False) -> None:
-        """Makes the method; `whole_groups`: the model's loader gives ranks whole groups of inputs, the last the rest."""
+        """Makes the method. whole_groups: the model's loader gives each rank whole groups of inputs, and the last the
+        rest.
+        """
         super().__init__(moe)
         self._form = form
         self._whole_groups = whole_groups

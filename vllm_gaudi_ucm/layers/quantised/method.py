@@ -29,7 +29,7 @@ class QuantisedLinearMethod(LinearMethodBase):
     requires_device_loading = False
 
     def __init__(self, form: WeightFormat, *, plain: bool = False) -> None:
-        """Makes the method; `plain`: dequantise on every device, for code that reads the weight as a matrix."""
+        """Makes the method. plain: dequantise on every device, for code that reads the weight as a matrix."""
         self._form = form
         self.plain = plain
         self._product: Product | None = None
