@@ -1,1 +1,1 @@
-"""What is decided before a step exists, and asked by the worker, by doctor and by plan."""
+"""Decisions made before a step exists, used by the worker, by doctor and by plan."""

@@ -45,9 +45,9 @@ def server_limits(
     by_token: bool = False,
     window: Window | None = None,
 ) -> Limits:
-    """The largest step that vLLM's scheduler makes with this configuration; raises LimitsError where none fits.
+    """The largest step that vLLM's scheduler makes with this configuration; raises LimitsError if none fits.
 
-    max_shared_blocks: None stands for those that a server has then (`as_served`).
+    max_shared_blocks: None stands for a server's default (`as_served`).
     own_blocks: see `reads_own_blocks`.
     by_token: each token has a slot of its own, so that ranges of blocks are counted.
     window: how far back rows see; None: whole contexts.
@@ -74,7 +74,7 @@ def reads_own_blocks(config: UcmConfig, device: str) -> bool:
 
 
 def step_memory(vllm_config: VllmConfig, config: UcmConfig, device: str) -> StepMemory | None:
-    """The bound of what a step takes; None if attention needs none. device: `cpu`, `cuda` or `hpu`."""
+    """Returns the bound on a step's memory; None if attention needs none. device: `cpu`, `cuda` or `hpu`."""
     name = config.attention.implementation
     if name != "hpu" and (name != AUTO or device != "hpu"):
         return None
@@ -82,12 +82,12 @@ def step_memory(vllm_config: VllmConfig, config: UcmConfig, device: str) -> Step
 
 
 def cost_model(vllm_config: VllmConfig, device: Device, block_size: int) -> CostModel:
-    """What steps of the served model cost on the device, modelled."""
+    """Returns the modelled cost of the served model's steps on the device."""
     return CostModel(_device_spec(device), _model_spec(vllm_config), block_size)
 
 
 def _model_spec(vllm_config: VllmConfig) -> ModelSpec:
-    """Of the part that this worker has; parts are alike except for what a division leaves."""
+    """Returns the spec of this worker's part; parts are alike except for remainders of a division."""
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     config = model.hf_text_config.to_dict()
@@ -107,11 +107,11 @@ def choose_buckets(
     live_blocks: int = 0,
     rows_each: int = 1,
 ) -> tuple[BucketSet, Steps | None]:
-    """The buckets, and the steps of `ucm.graphs.trace` if there is one.
+    """Returns the buckets, and the steps of `ucm.graphs.trace` if there is one.
 
-    On Gaudi they may bound how far rows look back on other new ones; elsewhere attention knows it from the data.
-    Logs a warning where `max_graphs` leaves phases without a bucket of their own. Where dense decodes have one, those
-    with chosen blocks have one, too: as prompts they would be slower than dense.
+    On Gaudi they may bound how far rows look back on other new ones; elsewhere attention knows it from the data. Logs a
+    warning if `max_graphs` leaves phases without a bucket of their own. If dense decodes have one, decodes with chosen
+    blocks have one, too: as prompts they would be slower than dense.
 
     num_remainders: graphs for prompt remainders, which are a part of `max_graphs`.
     live_blocks, rows_each: of a sparse request, see BucketRequest.
@@ -136,7 +136,9 @@ def choose_buckets(
 
 
 def _with_sparse_decodes(buckets: BucketSet, strategy: BucketStrategy, request: BucketRequest, name: str) -> BucketSet:
-    """With a bucket for decodes with chosen blocks: instead of another one, but beside all those of a file."""
+    """Adds a bucket for decodes with chosen blocks: instead of another one, but in addition to all buckets of a
+    file.
+    """
     most = request.max_graphs
     if name != "file" and most is not None and buckets.num_graphs >= most:
         buckets = strategy.choose(replace(request, max_graphs=max(2, most - 1)))
@@ -146,7 +148,7 @@ def _with_sparse_decodes(buckets: BucketSet, strategy: BucketStrategy, request: 
 
 
 def most_buckets(max_graphs: int, strategy: str, num_remainders: int) -> int:
-    """What `ucm.graphs.max_graphs` leaves for buckets beside the graphs for prompt remainders.
+    """Returns how many buckets `ucm.graphs.max_graphs` allows in addition to the graphs for prompt remainders.
 
     At least the two largest, and all of it for a bucket file, which was made without them.
     """
@@ -154,7 +156,7 @@ def most_buckets(max_graphs: int, strategy: str, num_remainders: int) -> int:
 
 
 def _check_max_graphs(max_graphs: int, least: int, strategy: str, buckets: BucketSet, num_remainders: int) -> None:
-    """Warns where the strategy needs more graphs for a bucket of each phase.
+    """Warns if the strategy needs more graphs for a bucket of each phase.
 
     least: without graphs for prompt remainders; 0: no bound.
     """

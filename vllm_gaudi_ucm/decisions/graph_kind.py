@@ -1,4 +1,4 @@
-"""Which kind of graphs a server uses: what `ucm.graphs.mode` asks for and what the device has."""
+"""Decides which kind of graphs a server uses, from `ucm.graphs.mode` and the device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
     Args:
         config: the plugin's options.
         device: `cpu`, `cuda` or `hpu`.
-        lazy: Gaudi's lazy mode (PT_HPU_LAZY_MODE), in which its bridge compiles nothing; of no matter elsewhere.
-        enforce_eager: `--enforce-eager`, which decides where the mode is `auto`. Gaudi still needs static shapes then:
+        lazy: Gaudi's lazy mode (PT_HPU_LAZY_MODE), in which its bridge does not compile; irrelevant elsewhere.
+        enforce_eager: `--enforce-eager`, which decides if the mode is `auto`. Gaudi still needs static shapes then:
             every new one is compiled.
 
     Raises:
@@ -34,7 +34,7 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
         kind = _captured(device, lazy)
     elif mode == "compile" and device == "hpu" and lazy:
         raise ValueError(
-            "ucm.graphs.mode: 'compile' is nothing that Gaudi's lazy mode can do (PT_HPU_LAZY_MODE is set); expected "
+            "ucm.graphs.mode: 'compile' is not possible in Gaudi's lazy mode (PT_HPU_LAZY_MODE is set); expected "
             "'capture', 'eager' or 'off'; unset PT_HPU_LAZY_MODE to compile"
         )
     else:

@@ -29,8 +29,8 @@ class RecipeCacheError(ValueError):
 def open_recipe_cache(folder: Path | None, device: Device, kind: GraphKind) -> None:
     """Makes the device, or inductor, keep its recipes in `folder`. Before the device is started: it reads this once.
 
-    Its contents are executed, so no other user may write to it: neither to `folder` nor, where an environment variable
-    says otherwise or `folder` is None, to the one that is used instead.
+    Its contents are executed, so no other user may write to it: neither to `folder` nor, if an environment variable
+    overrides it or `folder` is None, to the one that is used instead.
 
     Raises:
         RecipeCacheError: the folder cannot be made, others may write to it, or these graphs are not kept on disk.
@@ -51,7 +51,7 @@ def open_recipe_cache(folder: Path | None, device: Device, kind: GraphKind) -> N
 
 
 def _check_inductors_own() -> None:
-    """Inductor's own folder, if no other user may write to it; else one in the user's cache."""
+    """Returns inductor's own folder if no other user may write to it, otherwise one in the user's cache."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     try:
@@ -79,7 +79,7 @@ def _make(folder: Path, where: str) -> None:
 
 
 def check_recipe_cache(folder: Path, device_kind: str, kind: GraphKind) -> None:
-    """Raises RecipeCacheError where no folder keeps such graphs."""
+    """Raises RecipeCacheError if no folder keeps such graphs."""
     if device_kind != "hpu" and kind != "compile":
         raise RecipeCacheError(
             f"ucm.graphs.recipe_cache: found {folder}, but on {device_kind} only ucm.graphs.mode 'compile' compiles "
@@ -88,7 +88,7 @@ def check_recipe_cache(folder: Path, device_kind: str, kind: GraphKind) -> None:
 
 
 def log_cache_hits(folder: Path, device: Device, graphs: int) -> None:
-    """One line of what came from the folder while `graphs` graphs were warmed."""
+    """Logs one line on the graphs that came from the folder while `graphs` graphs were warmed."""
     if device.kind == "hpu":
         logger.info(
             "Recipe cache %s: %d recipes were compiled for %d graphs, the others came from the cache",

@@ -1,4 +1,4 @@
-"""What attention of a step takes of the device's memory on Gaudi, and how large steps may be so that it fits.
+"""Computes how much memory attention of a step takes on Gaudi, and how large steps may be to fit.
 
 Other implementations never have scores of a whole step in memory. Imports no torch, so that plans are quick.
 """
@@ -19,7 +19,8 @@ MOST_SHARED_ENTRIES = 1 << 22
 
 
 def step_bytes(shape: ForwardShape, model: ModelSpec, block_size: int, selected_rows: int = 1) -> int:
-    """Bytes that attention of one layer needs beside its inputs, at most; layers run in turn.
+    """Returns the most bytes that attention of one layer needs in addition to its inputs; layers run one after the
+    other.
 
     selected_rows: of a request with chosen blocks.
     """
@@ -56,9 +57,10 @@ class StepMemory:
     gib: float
 
     def rows(self, most: int, least: int, max_model_len: int) -> int:
-        """The most rows, from `least` to `most`, that fit beside the context of one request of `max_model_len` tokens.
+        """The most rows, from `least` to `most`, that fit together with the context of one request of `max_model_len`
+        tokens.
 
-        `least` where nothing fits: `gib_of` says what that takes.
+        `least` if nothing fits: `gib_of` tells its memory.
         """
         steps = range(most, min(most, max(least, LEAST_ROWS)) - 1, -LEAST_ROWS)
         return next((rows for rows in steps if self.gib_of(rows, max_model_len) <= self.gib), min(least, most))
@@ -68,7 +70,9 @@ class StepMemory:
         return step_bytes(ForwardShape.of(True, rows, tokens, 0), self.model, block_size=1) / GIB
 
     def bound(self, limits: Limits) -> Limits:
-        """The limits with fewer shared blocks of a step, but those of one request, where more do not fit."""
+        """Returns the limits with fewer shared blocks per step if more do not fit, but at least those of one
+        request.
+        """
         least, most = limits.blocks_per_request, limits.most_shared_blocks
         while most > least and self.gib_of(limits.max_num_batched_tokens, most * limits.block_size) > self.gib:
             most = max(least, most * 7 // 8)
@@ -76,10 +80,10 @@ class StepMemory:
 
 
 def as_served(limits: Limits, memory: StepMemory | None, own_blocks: bool = False) -> Limits:
-    """Where nothing says how many shared blocks the largest bucket has, the default, as far as `memory` allows it.
+    """Returns the default number of shared blocks of the largest bucket, as far as `memory` allows, unless it is given.
 
-    own_blocks: attention reads of the shared blocks those of each request alone. A pad of the shared part is then an
-    entry of its table, and no product; a step in several parts would read the weights that often. So there is no bound.
+    own_blocks: attention reads only each request's own shared blocks. A pad of the shared part is then an entry of its
+    table without a product, while a step in several parts would read the weights once for each. So there is no bound.
     """
     if limits.max_shared_blocks is not None:
         return limits

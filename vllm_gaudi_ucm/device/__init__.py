@@ -1,4 +1,4 @@
-"""Devices: which one is used (`detect`), and what each can do (`base`, `cpu`, `cuda`, `hpu`)."""
+"""Devices: the choice of one (`detect`), and the abilities of each (`base`, `cpu`, `cuda`, `hpu`)."""
 
 from vllm_gaudi_ucm.device.base import Device, Fence, Memory
 

@@ -1,4 +1,4 @@
-"""The device protocol: all that code outside this folder may ask of a device."""
+"""The device protocol: all that code outside this folder may use of a device."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -36,22 +36,23 @@ class Device(Protocol):
         """The torch.distributed backend between such devices."""
 
     def take(self, index: int) -> None:
-        """Makes one of the visible devices that of this process, before anything else is asked of it.
+        """Makes one of the visible devices the device of this process, before any other use.
 
-        index: of this worker among those on this machine. Makes collectives between such devices known to torch, too.
+        index: index of this worker among the workers on this machine. Makes collectives between such devices known to
+            torch, too.
         """
 
     def torch_device(self) -> "torch.device":
         """The torch device tensors are made on."""
 
     def name(self) -> str:
-        """What a person calls it, such as the CPU model or `GAUDI3`."""
+        """Its common name, such as the CPU model or `GAUDI3`."""
 
     def synchronize(self) -> None:
         """Returns when everything launched so far has finished."""
 
     def empty_cache(self) -> None:
-        """Gives memory that torch holds but does not use back to the device."""
+        """Returns memory that torch holds but does not use to the device."""
 
     def memory(self) -> Memory:
         """Free and total memory that this process may count on."""
@@ -66,26 +67,26 @@ class Device(Protocol):
         """A fence after everything that this thread has launched so far."""
 
     def beside_computation(self, after: Fence) -> AbstractContextManager[None]:
-        """A context in which what this thread launches runs beside the computation, after the fence.
+        """A context in which this thread's launches run concurrently with the computation, after the fence.
 
         At its end all of it has finished, also after an error, so that its buffers can be used again.
         """
 
     def end_recipe(self) -> None:
-        """Launches what the device has accumulated as one recipe; does nothing on a device that accumulates nothing."""
+        """Launches accumulated operators as one recipe; does nothing on a device that does not accumulate."""
 
     def compilations(self) -> int:
         """Recipes that the device has compiled since the first call; 0 for a device that compiles none."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Entered where graphs are captured or compiled: no other thread launches beside the computation meanwhile."""
+        """A context for capturing or compiling graphs: no other thread launches concurrent work in it."""
 
     def compile_only(self) -> AbstractContextManager[bool]:
-        """Inside, recipes are compiled and not executed: whatever is computed there is garbage, caches included.
+        """A context in which recipes are compiled but not executed: results inside are garbage, including caches.
 
-        False from a device that cannot, where everything is executed.
+        Yields False on a device that cannot do this, where everything is executed.
         """
 
     @property
     def pins_host_memory(self) -> bool:
-        """True if copies from pinned host memory run beside the host's own work."""
+        """True if copies from pinned host memory run while the host works."""

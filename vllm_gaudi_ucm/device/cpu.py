@@ -37,7 +37,7 @@ class CpuDevice:
         return torch.device("cpu")
 
     def name(self) -> str:
-        """The model name in /proc/cpuinfo, else what the platform module knows."""
+        """The model name in /proc/cpuinfo, otherwise the platform module's name."""
         return cpu_model(Path("/proc/cpuinfo")) or platform.processor() or platform.machine()
 
     def synchronize(self) -> None:
@@ -48,7 +48,7 @@ class CpuDevice:
         gc.collect()
 
     def memory(self) -> Memory:
-        """The machine's memory, or the container's limit where that is less."""
+        """The machine's memory, or the container's limit if that is less."""
         return host_memory(Cgroup())
 
     def seed_all(self, seed: int) -> None:
@@ -59,18 +59,18 @@ class CpuDevice:
         """Every thread has the CPU."""
 
     def fence(self) -> Fence:
-        """What a thread has launched has run."""
+        """Returns a fence that never waits: work that a thread has launched has already run."""
         return _Behind()
 
     def beside_computation(self, after: Fence) -> AbstractContextManager[None]:
-        """A copy runs in the thread that calls it, beside those of others."""
+        """Copies run in the calling thread, concurrently with other threads."""
         return nullcontext()
 
     def end_recipe(self) -> None:
         """A CPU computes at once."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Nothing that another thread computes is a part of a graph."""
+        """Does nothing: computations of other threads never become a part of a graph."""
         return nullcontext()
 
     def compile_only(self) -> AbstractContextManager[bool]:
@@ -83,7 +83,9 @@ class CpuDevice:
 
 
 def host_memory(cgroup: Cgroup) -> Memory:
-    """Memory this process may count on: what the machine has available, within the tightest cgroup limit."""
+    """Returns the memory that this process may use: what the machine has available, within the tightest cgroup
+    limit.
+    """
     machine = psutil.virtual_memory()
     limit = cgroup.memory_limit()
     if limit is None:

@@ -1,4 +1,4 @@
-"""How many threads a worker computes with on the CPU, and how those that have nothing to do wait."""
+"""Chooses how many threads a worker computes with on the CPU, and how idle ones wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm_gaudi_ucm.device.host_limits import Cores
 
 
 class ThreadChoice(NamedTuple):
-    """How many threads a worker takes, and why, in words for a log."""
+    """The number of threads of a worker, and the reason in words for a log."""
 
     threads: int
     reason: str
@@ -36,7 +36,9 @@ def choose_threads(found: int, cores: Cores, workers: int, asked: int | None, va
 
 
 def waiting_in_words(variables: dict[str, str]) -> str:
-    """How idle threads wait, for a log. variables: those that OpenMP read when this process started."""
+    """Describes how idle threads wait, for a log. variables: environment variables that OpenMP read when this process
+    started.
+    """
     if variables:
         return "idle ones wait by " + ", ".join(f"{name}={value}" for name, value in variables.items())
     return (

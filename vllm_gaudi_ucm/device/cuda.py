@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as a device: the reference where one is at hand."""
+"""An NVIDIA GPU as a device: the reference device if there is one."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.device.base import Fence, Memory
 
 _own = threading.local()
 _taken = 0
-"""Of the process, which drives one GPU: its index among the visible ones."""
+"""The index among the visible GPUs of the one that this process drives."""
 
 
 class CudaDevice:
@@ -48,7 +48,7 @@ class CudaDevice:
         torch.cuda.synchronize()
 
     def empty_cache(self) -> None:
-        """Gives the caching allocator's unused segments back."""
+        """Returns the caching allocator's unused segments."""
         torch.cuda.empty_cache()
 
     def memory(self) -> Memory:

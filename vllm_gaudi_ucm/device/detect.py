@@ -23,7 +23,7 @@ class Decision:
 def decide() -> Decision:
     """Decides from `VLLM_GAUDI_UCM_DEVICE`, Gaudi's software and cards, and vLLM's own platforms.
 
-    Raises ValueError for an unknown choice, RuntimeError where the device asked for cannot be had.
+    Raises ValueError for an unknown choice, RuntimeError if the chosen device is not available.
     """
     choice = envs.device_choice()
     return _decide_auto() if choice == "auto" else _decide_explicit(choice)
@@ -88,7 +88,7 @@ def _is_gaudi(root: Path, node: str) -> bool:
 
 
 def has_cuda() -> bool:
-    """True if torch sees a GPU. `device_count` asks NVML; `is_available` would start CUDA and break forked workers."""
+    """True if torch sees a GPU. `device_count` uses NVML; `is_available` would start CUDA and break forked workers."""
     import torch
 
     return torch.version.cuda is not None and torch.cuda.device_count() > 0

@@ -17,7 +17,7 @@ RELEASES = {"1.24.1": "2.11", "1.24.2": "2.13"}
 
 @dataclass(frozen=True)
 class GaudiSoftware:
-    """What is installed: the build of Gaudi's software, and torch's version (None: no torch)."""
+    """The installed software: the build of Gaudi's software, and torch's version (None: no torch)."""
 
     build: str
     torch: str | None
@@ -48,7 +48,7 @@ def installed_gaudi_software() -> GaudiSoftware | None:
 
 
 def minor_version(version: str | None) -> str | None:
-    """The first two numbers of a version, whatever build it is (`2.13.0a0+git...` gives `2.13`)."""
+    """Returns the first two numbers of a version, for any build (`2.13.0a0+git...` gives `2.13`)."""
     try:
         return None if version is None else ".".join(map(str, Version(version).release[:2]))
     except InvalidVersion:

@@ -1,4 +1,4 @@
-"""What the system lets this process have: memory and cores, cgroups included."""
+"""The memory and cores that the system, including cgroups, lets this process use."""
 
 import math
 import os
@@ -104,7 +104,7 @@ class Cores:
 
     @property
     def usable(self) -> int:
-        """How many threads can compute at once; more threads than that slow each other down."""
+        """Returns how many threads can compute at once; more threads would slow each other down."""
         return self.affinity if self.quota is None else max(1, min(self.affinity, math.ceil(self.quota)))
 
 

@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.envs import lazy_mode
 
 _own = threading.local()
 _GATE = CaptureGate()
-"""Of the process, which drives one card."""
+"""The gate of the process, which drives one card."""
 
 
 class HpuDevice:
@@ -29,7 +29,7 @@ class HpuDevice:
     pins_host_memory = False
 
     def take(self, index: int) -> None:
-        """The driver gives each process a free card of those in HABANA_VISIBLE_MODULES.
+        """Takes a card: the driver gives each process a free one of HABANA_VISIBLE_MODULES.
 
         Importing `hccl` makes that backend known to torch.
         """
@@ -37,7 +37,7 @@ class HpuDevice:
         importlib.import_module("habana_frameworks.torch.distributed.hccl")
 
     def torch_device(self) -> torch.device:
-        """One process drives one card, whose index is no part of the name."""
+        """The device; its name has no index, because one process drives one card."""
         bridge()
         return torch.device("hpu")
 
@@ -71,7 +71,7 @@ class HpuDevice:
         bridge().current_stream()
 
     def fence(self) -> Fence:
-        """An event in the thread's current stream, behind what has accumulated, too."""
+        """Returns an event in the thread's current stream, after everything that has accumulated."""
         self.end_recipe()
         event: Fence = bridge().Event()
         event.record()  # type: ignore[attr-defined]  # the bridge's
@@ -79,7 +79,7 @@ class HpuDevice:
 
     @contextmanager
     def beside_computation(self, after: Fence) -> Iterator[None]:
-        """On a stream of the thread's own; what has accumulated is launched there before it is left."""
+        """Enters a stream of the thread's own; accumulated operators are launched there before it is left."""
         stream = getattr(_own, "stream", None)
         if stream is None:
             stream = _own.stream = bridge().Stream()
@@ -92,7 +92,7 @@ class HpuDevice:
                 stream.synchronize()
 
     def compilations(self) -> int:
-        """From the bridge's metric `graph_compilation`, which counts from the first call on."""
+        """Returns the bridge's metric `graph_compilation`, which counts from the first call."""
         return int(dict(_compilation_metric().stats())["TotalNumber"])
 
     def capturing(self) -> AbstractContextManager[None]:
@@ -101,7 +101,7 @@ class HpuDevice:
 
     @contextmanager
     def compile_only(self) -> Iterator[bool]:
-        """PT_COMPILE_ONLY_MODE; False where this bridge has no such setting, or none that can be changed.
+        """Sets PT_COMPILE_ONLY_MODE; yields False if this bridge lacks the setting or cannot change it.
 
         False in lazy mode, too: a captured graph takes its memory when it is captured, so it is measured there.
         """
@@ -130,7 +130,9 @@ class HpuDevice:
 
 
 def bridge() -> Any:
-    """The module `torch.hpu`, which importing the bridge registers; an error that says what is missing without it."""
+    """Returns the module `torch.hpu`, which importing the bridge registers. Without the bridge, raises an error that
+    names what is missing.
+    """
     try:
         importlib.import_module("habana_frameworks.torch")
     except ImportError as error:

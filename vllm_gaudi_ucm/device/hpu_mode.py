@@ -1,4 +1,4 @@
-"""How Gaudi's bridge executes: eager with torch.compile, or lazy, and which flavour of torch allows that."""
+"""The execution mode of Gaudi's bridge: eager with torch.compile, or lazy, and the build of torch that it needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm_gaudi_ucm import envs
 
 
 class HpuMode(NamedTuple):
-    """What PT_HPU_LAZY_MODE asks for, and the torch that is installed.
+    """The mode in PT_HPU_LAZY_MODE, and the installed torch.
 
     The vendor builds torch from a fork (`2.11.0a0+git...`), and supports upstream's (`2.11.0`) as well.
     """
@@ -21,7 +21,7 @@ class HpuMode(NamedTuple):
         return "+git" in self.torch_version
 
     def problem(self) -> str | None:
-        """Why the bridge would not start, None if it would. Source: its own check when it is imported."""
+        """Returns why the bridge would not start; None if it would. Source: its own check when it is imported."""
         if not self.lazy or self.is_vendors_torch:
             return None
         return (
@@ -37,7 +37,7 @@ class HpuMode(NamedTuple):
 
 
 def hpu_mode() -> HpuMode:
-    """Of this process. Starts no card."""
+    """Returns the mode of this process, without starting a card."""
     # takes seconds, which the help of the doctor need not
     import torch
 

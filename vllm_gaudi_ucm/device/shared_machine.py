@@ -1,4 +1,4 @@
-"""Whether other programs compute on this machine's cores, measured in a tenth of a second."""
+"""Measures in a tenth of a second whether other programs compute on this machine's cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
 from vllm_gaudi_ucm.envs import let_idle_threads_wait_briefly, waiting_is_chosen
 
 WINDOW_SECONDS = 0.1
-# Idle threads of few cores are woken at once: giving up their cores soon costs them nothing, whoever comes later.
+# Idle threads of few cores are woken at once: giving up their cores early costs nothing, whatever program starts later.
 FEW_CORES = 4
 # The share of the cores that others use when the machine counts as shared.
 SHARED_FROM = 1 / 8
@@ -38,9 +38,9 @@ def is_shared(cores: Cores, busy: float | None = None) -> bool:
 
 
 def busy_cores(seconds: float = WINDOW_SECONDS, stat: Path = Path("/proc/stat")) -> float:
-    """Returns how many of this process's cores other processes use; 0.0 where the system does not say so.
+    """Returns how many of this process's cores other processes use; 0.0 if the system does not tell.
 
-    seconds: how long it is measured. stat: another file in tests.
+    seconds: duration of the measurement. stat: the file to read; another one in tests.
     """
     if not hasattr(os, "sched_getaffinity"):
         return 0.0

@@ -1,4 +1,4 @@
-"""Whether the engine is running steps: background work waits until it is idle."""
+"""Tracks whether the engine is running steps: background work waits until it is idle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 IDLE_SECONDS = 0.01
-"""Without a step for this long the engine is idle. Between two steps of a request pass about two milliseconds."""
+"""After this long without a step, the engine is idle. Two steps of a request are about two milliseconds apart."""
 
 
 class StepActivity:
@@ -35,4 +35,4 @@ class StepActivity:
 
 
 STEPS = StepActivity()
-"""Of this process, which drives one device: its worker says when a step runs, whoever works beside it asks."""
+"""The activity of this process, which drives one device: its worker marks steps, and background work checks it."""

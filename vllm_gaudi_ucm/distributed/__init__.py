@@ -1,1 +1,1 @@
-"""Several workers of one engine: how they talk to each other, and what they have to agree on."""
+"""Several workers of one engine: how they communicate, and what they have to agree on."""

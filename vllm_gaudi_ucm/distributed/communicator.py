@@ -1,6 +1,6 @@
-"""What vLLM's layers call for collectives between cards: NCCL, HCCL or gloo, through torch.distributed.
+"""The communicator of vLLM's layers for collectives between cards: NCCL, HCCL or gloo, through torch.distributed.
 
-Source: vLLM's `DeviceCommunicatorBase`; `HpuCommunicator` of vllm-gaudi for what lazy mode needs.
+Source: vLLM's `DeviceCommunicatorBase`; `HpuCommunicator` of vllm-gaudi for the needs of lazy mode.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ class Communicator(DeviceCommunicatorBase):
 
 
 class LazyCommunicator(Communicator):
-    """On Gaudi in lazy mode: what has accumulated is launched before a collective reads it."""
+    """The communicator on Gaudi in lazy mode: launches accumulated operators before a collective reads their
+    results.
+    """
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """The sum over the group, in `input_`."""

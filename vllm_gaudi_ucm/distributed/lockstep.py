@@ -16,12 +16,13 @@ class Lockstep:
     """The workers of the same rank in all engines.
 
     A layer's experts get the rows of all engines, so each forward is a collective: an engine computes one of its own,
-    or takes part in that of others. In each step vLLM has every engine compute what it has scheduled, or calls for a
-    step without requests (`execute_dummy_batch`). A step may be several forwards, and not as many in each engine.
+    or takes part in another engine's. In each step, vLLM makes every engine compute its scheduled requests, or a step
+    without requests (`execute_dummy_batch`). A step may be several forwards, and their number may differ between
+    engines.
 
     Args:
         engines: vLLM's group.
-        workers: all of all engines, which have the same blocks and warm the same graphs.
+        workers: all workers of all engines, which have the same blocks and warm the same graphs.
     """
 
     def __init__(self, engines: GroupCoordinator, workers: Ranks) -> None:
@@ -32,14 +33,15 @@ class Lockstep:
 
     @classmethod
     def of_engine(cls) -> Lockstep | None:
-        """Of vLLM's data-parallel group; None with one engine, and for models whose engines share nothing. To be
-        called once the group is there."""
+        """Returns the lockstep of vLLM's data-parallel group; None with one engine, and for models whose engines are
+        independent. Call it once the group exists.
+        """
         group = get_dp_group()
         return None if group.world_size == 1 else cls(group, Ranks.of_world())
 
     @property
     def size(self) -> int:
-        """How many engines there are."""
+        """The number of engines."""
         return self._engines.world_size
 
     def begin(self, forwards: int) -> None:
@@ -65,10 +67,10 @@ class Lockstep:
             follow()
 
     def padded_rows(self, own: torch.Tensor, rows: int) -> torch.Tensor:
-        """bool [engines * rows]: of the rows of all engines, which experts get one engine after the other, those that
-        nobody reads.
+        """Returns bool [engines * rows]: True for pads among the rows of all engines, which experts get one engine
+        after the other.
 
-        own: bool, at most `rows`, of this engine. It may stand inside a graph.
+        own: bool, at most `rows`, of this engine. The call may be part of a graph.
         """
         filled = functional.pad(own.to(torch.int32), (0, rows - len(own)), value=1)
         return self._engines.all_gather(filled, 0) != 0

@@ -29,7 +29,7 @@ logger = plugin_logger(__name__)
 
 
 class RankFailedError(RuntimeError):
-    """What one of several workers raised, with its rank."""
+    """An error of one of several workers, with its rank."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Peers:
 
     @classmethod
     def of(cls, ranks: Ranks) -> Peers:
-        """Asks all ranks."""
+        """Gathers the values of all ranks."""
         machine = _machine()
         found = [text.rpartition(" ") for text in ranks.texts(f"{machine} {os.getpid()}")]
         here = {rank: int(process) for rank, (theirs, _, process) in enumerate(found) if theirs == machine}
@@ -58,7 +58,7 @@ class Peers:
 
 
 def _machine() -> str:
-    """Where process ids mean the same."""
+    """Identifies the machine within which process ids are valid."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}" if boot.exists() else os.uname().nodename
 
@@ -89,11 +89,11 @@ class DeviceWatch:
         threading.Thread(target=self._look_for_ever, name="gaudi-ucm-device-watch", daemon=True).start()
 
     def queued(self) -> None:
-        """Notes what this thread has launched so far."""
+        """Notes the work that this thread has launched so far."""
         self._fence = self._device.fence()
 
     def look(self) -> bool:
-        """True if the device works; tells of it if it does not."""
+        """True if the device works; reports it if not."""
         try:
             if self._fence is not None:
                 self._fence.query()
@@ -110,7 +110,7 @@ class DeviceWatch:
 
 @dataclass(frozen=True)
 class RankGuard:
-    """Decides what an error in one of several workers ends.
+    """Decides how far an error in one of several workers reaches.
 
     answers: whether the executor reads this worker's answer first.
     """
@@ -126,7 +126,7 @@ class RankGuard:
         logger.error("%s; this worker ends, and the engine with it", text, exc_info=error)
         if threading.current_thread() is not threading.main_thread():
             _end_now()
-        # what closes collectives may wait for the other ranks
+        # closing collectives may wait for the other ranks
         timer = threading.Timer(END_SECONDS, _end_now)
         timer.daemon = True
         timer.start()
@@ -168,7 +168,7 @@ class GuardedOutput(AsyncModelRunnerOutput):
             self._guard.fail("when the output of a step was read", error)
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """Returns what the step's KV connector has reported. vLLM 0.33 asks for it after `get_output` has failed."""
+        """Returns what the step's KV connector has reported. vLLM 0.33 reads it after `get_output` has failed."""
         # vLLM 0.32 has no such method
         output: Any = self._output
         found: KVConnectorOutput | None = output.get_kv_connector_output()
@@ -178,10 +178,11 @@ class GuardedOutput(AsyncModelRunnerOutput):
 def ends_engine(call: Callable[..., Any], guard: RankGuard, watch: DeviceWatch | None = None) -> Callable[..., Any]:
     """Makes errors of a call, and of an output that is read later, name the rank and end the engine.
 
-    vLLM's executor waits for the answer of one rank first, or of one alone. It only logs an error of another, while the
-    rank that should answer waits in a collective: that worker's process ends, which the executor notices.
+    vLLM's executor waits for the answer of one rank first, or of only one. It merely logs an error of another, while
+    the rank that should answer waits in a collective. So the process of the failed worker ends, which the executor
+    notices.
 
-    watch: notes what the call has launched on the device.
+    watch: notes the work that the call has launched on the device.
     """
 
     @functools.wraps(call)

@@ -8,10 +8,10 @@ from vllm_gaudi_ucm.vllm_api.distributed import tensor_model_parallel_all_reduce
 
 
 class RankMean:
-    """The mean of the ranks' tensors, which is the same on all of them, to the last bit.
+    """The mean of the ranks' tensors, identical on all ranks to the last bit.
 
-    One all-reduce in float32, as after vLLM's row-parallel layers: it may stand inside a graph. Every rank calls it
-    with the same shape, in the same order.
+    One all-reduce in float32, as after vLLM's row-parallel layers: it may be part of a graph. Every rank calls it with
+    the same shapes, in the same order.
 
     Args:
         size: ranks of the tensor-parallel group.
@@ -21,5 +21,7 @@ class RankMean:
         self._size = size
 
     def __call__(self, own: torch.Tensor) -> torch.Tensor:
-        """float32, of the shape of `own`, which stays as it is: the collective overwrites its input."""
+        """Returns the mean in float32, of the shape of `own`. `own` is copied first, because the collective overwrites
+        its input.
+        """
         return tensor_model_parallel_all_reduce(own.float() / self._size)

@@ -1,4 +1,4 @@
-"""The workers of one engine, which run the same steps: what depends on one of them is agreed between all."""
+"""The workers of one engine, which run the same steps. They agree on values that depend on a single worker."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class RanksDisagreeError(RuntimeError):
 class Ranks:
     """All workers of an engine, of which this process is one.
 
-    Agreements are collectives on the host: every rank asks for the same ones in the same order, outside of graphs. With
-    one rank they cost nothing.
+    Agreements are collectives on the host: every rank makes the same ones in the same order, outside graphs. With one
+    rank they cost nothing.
 
     Args:
-        rank: of this worker, from 0.
+        rank: number of this worker, from 0.
         size: how many there are.
         output_rank: the one whose output the engine reads, which also keeps the log and the metrics.
         group: gloo; None with one rank.
@@ -44,12 +44,12 @@ class Ranks:
 
     @classmethod
     def of_world(cls) -> Ranks:
-        """Also the workers of other engines, where they share out experts."""
+        """The ranks including workers of other engines, if they share out experts."""
         return cls._of(get_world_group(), 0)
 
     @classmethod
     def of_layer(cls) -> Ranks:
-        """Those that share out a layer: all of one pipeline stage, which compute the same logits."""
+        """The ranks that share out a layer: all of one pipeline stage, which compute the same logits."""
         return cls._of(get_tp_group(), 0)
 
     @classmethod
@@ -67,7 +67,7 @@ class Ranks:
         return self.least_of([value])[0]
 
     def least_of(self, values: Sequence[int]) -> list[int]:
-        """At each place the smallest value of all ranks, which have as many."""
+        """Returns the smallest value of all ranks at each place; all ranks pass the same number of values."""
         if self.group is None:
             return list(values)
         agreed = torch.tensor(values, dtype=torch.int64)

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
 
 StageTensors = dict[str, torch.Tensor]
-"""What a stage hands to the next one, by vLLM's name: hidden states, and in most models a residual; [rows, width]."""
+"""The tensors that a stage passes to the next, by vLLM's names: hidden states, and in most models a residual; [rows,
+width].
+"""
 
 
 class StageError(RuntimeError):
-    """Stages do not agree on what they hand on."""
+    """Raised if stages do not agree on the tensors between them."""
 
 
 class _Sent(NamedTuple):
@@ -64,8 +66,8 @@ class Stage:
         return cls(group.rank_in_group, group.world_size, before, behind, group.device_group, device)
 
     def receive(self, tensors: StageTensors) -> None:
-        """Fills them with what the stage before has sent, of the same names, shapes and dtypes."""
-        # what may still read them has been launched then
+        """Fills the tensors with those of the previous stage, which have the same names, shapes and dtypes."""
+        # previous readers of them have been launched by then
         self._device.end_recipe()
         for name in sorted(tensors):
             dist.recv(tensors[name], self._before, self._group)
@@ -87,13 +89,13 @@ class Stage:
         self._sent.clear()
 
     def connect(self, handed: StageTensors, expected: StageTensors) -> None:
-        """Sends what a step of a few rows hands on, before any request: a connection is made by its first use, which
-        takes time, and memory that is to be counted.
+        """Sends the tensors of a step of a few rows, before any request: the first use makes a connection, which takes
+        time and memory, and the memory must be measured.
 
-        handed: what this stage hands on. expected: what the next stage needs, with the same rows.
+        handed: tensors that this stage sends. expected: tensors that the next stage needs, with the same rows.
 
         Raises:
-            StageError: names, shapes or dtypes are others than expected.
+            StageError: names, shapes or dtypes differ from the expected ones.
         """
         found, wanted = ({name: (*one.shape, one.dtype) for name, one in each.items()} for each in (handed, expected))
         if not self.is_last and found != wanted:

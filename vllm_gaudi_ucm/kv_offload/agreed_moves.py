@@ -1,4 +1,6 @@
-"""Copies that several workers make, each of its part of a block: they end everywhere in the same step, and alike."""
+"""Copies that several workers make, each of its part of a block. They end in the same step, with the same outcome, on
+all.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.copies import Pair
 
-# the smallest of all ranks' is what all of them make of a move
+# the outcome of a move is the smallest value of all ranks
 _UNDER_WAY, _FAILED, _DONE = range(3)
 
 
 class EndedMove(NamedTuple):
-    """Of all ranks. is_save: off the device, not back. is_done: on every rank. was_done: on this one."""
+    """A move that has ended on all ranks. is_save: off the device, not back. is_done: succeeded on every rank.
+    was_done: succeeded on this one.
+    """
 
     pair: Pair
     is_save: bool
@@ -34,7 +38,7 @@ class AgreedMoves:
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
-        # in the order of the orders, which all ranks have: (is_save, how it stands here)
+        # in the order of the orders, which is the same on all ranks: (is_save, its state here)
         self._moves: dict[Pair, tuple[bool, int]] = {}
 
     def begin(self, pair: Pair, is_save: bool) -> None:
@@ -43,7 +47,7 @@ class AgreedMoves:
         self._moves[pair] = is_save, _UNDER_WAY
 
     def end(self, pair: Pair, is_done: bool) -> None:
-        """It has ended on this rank."""
+        """Notes that a move has ended on this rank."""
         is_save, _ = self._moves[pair]
         self._moves[pair] = is_save, _DONE if is_done else _FAILED
 
@@ -52,9 +56,9 @@ class AgreedMoves:
         self._moves = {pair: move for pair, move in self._moves.items() if pair[0] != generation}
 
     def take_ended(self) -> list[EndedMove]:
-        """Those that have ended on all ranks, once each, in the same order everywhere.
+        """Returns the moves that have ended on all ranks, once each, in the same order everywhere.
 
-        To be called by all ranks in the same steps. While moves are under way it is a collective on the host.
+        All ranks must call it in the same steps. While moves are in progress, it is a collective on the host.
         """
         if not self._moves:
             return []

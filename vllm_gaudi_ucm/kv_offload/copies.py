@@ -36,12 +36,12 @@ logger = plugin_logger(__name__)
 
 
 class CopyFolder:
-    """The folder `engines/<number>` under `root`, and beside it a file that this process has locked.
+    """The folder `engines/<number>` under `root`, and next to it a file that this process has locked.
 
-    Copies are of use to the engine that made them only, and as long as it lives. Making one removes the copies
+    Copies are only useful to the engine that made them, while it lives. Making one removes the copies
     of engines that were killed: the system has ended their locks.
 
-    Raises OSError where nothing can be made in `root`, an existing folder.
+    Raises OSError if no folder can be made in `root`, an existing folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -78,7 +78,7 @@ def _sweep(engines: Path) -> None:
         try:
             lock = open_file(f"{path}{_LOCK}")
         except FileNotFoundError:
-            # the lock is there before the folder, and goes after it
+            # the lock exists before the folder, and is removed after it
             _remove(path)
             continue
         if _try_lock(lock):
@@ -96,7 +96,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """What cannot be removed takes room on the disk, but is never looked for."""
+    """Removes copies. Files that cannot be removed take room on the disk, but are never read."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -130,7 +130,7 @@ class CopyLoads:
         return len(self._loads) + len(self._failed)
 
     def start(self, pair: Pair, key: bytes) -> None:
-        """Has the block under `key` read; `finished` gives it."""
+        """Starts to read the block under `key`; `finished` returns it."""
         try:
             data = self._allocate(self._block_bytes)
         except NO_MEMORY as error:
@@ -174,12 +174,12 @@ USE = "memory_mode"
 
 
 class CopyStore:
-    """A store by the keys of this engine. Nothing here waits for a save or a load, and nothing writes to the device.
+    """A store by the keys of this engine. It never waits for a save or a load, and does not write to the device.
 
-    Keys begin with a number that no other engine has: copies are of no use to anyone else, nor after a restart.
+    Keys begin with a number that no other engine has: copies are useless to other engines, and after a restart.
 
     Args:
-        store: where copies are; closed with this. It must evict nothing: a copy may be the only one of its block.
+        store: where copies are; closed with this. It must not evict: a copy may be the only one of its block.
         block_bytes: of a block.
         allocate: (bytes) -> host memory.
         options: of the engine that loads.
@@ -226,12 +226,13 @@ class CopyStore:
         self._saves[pair] = self._writer.submit(self.store.save, self._key(pair), data)
 
     def load(self, pair: Pair) -> None:
-        """Has a copy read; `finished_loads` gives it."""
+        """Starts to read a copy; `finished_loads` returns it."""
         self._loads.start(pair, self._key(pair))
 
     def bring_near(self, pairs: Sequence[Pair]) -> None:
-        """Has these copies read into host memory, where a later `load` finds them; copies of earlier calls that are not
-        named again may be forgotten. Called after the loads of a step, which join what is under way."""
+        """Starts to read these copies into host memory, where a later `load` finds them; copies of earlier calls that
+        are not named again may be forgotten. Called after the loads of a step, which join reads in progress.
+        """
         wanted = set(pairs)
         for pair in self._near - wanted:
             self._engine.forget(_AHEAD + name_of(pair))
@@ -266,7 +267,7 @@ class CopyStore:
             self._writer.submit(self._delete, [self._key((generation, number)) for number in numbers])
 
     def check_idle(self) -> None:
-        """Raises AssertionError where a move is under way or a copy is kept. Waits for deletions."""
+        """Raises AssertionError if a move is in progress or a copy is kept. Waits for deletions."""
         self._writer.submit(int).result()
         if self._saves or len(self._loads) or self._near or self._copies:
             moving = f"saving {[*self._saves]}, loading {len(self._loads)}, near {self._near}"

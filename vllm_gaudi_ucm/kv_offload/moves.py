@@ -40,7 +40,7 @@ class SummaryRows:
 
 
 class Moves:
-    """Carries out what scores ask for, step by step.
+    """Carries out the moves that scores call for, step by step.
 
     Args:
         blocks: tables and free blocks.
@@ -55,7 +55,7 @@ class Moves:
         self._totals = totals
 
     def take_orders(self) -> OffloadOrders:
-        """Those since the last call; generations that have ended have no moves."""
+        """Takes the orders since the last call; generations that have ended have no moves."""
         orders, self.orders = self.orders, OffloadOrders()
         ended = set(orders.ended)
         return OffloadOrders(
@@ -74,7 +74,9 @@ class Moves:
         self.orders.ended.append(state.generation)
 
     def release(self, state: OffloadState, saves: int) -> tuple[int, int]:
-        """Releases what has a copy and orders copies of the rest; returns (released blocks, copies still allowed)."""
+        """Releases blocks that have a copy and orders copies of the rest; returns (released blocks, copies still
+        allowed).
+        """
         released, waiting = 0, []
         for number in state.to_evict:
             if number in state.offloaded or not self._blocks.is_owned_alone(state.request_id, number):
@@ -136,7 +138,7 @@ class Moves:
         self._blocks.put(state.request_id, number, block)
         state.offloaded.discard(number)
         if state.stored.pop(number, None) is not None:
-            # the connector's store may evict it: before the block leaves again there is a copy of its own
+            # the connector's store may evict it: before the block leaves again, it gets a copy of its own
             state.saved.discard(number)
             self.rows.give_back([state.rows.pop(number)])
 
@@ -158,8 +160,9 @@ class Moves:
         return left
 
     def fetch_stored(self, state: OffloadState, numbers: Sequence[int], most: int) -> dict[int, tuple[bytes, int]]:
-        """Gives up to `most` blocks that were left in the connector's store a place at once, for the connector to load
-        into before the request runs again. Returns keys and physical blocks."""
+        """Allocates at once up to `most` blocks that were left in the connector's store, for the connector to load
+        before the request runs again. Returns keys and physical blocks.
+        """
         fetched: dict[int, tuple[bytes, int]] = {}
         for number in [number for number in numbers if number in state.stored][: max(0, most)]:
             block, key = self._blocks.take(), state.stored[number]

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one request whose blocks may leave the device."""
+"""The scheduler's state of one request whose blocks may leave the device."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class OffloadState:
-    """Of a request from its beginning, or from its resumption, to its end or preemption. Blocks are logical.
+    """The state of a request from its start, or from its resumption, to its end or preemption. Blocks are logical.
 
-    generation: tells it from earlier and later states of the same request id; never used again.
+    generation: distinguishes it from earlier and later states of the same request id; never used again.
     rows: by block that has a copy or gets one, the place of its summary.
     saving, saved: blocks whose copy is being made; blocks that have one.
     offloaded: blocks that are not in the block table.
     loading: offloaded blocks on their way back, and the physical blocks that wait for them; no table has these yet.
     lost: offloaded blocks whose copy could not be read.
     stored: offloaded blocks whose copy is the connector's record, and its key.
-    to_evict, to_load: what the last scores ask for.
-    scores: decayed, by block. idle_steps: sparse steps since the last scores; next_scoring: after how many the next are
-    asked for. stays: too much was missed, and every block comes back. is_guess: the blocks on the device were chosen
-    without a query, and nothing was scored yet.
+    to_evict, to_load: blocks to move according to the last scores.
+    scores: decayed, by block. idle_steps: sparse steps since the last scores; next_scoring: after how many of them the
+    next scores are due. stays: too much was missed, and every block comes back. is_guess: the blocks on the device were
+    chosen without a query, and nothing was scored yet.
     """
 
     request_id: str
@@ -62,7 +62,9 @@ class OffloadState:
         self.scores, self.idle_steps = scores, 0
 
     def begin_guess(self, is_guess: bool = True) -> None:
-        """Whether blocks were left in the connector's store, before there is a query to ask."""
+        """Begins with blocks that were left in the connector's store before there was a query. True if there are
+        any.
+        """
         self.is_guess = is_guess
 
     def end_guess(self) -> bool:
@@ -71,7 +73,7 @@ class OffloadState:
         return guessed
 
     def keep_all(self) -> bool:
-        """From now on every block comes back and stays; returns whether that is new."""
+        """Makes every block come back and stay; True if this is new."""
         stayed, self.stays = self.stays, True
         return not stayed
 

@@ -59,9 +59,9 @@ class MemoryModeOptions(Section):
         return None if value is None else resolve_store_options(value, "ucm.memory_mode.store")
 
     def max_copies(self, num_blocks: int, block_bytes: int) -> int:
-        """Blocks that may have a copy, of a KV cache of `num_blocks` of `block_bytes` each.
+        """Returns how many blocks may have a copy, for a KV cache of `num_blocks` of `block_bytes` each.
 
-        What a store would evict to make room is never sent to it.
+        Blocks for which a store would evict others are never sent to it.
         """
         most = max(1, int(self.away_ratio * num_blocks))
         capacity = None if self.store is None else self.store.most_bytes
@@ -69,7 +69,7 @@ class MemoryModeOptions(Section):
 
     @property
     def is_in_host_memory(self) -> bool:
-        """True if copies lie in this process, where nothing can be brought nearer to the device."""
+        """True if copies are in this process, where they cannot be brought nearer to the device."""
         return self.store is None or self.store.ends_with_process
 
     def open_options(self, max_copies: int, block_bytes: int) -> StoreOptions:

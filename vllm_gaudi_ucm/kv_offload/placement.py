@@ -1,4 +1,4 @@
-"""Which blocks of a context should be on the device: pure arithmetic on scores."""
+"""Decides which blocks of a context should be on the device: pure arithmetic on scores."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def choose_moves(
     max_swaps: int,
     options: BlockOptions,
 ) -> ChosenMoves:
-    """What to move so that the best of a context are on the device.
+    """Returns what to move so that the best blocks of a context are on the device.
 
-    Sinks, local window and blocks without a score stay. Of the others as many are kept as `resident_ratio` of all full
-    blocks leaves room for, and at least as many as the method chooses.
+    Sinks, local window and blocks without a score stay. Of the others, it keeps as many as fit within `resident_ratio`
+    of all full blocks, and at least as many as the method chooses.
 
     Args:
         scores: [full blocks of the context]; below 0 for a block without a score.
@@ -65,7 +65,7 @@ def choose_moves(
         block_size: tokens per block.
         resident_ratio: part of the full blocks that may be on the device.
         max_swaps: most blocks that come back.
-        options: of the method.
+        options: options of the method.
     """
     full = len(scores)
     budget = block_budget(full * block_size, block_size, options)
@@ -74,7 +74,7 @@ def choose_moves(
     between = [number for number in range(budget.sink_blocks, budget.window_start) if number not in lost]
     live = full - budget.num_candidates
     room = max(budget.num_selected, math.ceil(resident_ratio * full - 1e-9) - live)
-    # what has no score cannot be compared, and stays
+    # blocks without a score cannot be compared, and stay
     room -= sum(1 for number in between if scores[number] < 0 and number not in offloaded)
     ranked = sorted((number for number in between if scores[number] >= 0), key=lambda number: -scores[number])
     to_load = [number for number in ranked[: max(0, room)] if number in offloaded][:max_swaps]
@@ -86,16 +86,16 @@ def choose_moves(
 def dispensable_blocks(
     full: int, missing: Sequence[int], block_size: int, resident_ratio: float, options: BlockOptions
 ) -> list[int]:
-    """The blocks that may stay where they are, least wanted first; empty where the step is dense.
+    """Returns the blocks that need not come to the device, least wanted first; empty if the step is dense.
 
-    Sinks and local window are always wanted, and of the others as many as KV offload would keep.
+    Sinks and local window are always needed, and of the others as many as KV offload would keep.
 
     Args:
         full: blocks of the context; up to a block of tokens more is to be computed, maybe in several steps.
         missing: blocks that are not on the device, most wanted first.
         block_size: tokens per block.
         resident_ratio: part of the full blocks that may be on the device.
-        options: of the method.
+        options: options of the method.
     """
     # windows only move away from what is missing as tokens are added, and by the block that a full tail block adds to
     # the budget there is one more on the device to choose from
@@ -128,8 +128,8 @@ class ScoreBook:
         self._totals = totals
 
     def take(self, state: OffloadState, fresh: NDArray[np.float64]) -> bool:
-        """Sets what to evict and to load. Whether the step of these scores should be repeated, after `state.to_load`:
-        it was the first one on blocks that were loaded without a query, and missed too much.
+        """Sets the blocks to evict and to load. Returns True if the step of these scores should be repeated after
+        `state.to_load`, because it was the first one on blocks that were loaded without a query and missed too much.
 
         fresh: float64 [full blocks]; below 0 for a block without a score.
         """

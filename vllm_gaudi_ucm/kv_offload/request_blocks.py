@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 
 class RequestBlocks:
-    """As vLLM's sliding window does it: a block that leaves is replaced by the null block and freed.
+    """Block tables of requests. As in vLLM's sliding window, a block that leaves is replaced by the null block and
+    freed.
 
-    A block is freed by its count of owners, so one that another request or the prefix cache still uses stays theirs.
+    Freeing decrements a block's count of owners, so a block that another request or the prefix cache still uses stays.
 
     Blocks are those of the one KV-cache group that keeps whole contexts. Groups with windows have blocks of the same
-    pool, and give them back by themselves.
+    pool, and free them on their own.
 
     Args:
         manager: vLLM's.
@@ -44,7 +45,7 @@ class RequestBlocks:
         return int(self._pool.num_gpu_blocks)
 
     def num_spare(self, num_running: int) -> int:
-        """Free blocks beyond those that as many running requests may need next: one in each group."""
+        """Returns the number of free blocks beyond those that the running requests may need next: one in each group."""
         return self.num_free - num_running * self._num_groups
 
     def table(self, request_id: str) -> list[KVCacheBlock]:
@@ -80,9 +81,9 @@ class RequestBlocks:
         return {block.block_id for table, first in tables for block in table[first:]}
 
     def take_cached(self, request: Request, number: int, unwritten: Set[int] = frozenset()) -> KVCacheBlock | None:
-        """The block that has the content of logical block `number`, if the prefix cache still has it.
+        """Takes the block with the content of logical block `number`, if the prefix cache still has it.
 
-        unwritten: physical blocks that do not have their content yet, although the prefix cache says so.
+        unwritten: physical blocks that do not have their content yet, although the prefix cache lists them.
         """
         if not self._caching or number >= len(request.block_hashes):
             return None
@@ -97,7 +98,7 @@ class RequestBlocks:
         forget_cached_blocks(self._manager, request_id, first)
 
     def free_all(self, request: Request) -> None:
-        """Frees what the request has: its table is empty then."""
+        """Frees all blocks of the request and empties its table."""
         self._manager.free(request)
 
     def give_back(self, blocks: list[KVCacheBlock]) -> None:

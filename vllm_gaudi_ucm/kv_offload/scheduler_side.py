@@ -37,7 +37,7 @@ class OffloadScheduler:
     """Decides what leaves and what comes back; the worker moves it and reports.
 
     A block leaves once its copy is reported, and is in a table again once its load is: at every step both sides agree
-    which block is where, and a block that is late or lost is offloaded, and nothing else.
+    on the place of each block, and a late or lost block simply stays offloaded.
 
     Args:
         options: of KV offload.
@@ -46,7 +46,7 @@ class OffloadScheduler:
         blocks: tables and free blocks.
         num_rows: blocks that may have a copy.
         num_ahead: most blocks that are brought to host memory before it is their turn to come back.
-        on_wanted: called with the blocks that a request's query would choose of all, whenever it is scored.
+        on_wanted: called with the blocks that a request's query would choose among all, whenever it is scored.
     """
 
     def __init__(
@@ -109,8 +109,9 @@ class OffloadScheduler:
         return state is not None and state.is_guess
 
     def hide_guess(self, request: Request) -> None:
-        """A request was allotted slots to compute. What it fills in a step that may be repeated is not found by others
-        before that step stands: it would be written again while they attend to it."""
+        """Hides blocks that a request fills in a step that may be repeated. Other requests must not find them before
+        the step is final: they would be written again while others attend to them.
+        """
         if self.is_guess(request.request_id):
             self._blocks.forget_cached(request.request_id, request.num_computed_tokens // self._block_size)
 
@@ -122,8 +123,8 @@ class OffloadScheduler:
         return left
 
     def give_up(self, request: Request) -> None:
-        """What the connector was to load did not come: the request has no blocks any more, and begins again. Its blocks
-        may leave if they might before.
+        """Handles a failed load of the connector: the request has no blocks any more, and starts again. Its blocks may
+        leave if they could before.
         """
         self._blocks.free_all(request)
         if request.request_id in self._states:
@@ -146,14 +147,14 @@ class OffloadScheduler:
             if not state.to_evict and not state.to_load:
                 continue
             released, saves = self._moves.release(state, saves)
-            # a block of its own in exchange, or one that no running request needs next
+            # a block of its own in exchange, or a block that no running request needs next
             spare = max(released, self._blocks.num_spare(num_running))
             loads = self._moves.bring_back(state, requests[state.request_id], spare, loads)
 
     def orders(
         self, sparse: Collection[str], requests: Mapping[str, Request], computed: Iterable[tuple[str, int]]
     ) -> OffloadOrders:
-        """What to send with a step in which the requests `sparse` are.
+        """Returns the orders to send with a step in which the requests `sparse` are.
 
         computed: each request of the step, and its tokens that were computed before.
         """
@@ -185,7 +186,8 @@ class OffloadScheduler:
         return orders
 
     def take(self, report: OffloadReport, scheduled: Collection[str] = ()) -> dict[str, Fetched]:
-        """Before the scheduler takes the output of the step. Reports on earlier generations are ignored.
+        """Takes the reports of a step, before the scheduler takes its output. Reports on earlier generations are
+        ignored.
 
         Returns the requests among `scheduled` whose first step, on blocks that were loaded without a query, has missed
         too much, and the blocks that a connector has to load before it is repeated.
@@ -202,7 +204,7 @@ class OffloadScheduler:
                 self._take_scores(states[generation], np.array(scores, np.float64))
         for state in self._states.values():
             if state.is_guess and state.request_id in scheduled:
-                # what it has missed is unknown
+                # how much it has missed is unknown
                 self._repeat(state, sorted(state.offloaded))
         repeats, self._repeats = self._repeats, {}
         return repeats
@@ -215,7 +217,7 @@ class OffloadScheduler:
             state.want(to_load=[number for number in state.to_load if number in state.offloaded])
 
     def _repeat(self, state: OffloadState, wanted: Sequence[int]) -> None:
-        """Has blocks fetched for a first step to be repeated; without a free block it stands."""
+        """Fetches blocks to repeat a first step; without a free block the step is not repeated."""
         state.end_guess()
         fetched = self._moves.fetch_stored(state, wanted, self._blocks.num_spare(self._num_running))
         if fetched:

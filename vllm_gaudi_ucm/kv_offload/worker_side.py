@@ -34,7 +34,7 @@ class _Destination(NamedTuple):
 
 
 class StoredCopies(NamedTuple):
-    """How blocks come back whose copy is a connector's record: by its engine, in its order of layers."""
+    """Brings back blocks whose copy is a connector's record: by its engine, in its order of layers."""
 
     loads: CopyLoads
     blocks: DeviceBlocks
@@ -50,9 +50,9 @@ class OffloadWorker:
         blocks: of the KV cache.
         copies: where blocks go.
         device: its recipes end before and after a copy.
-        stored: how blocks come back that a connector has left in its store; None: it leaves none.
+        stored: brings back blocks that a connector has left in its store; None: it leaves none.
         metrics: where the scheduler's figures go; None: nowhere.
-        ranks: those that have a part of each block, and get the same orders. What their reports say is true of all.
+        ranks: the ranks that have a part of each block, and get the same orders. Their reports are valid for all.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class OffloadWorker:
         self._blocks = blocks
         self._copies = copies
         self._device = blocks.device
-        # by generation and block: the row of a saved block's summary; by both: where a load is to go
+        # by generation and block: the row of a saved block's summary; by both: the target of a load
         self._rows: dict[int, dict[int, int]] = {}
         self._destinations: dict[Pair, _Destination] = {}
         self._scored: dict[str, int] = {}
@@ -81,7 +81,7 @@ class OffloadWorker:
         self._metrics = metrics
         self._stored = stored
         self._moves = AgreedMoves(ranks)
-        # loads that have ended on this rank: their blocks, and who writes them
+        # loads that have ended on this rank: their blocks, and what writes them
         self._arrived: dict[Pair, tuple[memoryview, DeviceBlocks]] = {}
 
     def begin_step(self, orders: OffloadOrders) -> None:
@@ -101,7 +101,7 @@ class OffloadWorker:
             del self._rows[pair[0]][pair[1]]
         for patch in orders.patches:
             self._table.set_block(patch.request_id, patch.number, patch.block)
-        # what was chosen among other blocks is no choice any more
+        # a choice among other blocks is no longer valid
         self._state.forget({patch.request_id for patch in orders.patches})
         for move in orders.saves:
             self._save(move)
@@ -114,7 +114,7 @@ class OffloadWorker:
             self._metrics.set(orders.totals)
 
     def report(self) -> OffloadReport:
-        """After a step: everything since the last report. Waits for the device where a request is scored."""
+        """Returns, after a step, everything since the last report. Waits for the device where a request is scored."""
         for request_id, generation in self._scored.items():
             chosen = self._state.chosen.get(request_id)
             # a request that did not fit chose nothing, and is asked for again
@@ -186,7 +186,7 @@ class OffloadWorker:
             self._report.saved.append(move.pair)
             return
         if move.was_done:
-            # another rank could not: nobody will ask for this copy
+            # another rank could not: this copy will not be read
             self._copies.drop(move.pair)
         self._report.unsaved.append(move.pair)
 

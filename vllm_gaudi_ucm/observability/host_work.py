@@ -1,4 +1,4 @@
-"""What steps with static shapes wait for, and what they do on the host although a device could."""
+"""Counts what steps with static shapes wait for, and what they do on the host although a device could."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 
 class HostCounts(NamedTuple):
-    """Of one step. reads: of the device's memory; each waits for everything that the device still has to do.
-    stages: names of what ran on the host, each once, in their order."""
+    """Counts of one step. reads: reads of the device's memory; each waits for all pending work of the device.
+    stages: names of what ran on the host, each once, in their order.
+    """
 
     reads: int
     stages: tuple[str, ...]
@@ -22,11 +23,11 @@ NO_HOST_WORK = HostCounts(0, ())
 class HostWork:
     """Counts reads of the device and stages on the host. One read is the least that a step with tokens has.
 
-    What is copied to the device is no read: nothing waits for it.
+    A copy to the device is not a read: the host does not wait for it.
 
     Args:
-        on_read, on_stage: called with the reason of each read and with the name of each stage, a label each: they name
-            no request.
+        on_read, on_stage: called with the reason of each read and with the name of each stage. Each is a label: they do
+            not name requests.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Says how the compilation of kernels goes: a bar on a terminal, otherwise lines in the log."""
+"""Reports progress of compiling kernels: a bar on a terminal, otherwise lines in the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kernel_report(
     line_seconds: float = LINE_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yields what is told how many kernels are compiled, and of how many.
+    """Yields a function to call with the number of compiled kernels, and of all.
 
     console: where a bar is drawn if it is a terminal; stderr if None. Without one a line is logged at most every
     `line_seconds`, and one when all are compiled.

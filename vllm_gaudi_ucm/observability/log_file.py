@@ -13,13 +13,13 @@ HEADER_START = b'{"schema":"gaudi-ucm.phase-log/'
 
 
 class LogFile:
-    """Opens a new file, whose first line is the header, and keeps what was there.
+    """Opens a new file, whose first line is the header, and keeps earlier files.
 
     Args:
         path: of the newest file.
-        header: a line, of each file.
-        most_bytes: a file that is as long is kept, and another one begins; None: there is no bound.
-        generations: files that are kept, of this run and of those before it. The oldest goes first.
+        header: first line of each file.
+        most_bytes: length at which a new file begins; None: there is no bound.
+        generations: number of files to keep, of this run and earlier ones. The oldest is removed first.
 
     Raises:
         OSError: it cannot be written.
@@ -61,14 +61,16 @@ def keep_previous(path: Path, generations: int = GENERATIONS) -> None:
     if not path.is_file() or _holds_no_step(path):
         return
     names = [path, *(_generation(path, number) for number in range(1, generations + 1))]
-    # if one is missing, those behind it stay
+    # if one is missing, the older ones stay
     free = next((number for number, name in enumerate(names) if number and not name.exists()), generations)
     for number in range(free, 0, -1):
         names[number - 1].replace(names[number])
 
 
 def of_engine(path: Path, engine: int) -> Path:
-    """Where one of several engines of a server writes: the first one to `path`, the others to `NAME.1.jsonl` ..."""
+    """Returns the path for one of several engines of a server: the first one to `path`, the others to `NAME.1.jsonl`
+    ...
+    """
     return path if engine == 0 else path.with_name(f"{path.stem}.{engine}{path.suffix}")
 
 

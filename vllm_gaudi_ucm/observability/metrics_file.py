@@ -33,9 +33,9 @@ def metrics_folder(instance_id: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, for this user alone.
+    """Makes the folder, for this user only.
 
-    Raises PermissionError where it is there already and others could write to it, OSError where it cannot be made.
+    Raises PermissionError if it exists already and others could write to it, OSError if it cannot be made.
     """
     try:
         folder.mkdir(PRIVATE)
@@ -69,7 +69,9 @@ def remove_stale() -> None:
 
 
 def _remove_unless_held(folder: Path) -> None:
-    """Raises BlockingIOError where an engine holds the lock, FileNotFoundError if there is none."""
+    """Removes the folder of a dead engine. Raises BlockingIOError if an engine holds the lock, FileNotFoundError if
+    there is none.
+    """
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +127,7 @@ class _Entries:
         self._use(CELL)
 
     def append(self, key: str) -> Series:
-        """A new entry of value 0. Where no room is left it counts in memory of its own, and is not exported."""
+        """Adds an entry of value 0. If no room is left, it counts in memory of its own, and is not exported."""
         text = key.encode()
         padded = text + b" " * (CELL - (len(text) + 4) % CELL)
         entry = struct.pack(f"i{len(padded)}sdd", len(text), padded, 0.0, 0.0)
@@ -145,8 +147,8 @@ class _Entries:
 class MetricsFile:
     """The files of one engine in `folder`; without a folder they are memory that is not exported.
 
-    engine: the value of the label `engine`. writer: what the files are named after, without `_`.
-    Raises OSError where the folder does not take them.
+    engine: the value of the label `engine`. writer: name for the files, without `_`. Raises OSError if they cannot be
+        made.
     """
 
     def __init__(self, folder: Path | None, engine: int, writer: str) -> None:

@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.observability.phase_summary import MEMORY, PhaseSummary
 SCHEMA = "gaudi-ucm.phase-log/1"
 COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs")
 PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)}
-# Written if there are any: a server without a sparse method writes what it always wrote.
+# Written only if there are any, so that logs of servers without a sparse method do not change.
 SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
 TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
 MEMORY_COUNTS = tuple(MEMORY)
@@ -36,18 +36,18 @@ LIMITS: dict[str, Any] = {
     **dict.fromkeys(("contiguous", "max_shared_blocks")),
     **{"max_selected_blocks": 0, "strip": 0, "window": 0},
 }
-"""Fields of a header that bound its steps, or say what they are counted in, with what a header without them means."""
+"""Fields of a header that bound its steps, or name their units, with the meaning of a header without them."""
 
 logger = plugin_logger(__name__)
 
 
 class PhaseLogError(ValueError):
-    """A phase log that cannot be written or read; the message names the file, the line and what to do."""
+    """Raised for a phase log that cannot be written or read; the message names the file, the line and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One executed step: its shape, its size, and where the time went.
+    """One executed step: its shape, its size, and its times.
 
     A pair is one (row, token) product of one attention head that a part really computed, so the pair counts
     compare the attention work of the parts.
@@ -76,13 +76,13 @@ class StepRecord:
     saved_blocks: int = 0
     """Blocks that it has stored since then."""
     transfer_ms: float = 0.0
-    """What its calls took on the step's way since then; no part of the other times."""
+    """Duration of its calls in the step since then; not included in the other times."""
     tail: int = 0
     """1 if it ran in a graph for prompt remainders, not in a bucket."""
     host_reads: int = 0
     """Reads of the device that it waited for, counted at static shapes."""
     host_stages: tuple[str, ...] = ()
-    """What ran on the host."""
+    """Stages that ran on the host."""
     copied_blocks: int = 0
     """Blocks copied before the step, for requests that go on writing them (partial hits)."""
     moved_blocks: int = 0
@@ -90,7 +90,7 @@ class StepRecord:
     swapped_out_blocks: int = 0
     """Blocks of preempted requests that went to host memory."""
     swapped_in_blocks: int = 0
-    """Those that came back."""
+    """Blocks that came back."""
     time: float = 0.0
     """When it ended, in seconds since 1970; 0: it was only modelled."""
 
@@ -148,15 +148,15 @@ class PhaseLog:
 
 
 class PhaseLogReader:
-    """A log as it is read, line by line: memory does not grow with its length. A context manager, for one pass.
+    """Reads a log line by line: memory does not grow with its length. A context manager, for one pass.
 
     Args:
-        path: of the log.
-        report: called with the share of the file that has been read, now and then.
-        given: limits that are known from elsewhere: headers may differ in them.
+        path: path of the log.
+        report: called now and then with the fraction of the file that has been read.
+        given: limits from another source: headers may differ in them.
 
     Raises:
-        PhaseLogError: it cannot be read, or is no phase log.
+        PhaseLogError: it cannot be read, or is not a phase log.
     """
 
     def __init__(
@@ -180,9 +180,10 @@ class PhaseLogReader:
         self._file.close()
 
     def steps(self) -> Iterator[StepRecord]:
-        """Those not read yet; a last line torn by a killed process is dropped, anything else wrong raises.
+        """Yields the steps not read yet; an incomplete last line of a killed process is dropped, any other fault
+        raises.
 
-        Logs that were joined to one file have a header each, with the same limits.
+        Logs that were joined into one file have a header each, with the same limits.
         """
         seen, told = self._file.tell(), 0
         with self._errors():
@@ -203,7 +204,7 @@ class PhaseLogReader:
         self._report(1.0)
 
     def count(self) -> int:
-        """How many steps there are, read or not, without looking at them."""
+        """Returns how many steps there are, read or not, without parsing them."""
         with self._errors(), self.path.open("rb") as file:
             file.readline()
             return sum(line.endswith(b"\n") and not line.startswith(HEADER_START) for line in file)
@@ -239,8 +240,8 @@ def read_phase_log(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
 def different_limit(
     header: Mapping[str, Any], other: Mapping[str, Any], given: Collection[str] = ()
 ) -> tuple[str, Any, Any] | None:
-    """(name, value, other value) of the first limit in which two headers differ; None: they agree, except for those
-    that are given.
+    """Returns (name, value, other value) of the first limit in which two headers differ; None: they agree, except for
+    those that are given.
     """
     for name, default in LIMITS.items():
         values = header.get(name, default), other.get(name, default)
@@ -316,7 +317,7 @@ def _parse_header(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _what_else(line: str, value: Any) -> str:
-    """What a first line that is no header is. value: of its JSON, None if it is none."""
+    """Describes a first line that is not a header. value: the value of its JSON, None if it is not JSON."""
     if isinstance(value, dict):
         return ascii(value["schema"])[:60] if "schema" in value else "JSON without the field 'schema'"
     # \ufffd stands for bytes that are not text

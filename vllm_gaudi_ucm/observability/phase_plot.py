@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_COLUMNS = 60
-# Okabe and Ito's colours: told apart with any colour vision.
+# Okabe and Ito's colours, which can be distinguished with any colour vision.
 PHASE_COLOURS = {
     "c--": "#E69F00",
     "cs-": "#F0E442",

@@ -1,4 +1,4 @@
-"""Totals of steps by phase: what the phase log prints at exit, `gaudi-ucm phases` shows, and metrics can export."""
+"""Totals of steps by phase, which the phase log prints at exit, `gaudi-ucm phases` shows, and metrics can export."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PhaseTotals:
     host_stages: Counter[str] = field(default_factory=Counter)
     """Steps in which each ran."""
     memory: Counter[str] = field(default_factory=Counter)
-    """Blocks that were copied before steps, by what for: `MEMORY`."""
+    """Blocks that were copied before steps, by purpose: `MEMORY`."""
     time_classes: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -79,9 +79,9 @@ class PhaseTotals:
         return self.causal_pairs + self.shared_pairs + self.unique_pairs + self.selected_pairs
 
     def attention_shares(self) -> dict[str, float]:
-        """Fraction of the attention work that each part did; all zero when there was none.
+        """Returns the fraction of the attention work that each part did; all zero if there was none.
 
-        The selected part is named where it did any.
+        The selected part is listed if it did any.
         """
         pairs = self.pairs or 1
         shares = {
@@ -209,7 +209,7 @@ MEANING = {
     "-s-": "decodes, all context shared",
     "--u": "decodes",
     "cs-": "prompts with cached context",
-    "c-u": "fresh prompts beside decodes",
+    "c-u": "fresh prompts with decodes",
     "-su": "decodes, some context shared",
     "csu": "prompts with context, decodes",
     "---": "nothing to attend",
@@ -230,7 +230,9 @@ def summary_table(summary: PhaseSummary) -> Table:
 
 
 def attention_sentence(summary: PhaseSummary) -> Text:
-    """What fraction of the attention work each part did, and below it what planning cost and what the host did."""
+    """Returns the fraction of the attention work that each part did, and below it the cost of planning and the work of
+    the host.
+    """
     total = summary.total()
     text = Text("attention work: ")
     for index, (part, share) in enumerate(total.attention_shares().items()):

@@ -13,7 +13,7 @@ logger = plugin_logger(__name__)
 
 
 class MetricsReporter:
-    """Calls `report` every so often in a thread of its own, until `close`; what it raises is logged, once."""
+    """Calls `report` at intervals in a thread of its own, until `close`; its first exception is logged."""
 
     def __init__(self, report: Callable[[], None], seconds: float = SECONDS) -> None:
         self._report = report

@@ -30,11 +30,11 @@ BLOCK_RESULTS = {
 class PrefetchMetrics:
     """Series of one engine's totals. `set` may be called in another thread than the one that made them.
 
-    use: what the engine works for, `connector` or `memory_mode`; the value of the label `use`.
+    use: the user of the engine, `connector` or `memory_mode`; the value of the label `use`.
     """
 
     def __init__(self, file: MetricsFile, use: str) -> None:
-        # No request ends UNKNOWN: it is what is said of a request that there is none of.
+        # No request ends UNKNOWN: it is the outcome of a request that does not exist.
         ends = [outcome for outcome in PrefetchOutcome if outcome is not PrefetchOutcome.UNKNOWN]
         self._outcomes = {outcome: file.series(metric.PREFETCHES, use, outcome.value) for outcome in ends}
         self._blocks = {
@@ -50,7 +50,7 @@ class PrefetchMetrics:
         self._cache = file.series(metric.PREFETCH_CACHE, use)
 
     def set(self, stats: PrefetchStats) -> None:
-        """Totals since the engine was made, and what it holds now."""
+        """Sets totals since the engine was made, and its current content."""
         for outcome, series in self._outcomes.items():
             series.set(stats.outcomes[outcome])
         for total, series in self._blocks.items():
@@ -108,7 +108,7 @@ class SparseMetrics:
         self._mass = [file.series(metric.ATTENTION_MASS, state) for state in ("chosen", "candidates")]
 
     def totals(self, totals: SelectionTotals) -> None:
-        """What the host knows, since the start."""
+        """Sets the host's totals since the start."""
         for mode, count in totals.modes.items():
             self._modes[mode].set(count)
         for series, blocks in zip(self._blocks, (totals.context_blocks, totals.attended_blocks), strict=True):
@@ -116,16 +116,16 @@ class SparseMetrics:
         self._fallbacks.set(totals.fallbacks)
 
     def dense_steps(self, count: int) -> None:
-        """What the scheduler has decided, since the start."""
+        """Sets the scheduler's decisions since the start."""
         self._dense_steps.set(count)
 
     def locks(self, locked: int, unlocked: int) -> None:
-        """What the scheduler's side of KVStar has counted, since the start."""
+        """Sets the counts of KVStar's scheduler side since the start."""
         for series, count in zip(self._locks, (locked, unlocked), strict=True):
             series.set(count)
 
     def device(self, counts: DeviceCounts) -> None:
-        """What only the device knows, since the start."""
+        """Sets totals that only the device knows, since the start."""
         for series, checkpoints in zip(self._checkpoints, (counts.kept, counts.replaced), strict=True):
             series.set(checkpoints)
         for series, mass in zip(self._mass, (counts.chosen_mass, counts.mass), strict=True):
@@ -149,7 +149,7 @@ MEMORY_RATES = ("prefill", "to_host", "from_host")
 
 
 class MemoryMetrics:
-    """Series of what the scheduler's side has counted, which travels to the worker with every step."""
+    """Series of the scheduler side's counts, which travel to the worker with every step."""
 
     def __init__(self, file: MetricsFile) -> None:
         self._file = file
@@ -158,7 +158,7 @@ class MemoryMetrics:
         self._density: Series | None = None
 
     def set(self, totals: MemoryTotals, rates: MemoryRates) -> None:
-        """Totals since the start, and what was measured."""
+        """Sets totals since the start, and the measured rates."""
         for event, series in self._events.items():
             series.set(getattr(totals, event))
         for rate, series in self._rates.items():
@@ -175,7 +175,7 @@ MEMORY_MODE_EVENTS = ("saved", "unsaved", "released", "loaded", "failed", "found
 
 
 class MemoryModeMetrics:
-    """Series of what the scheduler's side has counted, which travels to the worker with every step."""
+    """Series of the scheduler side's counts, which travel to the worker with every step."""
 
     def __init__(self, file: MetricsFile) -> None:
         self._events = {event: file.series(metric.MEMORY_MODE_BLOCKS, event) for event in MEMORY_MODE_EVENTS}
@@ -236,10 +236,10 @@ class TransferMetrics:
             series.set(count)
 
     def set_lookups(self, requests: int, timeouts: int, hit_blocks: int, missed_blocks: int) -> None:
-        """What the scheduler's side has counted since the start.
+        """Sets the scheduler side's counts since the start.
 
-        requests: that the store was asked about; timeouts: for which it answered too late. hit_blocks: of these
-        requests' blocks, those to load; missed_blocks: the others.
+        requests: requests looked up in the store; timeouts: requests that it answered too late. hit_blocks: blocks of
+        these requests to load; missed_blocks: their other blocks.
         """
         for series, count in zip(self._lookups, (requests - timeouts, timeouts), strict=True):
             series.set(count)
@@ -280,8 +280,8 @@ class SelectionTotals:
 class DeviceCounts(NamedTuple):
     """Totals since the start.
 
-    kept, replaced: checks, one for each layer and request. chosen_mass, mass: estimated attention of what was chosen,
-    and of all that competed, in the last layer that chooses.
+    kept, replaced: checks, one for each layer and request. chosen_mass, mass: estimated attention of the chosen blocks,
+    and of all candidates, in the last layer that chooses.
     """
 
     kept: int

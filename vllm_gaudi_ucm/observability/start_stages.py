@@ -1,4 +1,4 @@
-"""What a worker's start spends its time on."""
+"""Measures how a worker's start spends its time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StartStages:
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to a stage, without that of stages within."""
+        """Adds the time of the block to a stage, without the time of nested stages."""
         start, before = self._clock(), sum(self.seconds.values())
         yield
         within = sum(self.seconds.values()) - before
@@ -29,5 +29,5 @@ class StartStages:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def line(self) -> str:
-        """For a log."""
+        """Returns a line for a log."""
         return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())

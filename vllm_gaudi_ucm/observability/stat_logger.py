@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.metrics import IterationStats, MultiModalCacheStats, SchedulerStats
 
 
-# What a file that is missing, cut short or overwritten can raise in the reader of prometheus_client.
+# Exceptions of prometheus_client's reader for a file that is missing, cut short or overwritten.
 UNREADABLE = (OSError, RuntimeError, ValueError, TypeError, AttributeError, struct.error)
 
 
@@ -58,7 +58,9 @@ def _merge(files: list[str]) -> list[Metric] | None:
 
 
 class UcmStatLogger(AggregateStatLoggerBase):
-    """One per server, for all its engines. What vLLM reports step by step it leaves to vLLM's own loggers."""
+    """The stat logger, one per server for all its engines. It leaves vLLM's reports on each step to vLLM's own
+    loggers.
+    """
 
     _registered: MetricsCollector | None = None
 

@@ -1,4 +1,4 @@
-"""What the stages of a step take."""
+"""Times the stages of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StepClock:
         self._marks = [time.perf_counter()]
 
     def skip(self, seconds: float) -> None:
-        """Leaves out `seconds` that are no part of the step's stages."""
+        """Excludes `seconds` from the step's stages."""
         self._marks[-1] += seconds
 
     def planned(self) -> None:
@@ -22,7 +22,7 @@ class StepClock:
     computed = planned
 
     def sampled(self, took_part: bool = True) -> None:
-        """The end; a division of a step that others followed took no part in sampling."""
+        """Marks the end of sampling; a part of a divided step that others followed did not sample."""
         self._marks.append(time.perf_counter() if took_part else self._marks[-1])
 
     def waited(self, seconds: float) -> None:
@@ -31,6 +31,6 @@ class StepClock:
 
     @property
     def milliseconds(self) -> tuple[float, float, float]:
-        """Of the three stages, in their order."""
+        """Returns the milliseconds of the three stages, in their order."""
         plan, forward, sample = (1e3 * (stop - start) for start, stop in pairwise(self._marks))
         return plan, forward, sample

@@ -1,4 +1,4 @@
-"""What the worker counts while it serves, for /metrics."""
+"""Counts steps for /metrics while the worker serves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepMetrics:
     A step costs some ten stores to mapped memory (2 us). Not thread-safe: the worker's thread calls it.
 
     Args:
-        folder: where the API server looks for the figures; None: they are counted and go nowhere.
+        folder: where the API server looks for the figures; None: they are counted but not exported.
         engine: the data-parallel rank, the value of the label `engine`.
         is_shared: `folder` is prometheus_client's, with files of others that are named after process ids.
         lock: descriptor that holds `folder`; `close` closes it.
@@ -56,7 +56,7 @@ class StepMetrics:
         self._lock = lock
         self._writer = f"ucm{engine}" if is_shared else str(engine)
         self._file = file = MetricsFile(folder, engine, self._writer)
-        # Series start at 0 where their labels are known: a rate needs the value before the first event.
+        # Series start at 0 if their labels are known: a rate needs the value before the first event.
         phases = [phase_string(c, s, u) for c in PARTS for s in PARTS for u in PARTS]
         self._steps = {phase: file.series(metric.STEPS, phase) for phase in phases}
         self._sizes = [
@@ -150,7 +150,9 @@ class StepMetrics:
         self._recipes.add(1)
 
     def warm_up(self, done: int, total: int, seconds: float, skeleton_seconds: float | None) -> None:
-        """Progress: buckets warm of all, seconds so far, and those until the skeleton was warm (None: not yet)."""
+        """Sets the progress: warm buckets of all, seconds so far, and seconds until the skeleton was warm (None: not
+        yet).
+        """
         self._labelled(metric.WARM_UP_BUCKETS, "done").set(done)
         self._labelled(metric.WARM_UP_BUCKETS, "total").set(total)
         self._labelled(metric.WARM_UP_SECONDS).set(seconds)
@@ -175,7 +177,7 @@ class StepMetrics:
             self._lock = None
 
     def _graph(self, graph: GraphKey) -> Series:
-        """By graph, not by bucket: forward and logits graphs combine freely, so there are fewer of them."""
+        """Counts a graph, not a bucket: forward and logits graphs combine freely, so there are fewer of them."""
         series = self._graphs.get(graph)
         if series is None:
             series = self._graphs[graph] = self._file.series(metric.BUCKET_STEPS, *_graph_labels(graph))

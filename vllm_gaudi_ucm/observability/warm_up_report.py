@@ -1,4 +1,4 @@
-"""Says how a warm-up goes: a bar on a terminal while the start waits for it, otherwise lines in the log."""
+"""Reports progress of a warm-up: a bar on a terminal while the start waits for it, otherwise lines in the log."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ STAGES: dict[WarmUpStage, str] = {"skeleton": "warm-up, first buckets", "rest": 
 
 
 class WarmUpReport:
-    """Takes the reports of a `WarmUp`, from whichever thread it runs in.
+    """Takes the reports of a `WarmUp`, from any thread.
 
     Args:
-        logger: gets the lines; one at once for every bucket that is dropped or fails.
+        logger: gets the lines; one immediately for every bucket that is dropped or fails.
         console: where a bar is drawn if it is a terminal; stderr if None.
         line_seconds: least time between two lines of progress.
         clock: seconds.
@@ -69,7 +69,9 @@ class WarmUpReport:
 
     @contextmanager
     def bar(self) -> Iterator[None]:
-        """For a warm-up that the start waits for: a bar instead of lines while the block runs, on a terminal only."""
+        """Shows a bar instead of lines while the block runs, only on a terminal: for a warm-up that the start waits
+        for.
+        """
         if not self._console.is_terminal:
             yield
             return
@@ -135,7 +137,7 @@ STATE_STYLES = {
 
 
 def summary_line(summary: WarmUpSummary) -> str:
-    """How many graphs are warm, what they took, and what became of the others."""
+    """Summarises how many graphs are warm, their time and memory, and the state of the others."""
     count = summary.count
     parts = [
         f"{count(GraphState.WARM)} of {len(summary.records)} graphs are warm after {summary.seconds:.1f} s, the first "
@@ -147,7 +149,9 @@ def summary_line(summary: WarmUpSummary) -> str:
 
 
 def warm_up_table(summary: WarmUpSummary) -> Table:
-    """One line per graph: forward shapes, those for prompt remainders, logits rows; each in ascending order of cost."""
+    """Returns one line per graph: forward shapes, those for prompt remainders, logits rows; each in ascending order of
+    cost.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("graph", no_wrap=True)
     columns = BucketColumns.of(_shapes(summary))

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words that name the key, what was found, and what was expected."""
+"""Errors of a configuration, in words that name the key, what was found, and what was expected."""
 
 import difflib
 import json
@@ -40,7 +40,7 @@ class UcmConfigError(ValueError):
 
     @classmethod
     def malformed(cls, source: str, what: str, key: str = "ucm") -> "UcmConfigError":
-        """Text for `key` that is neither YAML nor JSON: `what` says where and why."""
+        """Reports text for `key` that is neither YAML nor JSON: `what` tells where and why."""
         return cls([Problem(key, f"malformed {source} ({what})", "YAML, or JSON in a *.json file")])
 
     def __reduce__(self) -> tuple[type["UcmConfigError"], tuple[list[Problem], str]]:
@@ -53,7 +53,9 @@ MOST_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut where it is long; passwords are hidden before a cut can part them."""
+    """Returns a value as Python writes it, shortened if it is long; passwords are hidden before a cut can divide
+    them.
+    """
     text = hide_passwords(repr(value))
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 
@@ -83,7 +85,7 @@ WORDS = "words"
 
 
 def problems(error: ValidationError, model: type[BaseModel], key: str) -> Iterator[Problem]:
-    """What `error` says of the value of `model` under `key`, one problem for each key."""
+    """Returns what `error` reports on the value of `model` under `key`, one problem for each key."""
     seen = set()
     for detail in error.errors(include_url=False):
         inner = detail.get("ctx", {}).get("error")
@@ -96,7 +98,9 @@ def problems(error: ValidationError, model: type[BaseModel], key: str) -> Iterat
 
 
 def _problem(detail: Any, model: type[BaseModel], key: str) -> Problem:
-    """One of pydantic's errors, named by our key: what lies beyond a leaf is pydantic's own (members of a union)."""
+    """Translates one of pydantic's errors, named by our key: parts beyond a leaf are pydantic's own (members of a
+    union).
+    """
     location = detail["loc"]
     found = shown(detail["input"])
     for depth, part in enumerate(map(str, location), start=1):
@@ -122,7 +126,7 @@ def section(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def expected(field: FieldInfo) -> str:
-    """What a field takes, in words: `integer, 16 to 8192`, `one of "auto", "reference"`, `mapping`."""
+    """Describes the values of a field: `integer, 16 to 8192`, `one of "auto", "reference"`, `mapping`."""
     extra = field.json_schema_extra
     if isinstance(extra, dict) and WORDS in extra:
         return str(extra[WORDS])
@@ -174,7 +178,7 @@ def _range(metadata: list[Any]) -> str:
 
 
 class UnsupportedFeatureError(NotImplementedError):
-    """A feature that a flag or a model asked for and that this plugin does not compute.
+    """Raised for a feature that a flag or a model asks for and that this plugin does not have.
 
     Not a ValueError: pydantic, which runs our checks while it builds vLLM's configuration, would wrap one into a report
     of its own, and our sentence would not be the last line.
@@ -190,7 +194,9 @@ class UnsupportedFeatureError(NotImplementedError):
 
 
 class UnsupportedRequestError(ValueError):
-    """A sampling parameter that would be ignored; the server answers the request with it and goes on."""
+    """Raised for a sampling parameter that would be ignored; the server returns it as the request's error and
+    continues.
+    """
 
     def __init__(self, parameter: str) -> None:
         super().__init__(f"vllm-gaudi-ucm does not support the sampling parameter {parameter}; leave it out.")

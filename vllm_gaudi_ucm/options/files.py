@@ -16,7 +16,7 @@ MOST_VALUES = 100_000
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses a key given twice, where plain YAML would silently drop the first, and too many values.
 
-    An alias counts as all that its anchor holds: a few lines of aliases of aliases stand for billions of values.
+    An alias counts as all values of its anchor: a few lines of aliases of aliases stand for billions of values.
     """
 
     # a date is text here: no option is one, and a path may look like one
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_config_file(path: Path, key: str = "ucm") -> Any:
-    """The value of a file that was given for `key`; an empty file is an empty mapping. Raises `UcmConfigError`.
+    """Reads the value of a file that was given for `key`; an empty file is an empty mapping. Raises `UcmConfigError`.
 
     A file with the last part of `key` as its only key holds the value under it.
     """
@@ -83,7 +83,7 @@ def read_config_file(path: Path, key: str = "ucm") -> Any:
 
 
 def parse_json(text: str, source: str = "text", key: str = "ucm") -> Any:
-    """The value in JSON text that was given for `key`; source: what the text is, for the message.
+    """Parses JSON text that was given for `key`; source: names the text, for the message.
 
     Raises `UcmConfigError`.
     """
@@ -110,7 +110,7 @@ def _parse_yaml(text: str, source: str, key: str) -> Any:
 
 
 def _unreadable(error: ValueError | RecursionError) -> str:
-    """Why text that is well-formed cannot be read: what Python says of numbers and dates, or its depth."""
+    """Returns why well-formed text cannot be read: Python's error on numbers and dates, or its depth."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return str(error).partition("; use sys.")[0]

@@ -37,7 +37,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_it_was_meant(cls, values: Any) -> Any:
-        """What files say in YAML: `graphs:` with nothing under it, and a bare `off`, which YAML 1.1 reads as false."""
+        """Corrects values of YAML files: an empty `graphs:`, and a bare `off`, which YAML 1.1 reads as false."""
         if not isinstance(values, Mapping):
             return values
         meant = {key: cls._choice(key, value) for key, value in values.items()}
@@ -58,7 +58,7 @@ class Section(BaseModel):
 
 
 def _choices(annotation: Any) -> Iterator[Any]:
-    """The values of `Literal` in a type, also where it is one of several."""
+    """Returns the values of `Literal` in a type, even if it is one of several."""
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
     else:

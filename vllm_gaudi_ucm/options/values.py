@@ -19,7 +19,9 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: Any) -> Any:
-    """Text such as `4GiB` or `500 MB` in bytes; anything else as it is. Raises ValueError for other text."""
+    """Parses text such as `4GiB` or `500 MB` into bytes; returns other values unchanged. Raises ValueError for other
+    text.
+    """
     if not isinstance(value, str):
         return value
     match = _TEXT.fullmatch(value)
@@ -54,7 +56,7 @@ class NameOf:
         self._others = others
 
     def names(self) -> list[str]:
-        """Those that exist now."""
+        """Returns the current names."""
         return [*self._others, *self._registry.names()]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -73,7 +75,7 @@ _BEFORE_HOST = re.compile(r":.*@", re.DOTALL)
 
 
 def hide_passwords(text: str) -> str:
-    """The text without what may be a password in a URL; it hides too much rather than too little."""
+    """Returns the text without possible passwords in URLs; it hides too much rather than too little."""
     return _BEFORE_HOST.sub(":***@", text)
 
 
@@ -83,7 +85,7 @@ def may_hold_password(text: str) -> bool:
 
 
 def shown_url(value: Any) -> str:
-    """What was given as a URL, shown only where nothing in it can be a password."""
+    """Returns the text of a URL, shown only if no part of it can be a password."""
     if not isinstance(value, str):
         return f"a value of type {type(value).__name__}"
     return repr(value) if _HARMLESS.fullmatch(value) else "text that is not shown, as it may hold a password"

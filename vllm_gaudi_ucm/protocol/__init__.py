@@ -1,1 +1,1 @@
-"""What the scheduler and the worker send each other with a step."""
+"""Messages between the scheduler and the worker, sent with a step."""

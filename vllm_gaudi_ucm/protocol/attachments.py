@@ -1,4 +1,4 @@
-"""What sparse methods and KV offload attach to vLLM's scheduler objects, and read from them."""
+"""Attaches data of sparse methods and KV offload to vLLM's scheduler objects, and reads it from them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def sparse_meta_of(scheduler_output: SchedulerOutput) -> SparseMeta | None:
 
 
 def attach_report(output: ModelRunnerOutput, report: OffloadReport) -> None:
-    """Sends back what became of the orders of KV offload with the output of a step."""
+    """Sends back the results of KV offload's orders with the output of a step."""
     if report:
         setattr(output, _REPORT, report)
 
 
 def report_of(output: ModelRunnerOutput) -> OffloadReport | None:
-    """None if there is nothing to report."""
+    """Returns the report; None if there is none."""
     report: OffloadReport | None = getattr(output, _REPORT, None)
     return report
 

@@ -1,4 +1,6 @@
-"""Which tokens the parameters of requests allow, as bits: allowed tokens, bad words, no stop before `min_tokens`."""
+"""Computes which tokens the parameters of requests allow, as bits: allowed tokens, bad words, no stop before
+`min_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,19 @@ if TYPE_CHECKING:
 Words = NDArray[np.int32]
 
 Changing = tuple[tuple[int, ...], bool]
-"""What changes with a request's tokens: last tokens of the bad words that have begun, and whether it must not stop
-yet."""
+"""The state that changes with a request's tokens: last tokens of the bad words that have begun, and whether it must not
+stop
+yet.
+"""
 
 
 def reads_tokens(params: SamplingParams) -> bool:
-    """True if what is allowed depends on the tokens that a request has: bad words of several tokens."""
+    """True if the allowed tokens depend on a request's tokens, as with bad words of several tokens."""
     return any(len(word) > 1 for word in params.bad_words_token_ids or ())
 
 
 class AllowedTokens:
-    """Composes the bitmask of a batch; what does not change with a request's tokens is made once for it.
+    """Composes the bitmask of a batch; the part that does not change with a request's tokens is made once.
 
     Args:
         vocab_size: of the logits.
@@ -45,7 +49,9 @@ class AllowedTokens:
         return any(_is_limited(request) for request in slots)
 
     def changing(self, slots: Sequence[LiveRequest]) -> tuple[Changing, ...]:
-        """The state of each request. While it and the slots stay, so does what is allowed, except under a grammar."""
+        """Returns the state of each request. While it and the slots stay the same, so do the allowed tokens, except
+        under a grammar.
+        """
         return tuple(self._changing(request) for request in slots)
 
     def depends_on_grammar(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> bool:
@@ -60,8 +66,9 @@ class AllowedTokens:
         return np.stack([self._line(request, *found) for request, found in zip(slots, changing, strict=True)])
 
     def within(self, grammar: Words, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
-        """The same with a bitmask of grammars, [slots, words], that is applied as well: vLLM lets a structured output
-        end where nothing else is left."""
+        """Returns the same combined with a bitmask of grammars, [slots, words]: vLLM lets a structured output end if no
+        other token is left.
+        """
         lines = self.of(slots, changing)
         for slot, (request, (begun, _)) in enumerate(zip(slots, changing, strict=True)):
             is_structured = request.sampling_params.structured_outputs is not None

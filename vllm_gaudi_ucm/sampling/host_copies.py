@@ -8,8 +8,8 @@ import torch
 
 
 class HostCopies:
-    """Queued behind the device's work, into pinned memory; copies even on a CPU, where the next step may write to the
-    same memory.
+    """Copies to the host, queued behind the device's work, into pinned memory. They are copies even on a CPU, where the
+    next step may write to the same memory.
 
     Args:
         tensors: on one device.

@@ -1,4 +1,4 @@
-"""What single requests ask for that only the host does; their rows alone cross, the others stay on the device."""
+"""Features of single requests that only the host has: only the rows of these requests are copied to it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HostRows(NamedTuple):
-    """Of a batch, by slot. edits: between bias and penalties, each with what it is. scores: reasons for logprobs."""
+    """The rows of a batch that go to the host, by slot. edits: edits between bias and penalties, each with its name.
+    scores: reasons for logprobs.
+    """
 
     edits: dict[int, list[tuple[str, Edit]]]
     scores: dict[int, str]
 
     @property
     def reasons(self) -> list[str]:
-        """Why rows cross, each once."""
+        """Returns the reasons why rows are copied, each once."""
         return list(
             dict.fromkeys([name for edits in self.edits.values() for name, _ in edits] + [*self.scores.values()])
         )
 
 
 def has_processors_of_batches(batch: SamplingBatch) -> bool:
-    """True if a custom logits processor must see all rows at once, or sees them where the device is in the middle."""
+    """True if a custom logits processor must see all rows at once, or sees them in the middle of the device's work."""
     custom = (p for p in batch.metadata.logitsprocs.all if type(p) not in BUILTIN_LOGITS_PROCESSORS)
     return any(not isinstance(p, AdapterLogitsProcessor) or p.is_argmax_invariant() for p in custom)
 
@@ -93,8 +95,7 @@ def score_row(logits: torch.Tensor, token: int, params: SamplingParams, as_logit
 
 
 def with_scores(sampled: SampledTokens, rows: Mapping[int, RowScores]) -> SampledTokens:
-    """Puts scores of single rows in the place of theirs; what a row lacks in width is token 0 at -inf, which vLLM does
-    not read."""
+    """Replaces the scores of single rows; narrower rows are padded with token 0 at -inf, which vLLM does not read."""
     lists = sampled.logprobs
     width = max(len(row.tokens) for row in rows.values())
     if lists is not None:

@@ -1,4 +1,4 @@
-"""What no device has: vLLM's own sampler, on the host."""
+"""Sampling on the host, by vLLM's own sampler, for features that no device has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostSampling:
     Args:
         logprobs_mode: vLLM's.
         use_fp64_gumbel: draw with float64 noise, which not every device has.
-        host: counts what is waited for.
+        host: counts waits.
     """
 
     def __init__(self, logprobs_mode: LogprobsMode, use_fp64_gumbel: bool, host: HostWork) -> None:

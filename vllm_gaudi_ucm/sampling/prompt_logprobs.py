@@ -20,11 +20,11 @@ class PromptLogprobs:
     Args:
         execution: gives the logits of any rows of the step that ran last.
         sampler: vLLM's; its gather is what sampled tokens use too.
-        vocab_size: scores per row where a request asks for all (-1).
+        vocab_size: scores per row if a request asks for all (-1).
         as_logits: return logits instead of logprobs (`--logprobs-mode` raw_logits or processed_logits; prompt tokens
             pass no processor, so raw and processed are one).
-        host: score on the host: what depends on a request's number of logprobs would be a new shape on the device.
-            None: on the device.
+        host: score on the host, because each number of logprobs would be a new shape on the device. None: score on the
+            device.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class PromptLogprobs:
         """Scores one chunk.
 
         Args:
-            request: whose prompt it is.
+            request: the owner of the prompt.
             rows: the request's rows of this step.
             first: position of the first of these rows.
 
         Returns:
-            The scores of the whole prompt once its last token is computed, else None: vLLM takes them together with
-            the first sampled token.
+            The scores of the whole prompt once its last token is computed, otherwise None: vLLM takes them together
+            with the first sampled token.
         """
         prompt = request.prompt_token_ids
         wanted = request.sampling_params.prompt_logprobs

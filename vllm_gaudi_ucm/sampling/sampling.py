@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class SamplingBatch:
-    """The requests that the sampler sees, one slot each, and the metadata made of them: of their parameters.
+    """The requests that the sampler sees, one slot each, and the metadata made of their parameters.
 
-    Only requests that yield a token in this step have a slot: a partial prompt chunk never samples, so its sample needs
-    not be thrown away. Slots are stable while the set of requests is, which is what vLLM's logits processors, whose
-    state is keyed by slot, need.
+    Only requests that yield a token in this step have a slot: a partial prompt chunk never samples, so no sample has to
+    be discarded. Slots stay the same while the set of requests does, as vLLM's logits processors require: their state
+    is keyed by slot.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -68,8 +68,9 @@ class SamplingBatch:
 
     @property
     def wants_likeliest(self) -> bool:
-        """True if the next tokens of all slots are the likeliest ones, whatever was sampled before, and nothing else is
-        wanted of the logits."""
+        """True if the next tokens of all slots are the likeliest ones, whatever was sampled before, and the logits have
+        no other use.
+        """
         return self._is_likeliest and all(
             request.sampling_params.min_tokens <= len(request.output_token_ids) for request in self._held_back
         )
@@ -88,7 +89,9 @@ class SamplingBatch:
 
     @property
     def vllm_metadata(self) -> SamplingMetadata:
-        """With all tokens of the requests and tables over the vocabulary, which only vLLM's own sampler reads."""
+        """Returns metadata with all tokens of the requests and tables over the vocabulary, which only vLLM's own
+        sampler reads.
+        """
         if self._vllm_metadata is None:
             self._vllm_metadata = self._with_tokens(self.metadata)
         return self._vllm_metadata
@@ -214,7 +217,7 @@ class SamplingBatch:
         )
 
     def _disallowed_tokens(self, params: list[SamplingParams]) -> torch.Tensor | None:
-        """bool [slots, vocabulary], True where a token must not be sampled (vLLM fills it with -inf)."""
+        """Returns bool [slots, vocabulary], True where a token must not be sampled (vLLM fills it with -inf)."""
         if not any(p.allowed_token_ids for p in params):
             return None
         mask = torch.zeros(len(params), self._vocab_size, dtype=torch.bool)
@@ -259,7 +262,7 @@ class NanCounter:
 
 
 class Grammar(NamedTuple):
-    """What vLLM says of the step's structured outputs."""
+    """vLLM's data on the step's structured outputs."""
 
     scheduler_output: SchedulerOutput
     output: GrammarOutput
@@ -270,7 +273,7 @@ Settle = Callable[[], None]
 
 
 class TokenSampler(Protocol):
-    """Samples the requests of a batch; what one does is defined by vLLM's `Sampler`."""
+    """Samples the requests of a batch; the result is defined by vLLM's `Sampler`."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
         """logits: float32 [at least slots, vocabulary], row i of slot i; changed in place."""
@@ -278,9 +281,9 @@ class TokenSampler(Protocol):
     def begin(
         self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None, settle: Settle
     ) -> DeviceTokens | SampledTokens:
-        """The same without a wait for the device, where sampling is its work alone.
+        """Begins to sample, without waiting for the device if it does all of the work.
 
-        settle: called before anything reads tokens of steps before, or writes host memory that their copies read.
+        settle: called before any code reads tokens of earlier steps, or writes host memory that their copies read.
         """
 
 
@@ -322,7 +325,7 @@ class VllmSampler:
 
 
 def nothing_to_settle() -> None:
-    """Where each step waits for its own tokens."""
+    """Does nothing, because each step waits for its own tokens."""
 
 
 def _tokens_alone(tokens: torch.Tensor) -> SampledTokens:
@@ -365,7 +368,7 @@ class SlotSampler:
     def begin(
         self, logits: torch.Tensor, grammar: Grammar | None, carried: CarriedTokens, settle: Settle
     ) -> TokensInFlight:
-        """The same, without a wait where none is needed. carried: takes the tokens for the next step."""
+        """Begins to sample, without waiting if possible. carried: takes the tokens for the next step."""
         self._observe(logits)
         sampled = self._sampler.begin(logits, self.batch, grammar, settle)
         if isinstance(sampled, SampledTokens):
@@ -377,7 +380,7 @@ class SlotSampler:
         return self.batch.vocabulary
 
     def note(self, tokens: list[list[int]]) -> SampledTokens:
-        """Writes tokens that are known already, those of each slot in their order."""
+        """Writes tokens that are already known, for each slot in order."""
         for request, found in zip(self.batch.slots, tokens, strict=True):
             for token in found:
                 self._table.append_token(request, token)

@@ -27,9 +27,9 @@ _INT64 = 1 << 63
 
 
 def noise_seed(seed: int) -> int:
-    """64 bits, as an int64, for an integer of any size: itself if it is one, else its hash.
+    """Returns 64 bits, as an int64, for an integer of any size: the integer itself if it fits, otherwise its hash.
 
-    Children of a request with `n` have seed + i, which goes beyond what a server accepts.
+    Children of a request with `n` have seed + i, which may exceed the seeds that a server accepts.
     """
     if -_INT64 <= seed < _INT64:
         return seed
@@ -38,17 +38,17 @@ def noise_seed(seed: int) -> int:
 
 
 def noise_keys(slots: Sequence[LiveRequest], domain: int = 0) -> NDArray[np.int32]:
-    """[slots] what the noise of each request's next token depends on. domain: other noise for each."""
+    """Returns [slots], the keys of the noise of each request's next token. domain: each has different noise."""
     seeds = np.fromiter((request.noise_seed or 0 for request in slots), np.int64, len(slots))
     lengths = (len(request.prompt_token_ids) + len(request.output_token_ids) for request in slots)
     return row_keys(seeds, np.fromiter(lengths, np.int64, len(slots)), domain)
 
 
 class SlotNoise:
-    """Noise at the true number of rows, for a sampler that asks for it.
+    """Noise at the true number of rows, for a sampler that requests it.
 
     Args:
-        double: in float64.
+        double: noise in float64.
     """
 
     def __init__(self, double: bool) -> None:

@@ -41,34 +41,36 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle
 
-# Scores per row where `--max-logprobs -1` sets no limit: vLLM's default limit.
+# Scores per row if `--max-logprobs -1` sets no limit: vLLM's default limit.
 _DEFAULT_WIDTH = 20
 
 
 class _Drawn(NamedTuple):
-    """Of a step, on the device. tokens: int64 [rows]. scored: logits whose logprobs are wanted, [rows, vocabulary]."""
+    """The draws of a step, on the device. tokens: int64 [rows]. scored: logits whose logprobs are needed, [rows,
+    vocabulary].
+    """
 
     tokens: torch.Tensor
     scored: torch.Tensor
 
 
 class StaticSampler:
-    """See TokenSampler: results as of vLLM's `Sampler` over the true rows; what the pads hold never reaches them.
+    """See TokenSampler: results equal those of vLLM's `Sampler` over the true rows; pads never affect them.
 
     On the device run, each a stage of its own: masks of grammars and of allowed tokens, logit bias, penalties, then the
-    choice (greedy; random; random with min-p, top-k or top-p), then logprobs. What only the host does, it does for the
-    rows of the requests that ask for it. Everything is sampled on the host where a custom logits processor sees all
-    requests at once, and with float64 noise.
+    choice (greedy; random; random with min-p, top-k or top-p), then logprobs. Features that only the host has are
+    computed there for the rows of the requests that use them. Everything is sampled on the host if a custom logits
+    processor sees all requests at once, or with float64 noise.
 
     Args:
         vllm_config: the engine's.
         device: where logits are.
         max_num_seqs: most logits rows of a step.
         stage: entered around each stage of device work.
-        bypassed: called with the reason of each step of which something is sampled on the host.
-        host: counts what is waited for, and the stages that run on the host.
+        bypassed: called with the reason for each step that samples some rows on the host.
+        host: counts waits, and the stages that run on the host.
         region: makes regions of the stages.
-        carried: with asynchronous scheduling, the tokens of the step before.
+        carried: with async scheduling, the tokens of the previous step.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class StaticSampler:
         self._max_rows = max_num_seqs
         self._vocab_size = vocab_size = model.get_vocab_size()
         self._bypassed = bypassed
-        # raw scores are of the logits before penalties and temperature, processed ones of those after
+        # raw scores are from logits before penalties and temperature, processed ones from logits after them
         self._scores_raw = model.logprobs_mode.startswith("raw_")
         self._as_logits = model.logprobs_mode.endswith("_logits")
         width = min(_DEFAULT_WIDTH if model.max_logprobs == -1 else model.max_logprobs, vocab_size)
@@ -244,7 +246,7 @@ class StaticSampler:
         return DeviceTokens(tokens, self._logprobs.score(drawn.scored, tokens), "logprobs", read)
 
     def _host_features(self, batch: SamplingBatch) -> Iterator[str]:
-        """What no row of the batch can have on the device."""
+        """Returns the features of the batch that the device does not have."""
         if has_processors_of_batches(batch):
             yield "custom logits processors"
         if self._use_fp64_gumbel and not batch.metadata.all_greedy:

@@ -26,10 +26,10 @@ class SampledTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """What a step has sampled, on the device.
+    """The samples of a step, on the device.
 
     tokens: [at least slots] of an integer type, one for each slot.
-    tensors: what crosses to the host; reason: under which these reads are counted.
+    tensors: tensors to copy to the host; reason: the reason under which these reads are counted.
     read: makes `SampledTokens` of the same tensors on the host.
     """
 
@@ -42,10 +42,10 @@ class DeviceTokens:
 class TokensInFlight:
     """The tokens of one step, until the host has them.
 
-    The copies are queued behind the step, into pinned memory. Meanwhile the request table has a stand-in for each.
+    The copies are queued behind the step, into pinned memory. Until then the request table has a stand-in for each.
 
     Args:
-        sampled: by a sampler; what it has on the host already is not in flight, and is in the table.
+        sampled: result of a sampler; tokens that are on the host already are not in flight, and are in the table.
         slots: requests by slot.
         table: learns the tokens.
         carried: has them for the next step.
@@ -71,7 +71,7 @@ class TokensInFlight:
 
     @property
     def are_waited_for(self) -> bool:
-        """True if the host has yet to read them, which nobody has counted."""
+        """True if the host still has to read them and the wait has not been counted."""
         return self._found is None
 
     def wait(self) -> None:

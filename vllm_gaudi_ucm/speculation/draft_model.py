@@ -35,23 +35,25 @@ if TYPE_CHECKING:
 
 
 class DraftModelProposer:
-    """See DraftProposer. Its K/V stand in the same blocks as the target's, in tensors of their own.
+    """Proposes drafts by a draft model, see DraftProposer. Its K/V are in the same blocks as the target's, in tensors
+    of their own.
 
-    In every step it computes what the target computed, and the new tokens with it: whatever block the target holds, and
-    the prefix cache hands on, holds its K/V, too. K/V of drafts that were rejected are overwritten by the next step, as
-    the target's are; a block is full, and may be shared, only of certain tokens.
+    In every step it computes the same tokens as the target, and the new ones: every block of the target, also in the
+    prefix cache, has its K/V, too. The next step overwrites K/V of rejected drafts, as for the target; a block counts
+    as full, and may be shared, only with accepted tokens.
 
     Args:
-        execution: of the draft model. The rows of a pass are within the limits of its shapes: of each request vLLM's
-            scheduler schedules a token less than fits (`SpeculativeConfig.max_num_new_slots_for_drafting`).
+        execution: the draft model's execution. The rows of a pass are within the limits of its shapes: for each
+            request, vLLM's scheduler schedules a token less than fits
+            (`SpeculativeConfig.max_num_new_slots_for_drafting`).
         table: the tokens and block tables.
-        max_model_len: of the draft model; a longer request gets no drafts any more.
-        likeliest: `likeliest_tokens`, as the execution's shapes want it.
+        max_model_len: of the draft model; a longer request gets no more drafts.
+        likeliest: `likeliest_tokens` in the form for the execution's shapes.
         divided: called for each pass that no shape holds as a whole.
         host: counts the passes, each of which ends with a read of its tokens.
         groups: of the draft model's layers.
-        ahead: with asynchronous scheduling takes the drafts, which then are known on the device alone: no pass waits
-            for the one before it. None: each is read.
+        ahead: with async scheduling, takes the drafts, which are then known only on the device: no pass waits for the
+            previous one. None: each is read.
 
     likeliest: int64 [rows] of float32 [rows, vocabulary] on the device: what makes drafts of the logits of a pass.
     """
@@ -91,7 +93,7 @@ class DraftModelProposer:
                 request = int(index[at])
                 drafts[request].append(token)
                 if known[request] < self._table.max_model_len:
-                    # behind the request's tokens, where the next step's drafts go, too
+                    # after the request's tokens, where the next step's drafts go, too
                     self._table.token_ids[rows[request], known[request]] = token
             begin = known
             known = known + 1
@@ -102,7 +104,7 @@ class DraftModelProposer:
         return drafts
 
     def _within_reach(self, step: SampledStep, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """int64 [requests] each: tokens to compute now, counted from the beginning, and drafts wanted of them.
+        """Returns int64 [requests] each: tokens to compute now, counted from the beginning, and drafts to propose.
 
         Neither goes beyond the draft model's length or the blocks that a request holds.
         """
@@ -116,8 +118,9 @@ class DraftModelProposer:
     def _run(
         self, rows: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64], drafts: NDArray[np.bool_]
     ) -> list[tuple[int, int]]:
-        """Computes tokens [begin, end) of table rows, in parts where they fit no shape; returns (index into rows, the
-        likeliest next token) of those that get drafts."""
+        """Computes tokens [begin, end) of table rows, in parts if they fit no shape; returns (index into rows, the
+        likeliest next token) of the rows that get drafts.
+        """
         table = self._table
         tables, *others = table.tables_of(rows, self._groups)
         batch = BatchInput(
@@ -155,15 +158,15 @@ class DraftModelProposer:
 
 
 DRAFT_PREFIX = "draft_model"
-"""What the names of a draft model's layers begin with."""
+"""Prefix of the names of a draft model's layers."""
 
 
 def load_draft_model(vllm_config: VllmConfig) -> nn.Module | None:
-    """The model of `speculative_config.draft_model_config`; None without one.
+    """Loads the model of `speculative_config.draft_model_config`; returns None without one.
 
     It shares the target's compilation configuration, where attention layers register themselves: so vLLM sizes and
-    allocates the KV cache of both at once. Where all layers are alike they are in one group, and a request's block
-    table serves both models; else each reads the tables of its layers' groups.
+    allocates the KV cache of both at once. If all layers are alike, they are in one group, and a request's block table
+    serves both models; otherwise each reads the tables of its layers' groups.
     """
     config = vllm_config.speculative_config
     if config is None or config.method != "draft_model":
@@ -180,12 +183,12 @@ def is_draft_layer(name: str) -> bool:
 
 
 class DraftModelGraphs:
-    """Forward and logits graphs, and the choice of drafts from the logits of a bucket: all of it a function of the
-    bucket alone, so a pass compiles nothing once its bucket is warm.
+    """Forward and logits graphs, and the choice of drafts from the logits of a bucket: all functions of the bucket
+    alone, so a pass compiles nothing once its bucket is warm.
 
     Args:
-        make_execution: makes the draft model's execution, given what to enter around its device work.
-        stage: the target's; the labels of a draft model's work say that it is the draft model's.
+        make_execution: makes the draft model's execution, given a context for its device work.
+        stage: the target's; labels mark the draft model's work.
         region: makes a region of the choice.
     """
 

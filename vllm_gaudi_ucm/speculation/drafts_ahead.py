@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class DraftsAhead:
     """The drafts that the last step with tokens proposed.
 
-    A draft model's stay on the device: -1 - p stands for the one at place p of `carried`, in the request table, too.
-    The next forward reads them there, and the host when that step's own tokens are read.
+    Drafts of a draft model stay on the device: -1 - p stands for the draft at place p of `carried`, also in the request
+    table. The next forward reads them there, and the host when that step's own tokens are read.
 
     Args:
         carried: memory that forwards read.
-        host: counts what is waited for.
+        host: counts waits.
     """
 
     def __init__(self, carried: CarriedTokens, host: HostWork) -> None:
@@ -42,7 +42,7 @@ class DraftsAhead:
         self._count, self._copies, self._known = 0, None, None
 
     def put(self, tokens: torch.Tensor) -> list[int]:
-        """A draft of each of some requests, int64 [requests]; what stands for them."""
+        """Stores a draft of each of some requests, int64 [requests]; returns their placeholders."""
         first, self._count = self._count, self._count + len(tokens)
         self._carried.put(tokens, first)
         return [-1 - place for place in range(first, self._count)]
@@ -53,20 +53,21 @@ class DraftsAhead:
             self._copies = HostCopies([self._carried.tokens[: self._count]])
 
     def proposed(self, drafts: DraftTokenIds) -> None:
-        """By the last step. A request that was not in it has none any more."""
+        """Returns the drafts proposed by the last step. A request that was not in it has none any more."""
         self._proposed = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
 
     def of(self, scheduler_output: SchedulerOutput) -> StepDrafts:
-        """Those that a step verifies, instead of the scheduler's placeholders."""
+        """Returns the drafts that a step verifies, instead of the scheduler's placeholders."""
         return StepDrafts.of(scheduler_output, self._proposed)
 
     def read(self, drafts: Mapping[str, Sequence[int]], *, early: bool = False) -> dict[str, list[int]]:
-        """Drafts of requests, as tokens. early: nothing else has waited for the forward that read them."""
+        """Reads drafts of requests, as tokens. early: no earlier wait covered the forward that read them."""
         return {request_id: [self._token(one, early) for one in some] for request_id, some in drafts.items()}
 
     def verified(self, drafts: StepDrafts, grammar: Grammar | None) -> StepDrafts:
-        """What a step's tokens are compared with. Of a request with a grammar only drafts for which its bitmask was
-        made: the scheduler was told of them, and has marked where they leave the grammar."""
+        """Returns the drafts that a step's tokens are compared with. A request with a grammar has only drafts for which
+        its bitmask was made: the scheduler got them, and marked where they leave the grammar.
+        """
         tokens = self.read(drafts.tokens)
         if grammar is not None:
             told = grammar.scheduler_output.scheduled_spec_decode_tokens

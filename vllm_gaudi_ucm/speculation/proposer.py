@@ -1,4 +1,4 @@
-"""Who proposes drafts: one protocol, whatever the method."""
+"""Proposers of drafts: one protocol for all methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class SampledStep(NamedTuple):
     """A step whose tokens are in the request table.
 
-    requests: those of the step. batch: what was computed of them, `num_scheduled` with the drafts that were verified.
+    requests: the requests of the step. batch: their computed tokens, with verified drafts included in `num_scheduled`.
     yields: bool [requests], whether it got tokens. wanted: int64 [requests], how many drafts it may get; 0 without
     tokens.
     """
@@ -31,18 +31,20 @@ class SampledStep(NamedTuple):
 
 
 class DraftProposer(Protocol):
-    """Proposes drafts for the next step. What it proposes is a function of a request's tokens alone: verification
-    (verification.py) draws from the right distribution for such drafts only."""
+    """Proposes drafts for the next step. Proposals must be a function of a request's tokens alone: only then
+    verification (verification.py) draws from the right distribution.
+    """
 
     def propose(self, step: SampledStep) -> list[list[int]]:
-        """At most `wanted` drafts for each request of the step, in its order. Called after every step, also for those
-        without tokens (prompt chunks), which a draft model computes too."""
+        """Proposes at most `wanted` drafts for each request of the step, in its order. Called after every step, even
+        for requests without tokens (prompt chunks), which a draft model computes too.
+        """
 
 
 def wanted_drafts(
     requests: Sequence[LiveRequest], yields: NDArray[np.bool_], table: RequestTable, num_drafts: int
 ) -> NDArray[np.int64]:
-    """int64 [requests]: `num_drafts`, or as many as the request can still use beside the bonus token.
+    """Returns int64 [requests]: `num_drafts`, or as many as the request can still use in addition to the bonus token.
 
     yields: the requests that got a token.
     """

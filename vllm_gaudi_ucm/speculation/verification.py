@@ -50,7 +50,8 @@ class StepLogits:
     def compute(self, requests: Sequence[LiveRequest], last_rows: NDArray[np.int64]) -> None:
         """Computes position 0 of an undivided step.
 
-        requests: those that yield tokens, in the order of the sampler's slots. last_rows: int64, the last row of each.
+        requests: the requests that yield tokens, in the order of the sampler's slots. last_rows: int64, the last row of
+            each.
         """
         counts = self._counts(requests)
         rows = last_rows - counts
@@ -119,10 +120,10 @@ class LikeliestTokens(NamedTuple):
 
 
 def grammar_at(grammar: Grammar, position: int, req_ids: Collection[str]) -> Grammar | None:
-    """The grammar as of a step without drafts: one row per request of `req_ids` that has one, None if none has.
+    """Returns the grammar as in a step without drafts: one row per request of `req_ids` that has one, None if none has.
 
-    The scheduler fills a draft's row with what may follow the drafts before it, and those of -1 (see StepDrafts), which
-    are never reached, with everything. Source: vLLM's `StructuredOutputManager.grammar_bitmask`.
+    The scheduler fills a draft's row with the tokens that may follow the drafts before it; rows of -1 (see StepDrafts),
+    which are never reached, allow everything. Source: vLLM's `StructuredOutputManager.grammar_bitmask`.
     """
     scheduled, output = grammar
     named = output.structured_output_request_ids
@@ -143,15 +144,16 @@ def grammar_at(grammar: Grammar, position: int, req_ids: Collection[str]) -> Gra
 def join_logprobs(
     positions: Sequence[tuple[Sequence[int], LogprobsLists | None]], num_requests: int
 ) -> LogprobsLists | None:
-    """The tokens of request 0, then the tokens of request 1, and so on, with the index of each request's first.
+    """Joins the tokens of request 0, then those of request 1, and so on, with the index of each request's first.
 
-    Positions differ in width as requests drop out that asked for more; what a narrower one lacks is padded with token 0
-    at -inf, which vLLM never reads, since it cuts every request to the width that it asked for.
+    Positions differ in width when requests with more logprobs drop out. Narrower ones are padded with token 0 at -inf,
+    which vLLM never reads, because it cuts every request to the width that it asked for.
 
     Args:
-        positions: of each position the requests that it sampled (numbers, all of them at position 0), and their
-            logprobs, row i of request i of these; None if none of them asked.
-        num_requests: of the step. Those behind the sampled ones have no tokens, but vLLM slices their logprobs as well.
+        positions: for each position, the requests that it sampled (numbers, all of them at position 0), and their
+            logprobs, row i for request i of these; None if none of them asked.
+        num_requests: requests of the step. The ones after the sampled ones have no tokens, but vLLM slices their
+            logprobs as well.
     """
     if all(logprobs is None for _, logprobs in positions):
         return None
@@ -184,12 +186,12 @@ class Verification:
     """Samples a step: one token for each request, and one more after each draft that the sampled token equals.
 
     A position is an ordinary decode of the requests whose drafts were all accepted so far: tokens are written to the
-    request table before the next position is sampled, so penalties, processors, grammars and seeds see what they would
-    see without drafts. With deterministic drafts this draws from the same distribution as rejection sampling, and gives
-    the same tokens as no drafts at all where the sampling is greedy or seeded.
+    request table before the next position is sampled, so penalties, processors, grammars and seeds work as without
+    drafts. With deterministic drafts this draws from the same distribution as rejection sampling, and with greedy or
+    seeded sampling gives the same tokens as without drafts.
 
     Args:
-        sampler: of one position.
+        sampler: samples one position.
         host: counts the steps whose drafts are compared with tokens.
     """
 
@@ -199,9 +201,10 @@ class Verification:
         self._batch = sampler.batch
 
     def sample(self, logits: StepLogits, drafts: StepDrafts, grammar: Grammar | None) -> SampledTokens:
-        """Tokens of each request in the slots that the batch has now; afterwards it holds those of the last position.
+        """Samples tokens of each request in the current slots of the batch; afterwards the batch has the slots of the
+        last position.
 
-        logits: of the step. drafts: of the step. grammar: the whole step's.
+        logits, drafts, grammar: of the whole step.
         """
         if logits.likeliest is not None:
             return self._accept(logits.likeliest, drafts)
@@ -230,7 +233,7 @@ class Verification:
         """The same of likeliest tokens: one read of the device, whatever the number of drafts."""
         self._host.stage("acceptance of drafts")
         most = self._sampler.vocabulary - 1
-        # what a device answers for a row of NaN must still be a token
+        # a device's result for a row of NaN must still be a token
         found = self._host.fetch(likeliest.tokens, "tokens").clamp(0, most).tolist()
         tokens = []
         for request in self._batch.slots:

@@ -1,1 +1,1 @@
-"""The start of a worker: what is measured, compiled and made once, before the first step."""
+"""The start of a worker: measurements, compilations and objects made once, before the first step."""

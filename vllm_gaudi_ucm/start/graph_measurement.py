@@ -1,4 +1,4 @@
-"""What graphs and their activations take of a device, measured before the KV cache takes the rest."""
+"""Measures the memory of graphs and their activations, before the KV cache takes the rest."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 GIB = 1 << 30
-# Where `ucm.graphs.memory_budget` is not given: this share of the device, or what the largest graphs take and as much
-# again for the others, where that is more.
+# If `ucm.graphs.memory_budget` is not given: this share of the device, or twice the memory of the largest graphs if
+# that is more.
 DEFAULT_SHARE = 0.1
 DEFAULT_FACTOR = 2.0
 
 
 class GraphMemoryNeed(NamedTuple):
-    """Bytes to keep beside the KV cache: what graphs may take, and the buffers that all of them share.
+    """Bytes to reserve in addition to the KV cache: for graphs, and for the buffers that all of them share.
 
     kernels: compiled on the way.
     """
@@ -78,7 +78,7 @@ def graph_memory_need(
     tile: int | None = None,
     agreement: Agreement = ALONE,
 ) -> GraphMemoryNeed:
-    """From the largest graphs of prompts, of decodes and of logits, which are really run, of both models.
+    """Measures the largest graphs of prompts, of decodes and of logits, which are actually run, of both models.
 
     tile: slots that attention reads as a block, where each token has a slot of its own; None: it has blocks.
     agreement: of all workers.
@@ -118,10 +118,10 @@ def _measure(
     tile: int | None,
     agreement: Agreement,
 ) -> tuple[list[int], int, KernelCompilation]:
-    """Bytes of each graph, the configured maximum first, bytes of buffers, and what was compiled.
+    """Returns the bytes of each graph, the configured maximum first, the bytes of buffers, and the compiled kernels.
 
-    The number of blocks is not known yet: as many as would fill the free memory are assumed. Pads read the dummy block
-    alone, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
+    The number of blocks is not known yet: as many as would fill the free memory are assumed. Pads read only the dummy
+    block, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
     """
     specs = kv_cache_specs(
         vllm_config, choosing=config.ucm_sparse_method is not None, with_draft_model=draft_model is not None
@@ -195,7 +195,9 @@ def _measure(
 
 
 def _runs(executions: list[BucketedExecution], ready: ReadyBuckets) -> Iterator[Callable[[], object]]:
-    """Each makes one graph of every model that has it; the target is the first of `executions`."""
+    """Returns functions that each make one graph of every model that has it; the target is the first of
+    `executions`.
+    """
 
     def of_all(run: Callable[[BucketedExecution], object]) -> Callable[[], object]:
         return lambda: [run(execution) for execution in executions]
@@ -235,7 +237,9 @@ def _expected_buckets(
     remainders: RemainderShapes | None,
     choices: SelectionLimits | None,
 ) -> Sequence[ForwardShape]:
-    """Those of a server with this many blocks. It will have fewer, but which kernels they launch differs by less."""
+    """Returns the buckets of a server with this many blocks. It will have fewer, but which kernels they launch differs
+    by less.
+    """
     count = 0 if remainders is None else len(remainders.keys)
     live, rows = (0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)
     try:
@@ -243,7 +247,7 @@ def _expected_buckets(
             config.graphs, vllm_config, limits, device, num_remainders=count, live_blocks=live, rows_each=rows
         )
     except ValueError as error:
-        # a file that is made for a server of its own number of blocks, say; what is wrong with it, the start says
+        # such as a file made for a server's own number of blocks; the start reports its faults
         logger.debug("kernels of the largest graphs alone are compiled ahead: %s", error)
         return []
     return buckets.forward

@@ -19,7 +19,9 @@ logger = plugin_logger(__name__)
 
 
 class KernelCompilation(NamedTuple):
-    """found: kernels of the graphs. compiled: those that no earlier start had left on disk."""
+    """The result of compiling. found: kernels of the graphs. compiled: kernels that no earlier start had left on
+    disk.
+    """
 
     found: int = 0
     compiled: int = 0
@@ -36,15 +38,15 @@ def compile_kernels(
     others: Callable[[], Iterable[ForwardShape]],
     agreement: Agreement,
 ) -> KernelCompilation:
-    """Compiles what graphs of these shapes launch, where a device has such kernels, and says how many there were.
+    """Compiles the kernels that graphs of these shapes launch, if the device has such kernels, and counts them.
 
-    They are found by computing over pads; nothing that is computed may be read. On a first start that is done for
-    `largest` and for `others`, and all of them are compiled at once, so that the longest are waited for once. It leaves
-    a mark beside the kernels on disk. Where there is one, reading a kernel takes a few milliseconds: `others` are not
+    They are found by computing over pads; the results must not be read. On a first start this is done for `largest` and
+    for `others`, and all kernels are compiled at once, so that the longest ones are waited for once. It leaves a marker
+    file next to the kernels on disk. If there is one, reading a kernel takes a few milliseconds: `others` are not
     computed, unless Triton had to compile after all.
 
     executions: of the model, and of a draft model.
-    agreement: of all workers, because what is computed holds collectives.
+    agreement: of all workers, because the computation has collectives.
     """
     if not all(execution.compiles_kernels for execution in executions):
         return KernelCompilation()

@@ -1,4 +1,4 @@
-"""Where the worker of block orders is made."""
+"""Makes the worker of block orders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
-    """None if the scheduler has no orders."""
+    """Makes the worker of block orders; None if the scheduler has no orders."""
     model, sparse = allocated.model, allocated.sparse
     admits, swaps = model.config.scheduler.admission != "greedy", model.config.preemption.swaps
     if not admits and not swaps and not any(model.config.kv_cache.switches.values()):
@@ -40,7 +40,7 @@ def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
 
 
 def _host_slots(allocated: AllocatedModel) -> int:
-    """As many as the scheduler counts."""
+    """Returns the same number of host slots as the scheduler counts."""
     caches, vllm_config = distinct(allocated.kv_caches.values()), allocated.model.vllm_config
     block_bytes = sum(blocks[0].nbytes for pair in caches for blocks in in_blocks(pair, allocated.block_size))
     engine_bytes = engine_block_bytes(block_bytes, allocated.kv_cache_config.kv_cache_groups, vllm_config)

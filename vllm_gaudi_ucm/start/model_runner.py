@@ -1,4 +1,4 @@
-"""What an engine runs on one device: the model, and what steps of it are computed with once it has a KV cache."""
+"""Runs a model on one device: the model, and the objects that compute its steps once it has a KV cache."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ SERVED_LAYERS: tuple[type, ...] = (Attention, ChunkedLocalAttention, LatentAtten
 
 
 class ServedLayers(dict[str, Any]):
-    """vLLM's `static_forward_context`: layer names to layers, which enter themselves while a model is built.
+    """vLLM's `static_forward_context`: layer names to layers, which register themselves while a model is built.
 
-    What has a state of its own beside the tokens of a step is entered here: attention of every kind, recurrent layers,
-    mixtures of experts. Plain attention, attention in chunks, latent attention and our mixture of experts are all that
-    is served, and what attention's own arguments add is up to its implementation (`UnifiedAttentionImpl`). Subclasses
-    mask otherwise, or keep other things in the cache: to take them for what they derive from would give wrong tokens.
+    Layers with a state of their own beyond the tokens of a step are registered here: attention of every kind, recurrent
+    layers, mixtures of experts. Plain attention, attention in chunks, latent attention and our mixture of experts are
+    supported, and further arguments of attention are up to its implementation (`UnifiedAttentionImpl`). Subclasses mask
+    differently, or cache different data: treating them like their base class would give wrong tokens.
     """
 
     def __setitem__(self, name: str, layer: Any) -> None:
@@ -86,10 +86,10 @@ class ModelRunner:
     Args:
         vllm_config: the engine's.
         config: the plugin's own options.
-        device: where model and KV cache live.
-        kind: of the graphs; `off` runs steps at their true shapes.
+        device: the device of model and KV cache.
+        kind: the kind of graphs; `off` runs steps at their true shapes.
         ranks: all workers of the engine, of which this is one.
-        stage: which of the model's layers this worker has; None: all.
+        stage: the layers of this worker; None: all.
         lockstep: engines that share out the model's experts; None: this one has them.
     """
 
@@ -111,7 +111,7 @@ class ModelRunner:
         self._ranks = ranks
         self._stage = stage
         self._tensors_on = device.torch_device()
-        # at static shapes what a request's parameters decide is computed on the host
+        # at static shapes, the host computes what depends on a request's parameters
         self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
         self._draft_decoder: Decoder | None = None
         self._parts: WorkerParts | None = None
@@ -189,7 +189,7 @@ class ModelRunner:
 
     @property
     def parts(self) -> WorkerParts:
-        """What steps are computed with.
+        """The objects that compute steps.
 
         Raises RuntimeError before `initialize_kv_cache` has made them.
         """
@@ -199,12 +199,12 @@ class ModelRunner:
 
     @property
     def static(self) -> StaticShapes | None:
-        """None at true shapes, and before the KV cache is there."""
+        """The static shapes; None at true shapes, and before the KV cache exists."""
         return None if self._parts is None else self._parts.static
 
     @property
     def transfer(self) -> KvTransfer | None:
-        """None without a KV connector, and before the KV cache is there."""
+        """The transfers; None without a KV connector, and before the KV cache exists."""
         return None if self._parts is None else self._parts.transfer
 
     @property
@@ -212,7 +212,7 @@ class ModelRunner:
         return None if self._draft_decoder is None else cast(nn.Module, self._draft_decoder.model)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each layer keeps of a block as vLLM's scheduler allocates it."""
+        """Returns what each layer caches for a block as vLLM's scheduler allocates it."""
         specs = kv_cache_specs(
             self._vllm_config,
             choosing=self._config.ucm_sparse_method is not None,
@@ -223,7 +223,7 @@ class ModelRunner:
         if self._config.kv_cache.granularity == "block":
             return specs
         if self._tile is None:
-            # known from now on only: the engine takes its own block size from what is returned
+            # known only from now on: the engine takes its own block size from the result
             self._tile = tile_size(self._vllm_config.cache_config.block_size)
         return in_blocks_of(specs, 1)
 
@@ -232,15 +232,17 @@ class ModelRunner:
         return kv_cache_config if self._tile is None else in_tiles(kv_cache_config, self._tile)
 
     def bytes_beside_slots(self) -> int:
-        """Of the KV cache, at most: the dummy block, and what is left of the last block."""
+        """Returns the most bytes of the KV cache that are not slots: the dummy block, and the rest of the last
+        block.
+        """
         per_slot = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         return 0 if self._tile is None else 2 * self._tile * per_slot
 
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:
-        """Makes what steps are computed with, now that the number of blocks is final; see `make_parts`.
+        """Makes the objects that compute steps, now that the number of blocks is final; see `make_parts`.
 
-        kv_cache_config: as allocated.
+        kv_cache_config: the allocated blocks.
         """
         model = LoadedModel(
             vllm_config=self._vllm_config,
@@ -257,7 +259,7 @@ class ModelRunner:
         self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
 
     def warm_up(self) -> float:
-        """Warms what must be warm before serving; returns the seconds it took."""
+        """Warms the graphs that must be warm before serving; returns the seconds it took."""
         static, seconds = self.static, 0.0
         if static is not None:
             if not self._has_measured and static.execution.compiles_kernels:
@@ -271,7 +273,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compile_kernels(self, static: StaticShapes) -> None:
-        """Compiles what its graphs launch side by side; for a server that has not done so to measure their memory."""
+        """Compiles in parallel the kernels that its graphs launch, unless the measurement of their memory has already
+        done so.
+        """
         buckets = static.execution.ready.buckets
         ranks = self._ranks if self._lockstep is None else self._lockstep.workers
         compile_kernels(static.executions, largest_of_phases(buckets.limits), lambda: buckets.forward, ranks)
@@ -282,7 +286,7 @@ class ModelRunner:
             self._parts.close()
 
     def measure_steps(self) -> int:
-        """Bytes that steps take beside the KV cache, after the largest have really run."""
+        """Measures the bytes that steps take in addition to the KV cache, after the largest have actually run."""
         # buckets that do not fit are dropped, so one budget must hold on every rank
         ranks = self._ranks if self._lockstep is None else self._lockstep.workers
         self._has_measured = True
@@ -310,7 +314,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run_largest_step(self, decoder: Decoder, num_tokens: int) -> None:
-        """Without attention, whose tiles bound what it takes."""
+        """Runs the largest step without attention, whose tiles bound its memory."""
         found = decoder.run(decoder.unattended(num_tokens, self._tensors_on))
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
         if decoder.has_logits:

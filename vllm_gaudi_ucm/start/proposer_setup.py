@@ -1,4 +1,4 @@
-"""Where the proposer of drafts is made."""
+"""Makes the proposer of drafts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def make_proposer(
     allocated: AllocatedModel, static: StaticShapes | None = None, graphs: NativeGraphs | None = None
 ) -> DraftProposer | None:
-    """None without speculative decoding; features.py lets no other method pass.
+    """Makes the proposer; None without speculative decoding. features.py refuses other methods.
 
     Args:
-        allocated: the model, its draft model where the method has one, and the table of requests.
+        allocated: the model, its draft model if the method has one, and the table of requests.
         static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
-        graphs: of the draft model's steps at true shapes, on a CPU.
+        graphs: graphs of the draft model's steps at true shapes, on a CPU.
     """
     model, table = allocated.model, allocated.requests
     config = model.vllm_config.speculative_config

@@ -1,4 +1,4 @@
-"""Where a worker's objects are made, once its model is loaded and the size of its KV cache is known."""
+"""Makes a worker's objects, once its model is loaded and the size of its KV cache is known."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What a worker computes steps with. None: it is switched off.
+    """The objects that compute a worker's steps. None: it is switched off.
 
     kv_caches: by layer name.
     """
@@ -69,12 +69,12 @@ def make_parts(
     phase_log: PhaseLog,
     metrics: StepMetrics,
 ) -> WorkerParts:
-    """Allocates the KV cache, hands each layer its own, and makes what depends on the number of blocks.
+    """Allocates the KV cache, gives each layer its part, and makes the objects that depend on the number of blocks.
 
-    Where something raises, what was made before it is closed.
+    After an exception, the objects made before it are closed.
 
     Args:
-        model: that was loaded.
+        model: the loaded model.
         sampling: slots of the requests that yield tokens.
         kv_cache_config: vLLM's, in blocks as attention reads them.
         phase_log, metrics: take every step.
@@ -109,7 +109,7 @@ def make_parts(
 def _make_allocated(
     model: LoadedModel, kv_cache_config: KVCacheConfig, metrics: StepMetrics, undo: ExitStack
 ) -> AllocatedModel:
-    """undo: closes what was made."""
+    """Makes the objects of an allocated cache. undo: closes them."""
     groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config)
     draft_groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config, of_draft_model=True)
     block_size, vllm_config = groups.groups[0].block_size, model.vllm_config

@@ -1,4 +1,4 @@
-"""Where a worker's objects for a sparse method and for KV offload are made."""
+"""Makes a worker's objects for a sparse method and for KV offload."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def offload_worker(
     metrics: StepMetrics | None,
     ranks: Ranks,
 ) -> OffloadWorker:
-    """The worker's side of KV offload.
+    """Makes the worker's side of KV offload.
 
     Args:
-        config: KV offload is on in it.
-        selection: of the method, which keeps queries.
+        config: the options, with KV offload on.
+        selection: the method's selection, which keeps queries.
         table: block tables of the live requests.
         blocks: of the KV cache.
         num_rows: blocks that can have a copy.
-        device: where the cache is.
-        stored: how blocks come back whose copy is a connector's record.
+        device: device of the cache.
+        stored: brings back blocks whose copy is a connector's record.
         metrics: where figures go; None: nowhere.
-        ranks: those that have a part of each block.
+        ranks: the ranks that have a part of each block.
     """
     scorer = selection.selector.scorer
     assert scorer is not None, "made with the queries that it keeps"
@@ -90,7 +90,7 @@ def offload_worker(
 def open_copies(
     config: UcmConfig, num_rows: int, blocks: DeviceBlocks, metrics: StepMetrics | None = None
 ) -> CopyStore:
-    """Where copies go: a store of this engine alone, which evicts none of them.
+    """Opens the store of copies: used only by this engine, and never evicting.
 
     Raises UcmConfigError for a folder that cannot be used, or a capacity below one block.
     """
@@ -101,7 +101,7 @@ def open_copies(
         if isinstance(options, FileStoreOptions):
             folder = _own_folder(options)
             options = options.model_copy(update={"path": folder.path})
-        # never a connector's store in this process: what that evicts would be copies
+        # never a connector's store in this process, because it evicts and copies must stay
         store = open_store(options, block_bytes, evicts=False)
         return CopyStore(store, block_bytes, blocks.allocate, memory_mode_prefetch(config), folder, metrics)
     except BaseException:
@@ -114,7 +114,7 @@ def open_copies(
 
 def _own_folder(options: FileStoreOptions) -> CopyFolder:
     try:
-        # makes the folder, or refuses one of something else
+        # makes the folder, or refuses one with other content
         open_medium(options).close()
         return CopyFolder(options.path)
     except UcmConfigError as error:
@@ -138,16 +138,16 @@ def make_sparse_worker(
     metrics: StepMetrics | None = None,
     ranks: Ranks = ALONE,
 ) -> SparseWorker | None:
-    """The worker side of `ucm_sparse_method`, None without one.
+    """Makes the worker side of `ucm_sparse_method`; None without one.
 
     Args:
         config, vllm_config: the engine's.
         kv_caches: by layer name, bound to the layers.
         block_size, num_blocks, static: see ServerSizes.
-        table: block tables of the live requests; without it nothing is moved with KV offload.
+        table: block tables of the live requests; without it KV offload does not move blocks.
         transfer: a KV connector, which may leave blocks in its store with KV offload.
         metrics: where figures go; None: nowhere.
-        ranks: of the engine, all of which have the same requests; those for measurements need not be told of.
+        ranks: the engine's ranks, which all have the same requests; not needed for measurements.
     """
     if config.ucm_sparse_method is None:
         return None
@@ -172,7 +172,7 @@ def make_sparse_worker(
     over_ranks = RankMean(sharing) if sharing > 1 else None
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
         some_offloaded=offloads,
-        # beside windows a connector loads prompts whole
+        # with windows, a connector loads prompts as a whole
         remainder_rows=0 if place.numbers else _remainder_rows(config, vllm_config, block_size),
     )
 
@@ -209,7 +209,7 @@ def make_sparse_worker(
 def _make_late_decisions(
     name: str, config: UcmConfig, vllm_config: VllmConfig, block_size: int
 ) -> LateDecisions | None:
-    """Of the method of this name; None if the scheduler has decided."""
+    """Makes the late decisions of the method of this name; None if the scheduler decides."""
     if not decides_late(vllm_config):
         return None
     method = UcmSparseFactory.create_sparse_method(name, UcmSparseRole.SCHEDULER, config)
@@ -240,7 +240,7 @@ def summaries_per_block(config: UcmConfig, vllm_config: VllmConfig, specs: Mappi
     summaries = sum(_summary_bytes(options, cast("AttentionSpec", specs[name])) for name in choosing)
     groups = groups_of(vllm_config, specs)
     share = summaries / max(sum(specs[name].page_size_bytes for name in group.layer_names) for group in groups)
-    # those of offloaded blocks stay
+    # summaries of offloaded blocks stay
     return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
 
 
@@ -261,7 +261,9 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
 
 
 def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Rows of a prompt remainder that choose together, after a partial load; 0 where prompts are not loaded in part."""
+    """Returns the rows of a prompt remainder that choose together, after a partial load; 0 if prompts are not loaded in
+    part.
+    """
     if not config.memory_mode.enabled or not loads_partly(vllm_config):
         return 0
     max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -273,15 +275,16 @@ def _query_heads(vllm_config: VllmConfig) -> int:
 
 
 def _implementations(vllm_config: VllmConfig) -> dict[str, UnifiedAttentionImpl]:
-    """Of the layers in the model's order, which is the order they register in."""
-    # a draft model's layers stand behind the target's, and are dense
+    """Returns the implementations of the layers in the model's order, in which they register."""
+    # a draft model's layers follow the target's, and are dense
     layers = attention_layers(vllm_config).items()
     return {name: cast("UnifiedAttentionImpl", layer.impl) for name, layer in layers if not is_draft_layer(name)}
 
 
 def _choosing(vllm_config: VllmConfig) -> tuple[dict[str, UnifiedAttentionImpl], LayerPlace]:
-    """The layers that see whole contexts, by name, and where they are in the model: windows and chunks have no blocks
-    to choose from."""
+    """Returns the layers that see whole contexts, by name, and their places in the model: windows and chunks have no
+    blocks to choose from.
+    """
     implementations = _implementations(vllm_config)
     first, _ = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
     total = vllm_config.model_config.get_total_num_hidden_layers()

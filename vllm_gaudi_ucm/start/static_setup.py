@@ -1,4 +1,4 @@
-"""Where static shapes are made: their limits, buckets and graphs."""
+"""Makes static shapes: their limits, buckets and graphs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_static(allocated: AllocatedModel) -> StaticShapes:
     static = StaticShapes(allocated, buckets, usage, partial(_refill, allocated.kv_caches, sparse))
     static.divided_logits.reserve(model.vllm_config.num_speculative_tokens)
     if sparse is not None and model.device.kind == "hpu":
-        # kernels elsewhere skip pads
+        # kernels on other devices skip pads
         sparse.send_buckets(static.execution.ready.buckets)
     return static
 
@@ -50,7 +50,7 @@ def _limits(allocated: AllocatedModel) -> Limits:
         block_size,
         allocated.kv_cache_config.num_blocks,
         # a graph has one form, and even with compaction a step may find a block in use that has not moved down yet: a
-        # graph that reads a slice would need one that gathers beside it, so `auto` gathers
+        # graph that reads a slice would need a second one that gathers, so `auto` gathers
         config.attention.contiguous_pa is True,
         config.graphs.max_shared_blocks,
         0 if sparse is None or sparse.limits is None else sparse.limits.max_selected_blocks,
@@ -62,7 +62,7 @@ def _limits(allocated: AllocatedModel) -> Limits:
 
 
 def _refill(kv_caches: dict[str, LayerCache], sparse: SparseWorker | None) -> None:
-    """As they were made, before any request."""
+    """Resets the tensors to their initial values, before any request."""
     for rows in chain.from_iterable(kv_caches.values()):
         rows.zero_()
     if sparse is not None and sparse.selector is not None:

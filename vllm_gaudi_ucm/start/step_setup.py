@@ -1,4 +1,4 @@
-"""Where the runner of steps is made, and the order of its parts declared."""
+"""Makes the runner of steps, and declares the order of its parts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _make_parts(
     records: StepRecords,
     follow: Callable[[], None],
 ) -> tuple[WorkerPart, ...]:
-    """Declares the order of what happens in a step: each hook is called on one part after the other, as they stand."""
+    """Makes the parts in the order of a step: each hook is called on one part after the other, in this order."""
     sparse, transfer = allocated.sparse, allocated.transfer
     lockstep, check = allocated.model.decoder.lockstep, _make_check(allocated.model)
     in_flight: Sized = () if ahead is None else ahead
@@ -135,7 +135,7 @@ def _make_ahead(allocated: AllocatedModel, static: StaticShapes | None) -> Steps
         allocated.host,
         static=static,
         drafts=allocated.drafts_ahead,
-        # if there is a connector, each worker tells what it has moved
+        # if there is a connector, each worker reports what it has moved
         asked=allocated.model.ranks.reports or allocated.transfer is not None,
         is_apart=is_worker_process(),
     )
@@ -162,7 +162,7 @@ def _logits_source(allocated: AllocatedModel, execution: Execution, static: Stat
 
 
 def _make_execution(allocated: AllocatedModel, static: StaticShapes | None) -> tuple[Execution, TokenSampler]:
-    """What runs and what samples steps, by the kind of graphs."""
+    """Makes the execution and the sampler of steps, by the kind of graphs."""
     if static is not None:
         return static.execution, static.sampler
     model, model_config = allocated.model, allocated.model.vllm_config.model_config
@@ -180,10 +180,10 @@ def _make_execution(allocated: AllocatedModel, static: StaticShapes | None) -> t
 
 
 def _native_graphs(allocated: AllocatedModel, decoder: Decoder | None) -> NativeGraphs | None:
-    """Of a decoder's small steps at true shapes, on a CPU.
+    """Makes the graphs of a decoder's small steps at true shapes, on a CPU.
 
-    Not beside other connectors than ours, which may be called between the layers: a graph runs no Python there. Not
-    with several ranks or engines, whose collectives are no native calls.
+    None with connectors other than ours, which may be called between the layers: a graph runs no Python there. None
+    with several ranks or engines, whose collectives are not native calls.
     """
     model = allocated.model
     on_cpu = model.tensors_on.type == "cpu" and model.kind == "off" and has_folders("cpu")

@@ -1,1 +1,1 @@
-"""What sampling does on the device, one recipe per file and number of rows, and what it does on the host instead."""
+"""The stages of sampling on the device, one recipe per file and number of rows, and their replacements on the host."""

@@ -1,4 +1,4 @@
-"""Logit bias: what a request adds to the logits of some tokens, at one width however many they are."""
+"""Logit bias: values that a request adds to the logits of some tokens, at one width for any number of tokens."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Penalties:
         device: where they are.
         stage: entered around the device work.
         region: makes a region of it.
-        carried: tokens of the step before, where the host may not know them.
+        carried: tokens of the previous step, if the host may not know them.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Single rows of logits from and to the device, in two recipes: what only the host does, it does for its request."""
+"""Copies single rows of logits from and to the device, in two recipes, for requests with features that only the host
+has.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class RowTransfer:
-    """Call only where the host may wait for the device.
+    """Copies of rows. Call it only where the host may wait for the device.
 
     Args:
         vocab_size: of the logits.
         device: where they are.
         stage: entered around the device work.
-        host: counts what is waited for.
+        host: counts waits.
         region: makes regions of the device work.
     """
 

@@ -10,16 +10,17 @@ from numpy.typing import DTypeLike, NDArray
 
 
 class StagedRows:
-    """Two host arrays in turn, and the tensor on the device that they are copied to, for the largest number of rows.
+    """Two alternating host arrays, and the tensor on the device that they are copied to, for the largest number of
+    rows.
 
-    The next step but one overwrites what a step has staged. It may: it has waited for the tokens of the step, also
-    where steps are queued ahead. One step stages once, unless it waits for the device in between.
+    A step's rows are overwritten two steps later. This is safe: that step has waited for the tokens of the first, even
+    with async scheduling. A step stages once, unless it waits for the device in between.
 
     Args:
         shape: (rows,) or (rows, width).
         dtype: of the values.
-        pad: what rows hold that no request has.
-        device: where they are read.
+        pad: content of rows without a request.
+        device: the device that reads them.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, pad: float, device: torch.device) -> None:
@@ -37,12 +38,12 @@ class StagedRows:
         return self._copy(rows)
 
     def keep(self, key: Hashable, rows: int, values: Callable[[], NDArray]) -> torch.Tensor:
-        """The same, without a copy while the tensor still holds as many rows of an equal key.
+        """Stages rows, without a copy if the tensor still holds the same number of rows with an equal key.
 
-        Whatever else is staged, by a warm-up too, ends that: only the owner of the tensor knows what it holds.
+        Staging other rows, also by a warm-up, ends this: only the owner of the tensor knows its content.
 
         Args:
-            key: all that the values depend on.
+            key: everything that the values depend on.
             rows: as for `stage`.
             values: makes them when they are needed.
         """
@@ -52,11 +53,11 @@ class StagedRows:
         return self.staged(rows)
 
     def staged(self, rows: int) -> torch.Tensor:
-        """What was staged last, for as many rows."""
+        """Returns the rows staged last, for the same number of rows."""
         return self._static[:rows]
 
     def refill(self) -> None:
-        """Copies all of the host's array as it is, after a warm-up that computed nothing."""
+        """Copies the whole host array again, after a warm-up that did not execute."""
         self._copy(len(self._host))
 
     def _copy(self, rows: int) -> torch.Tensor:

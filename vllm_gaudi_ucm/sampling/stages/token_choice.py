@@ -1,4 +1,4 @@
-"""One random token for each row, of those that temperature, min-p, top-k and top-p leave."""
+"""Draws one random token for each row, among those that temperature, min-p, top-k and top-p leave."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 # vLLM's own bound between greedy and random rows
 _GREEDY_BELOW = 1e-5
 
-# vLLM masks the tokens whose cumulative probability is at most 1 - top_p, which for top_p = 1 are those that underflow
-# to 0; where it skips the mask, it skips these too.
+# vLLM masks the tokens whose cumulative probability is at most 1 - top_p, which for top_p = 1 are the tokens that
+# underflow to 0; if it skips the mask, it skips these too.
 _NO_TOP_P = 2.0
 
 
 class RandomRows(NamedTuple):
-    """What a random row is drawn with, except for its key.
+    """The parameters of random rows, except for their keys.
 
     temperature: float32 [rows], 0 in greedy rows and pads. top_k: int64 [rows]. top_p, min_p: float32 [rows].
     """
@@ -40,12 +40,11 @@ class RandomRows(NamedTuple):
 class TokenChoice:
     """The stages on the device.
 
-    Noise is a function of a row's key, which is staged in each step: no generator has a state that a region would
-    have to move on.
+    Noise is a function of a row's key, which is staged in each step: a region need not advance a generator's state.
 
     Args:
         max_rows: most logits rows of a step.
-        vocab_size: the top-k of rows that ask for none.
+        vocab_size: the top-k of rows without one.
         device: where the logits are.
         stage: entered around the device work.
         returns_logits: random stages return the logits that they drew from.
@@ -104,7 +103,7 @@ class TokenChoice:
             return drawn
 
     def _stage_batch(self, batch: SamplingBatch, rows: int) -> RandomRows:
-        """Once for each batch, as long as its slots stay."""
+        """Stages the batch once, as long as its slots stay the same."""
         metadata, count, key = batch.metadata, len(batch.slots), batch.membership
         assert metadata.temperature is not None, "a batch with random rows has temperatures"
         top_k, top_p = metadata.top_k, metadata.top_p
@@ -133,7 +132,7 @@ def draw(
 def draw_from_top(
     logits: torch.Tensor, rows: RandomRows, keys: torch.Tensor, mixes: torch.Tensor, returns_logits: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same from those tokens alone that min-p, top-k and top-p leave."""
+    """Draws only from the tokens that min-p, top-k and top-p leave."""
     scaled = _tempered(logits, rows)
     probabilities = scaled.softmax(dim=-1)
     least = probabilities.amax(dim=-1, keepdim=True) * rows.min_p.unsqueeze(1)

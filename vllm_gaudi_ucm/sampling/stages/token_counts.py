@@ -1,4 +1,4 @@
-"""How often each token is among a request's outputs, and whether it is in its prompt: a table on the device."""
+"""Counts how often each token is among a request's outputs, and whether it is in its prompt: a table on the device."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class CountedRows(NamedTuple):
 
 
 class TokenCounts:
-    """A line for each request that wants one, kept as long as there is room, through every change of slots.
+    """Lines of counts for requests that need them, kept as long as there is room, through every change of slots.
 
-    A line costs one token in a step. It is written again, counted on the host, for a request that is new or that has
-    got several tokens, or lost some, since it was read last. Outputs may be cut, but never replaced by others at once:
-    a preempted request comes back with the same ones.
+    A line costs one token in a step. It is rewritten, counted on the host, for a request that is new, or that got
+    several tokens or lost some since it was last read. Outputs may be cut, but are never replaced at once: a preempted
+    request comes back with the same ones.
 
     Args:
         max_rows: most logits rows of a step.
@@ -42,7 +42,7 @@ class TokenCounts:
         device: where they are.
         stage: entered around the device work.
         region: makes a region of it.
-        carried: tokens of the step before, of which the host knows only their slots.
+        carried: tokens of the previous step, of which the host knows only the slots.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class TokenCounts:
     def stage(
         self, slots: Sequence[LiveRequest | None], rows: int, slots_before: Mapping[LiveRequest, int]
     ) -> CountedRows:
-        """slots: request i of row i; None if no line is wanted. slots_before: where the tokens are that were sampled
-        last, of those that the host does not know.
+        """Stages the lines of rows. slots: the slot of row i; None if no line is needed. slots_before: previous slots
+        of tokens that the host does not know yet.
         """
         self._written = ([], self._written[0])
         wanted = {request for request in slots if request is not None}
@@ -130,7 +130,9 @@ class TokenCounts:
         return self._line_of.pop(other)
 
     def _known(self, request: LiveRequest) -> int:
-        """Outputs that its line has counted, all but the last or all; writes the line again where that is not so."""
+        """Returns how many outputs its line has counted: all or all except the last. Rewrites the line if it has
+        counted others.
+        """
         outputs = request.output_token_ids
         known, end = self._counted.get(request, -1), len(outputs)
         if known in (end - 1, end) and known >= 0:
@@ -150,17 +152,21 @@ class TokenCounts:
 
 
 def write_lines(table: torch.Tensor, lines: torch.Tensor, rows: torch.Tensor) -> None:
-    """In place. table: int32 [lines, vocabulary], which has storage of its own, and nothing but this writes it; a
-    region that read it as well would copy the whole of it on a Gaudi. lines: int64 [n]. rows: int32 [n, vocabulary]."""
+    """Writes lines in place. table: int32 [lines, vocabulary], with a storage of its own, which only this function
+    writes; a region that read it as well would copy all of it on a Gaudi. lines: int64 [n]. rows: int32 [n,
+    vocabulary].
+    """
     table.index_copy_(0, lines, rows)
 
 
 def count_tokens(table: torch.Tensor, rows: CountedRows) -> torch.Tensor:
-    """The rows' lines with a token counted in each: int32 [rows, vocabulary]. The table stays as it is."""
+    """Returns the rows' lines with a token counted in each: int32 [rows, vocabulary]. The table does not change."""
     lines = table.index_select(0, rows.lines)
     return lines.scatter_add(1, rows.tokens.unsqueeze(1), 2 * rows.times.unsqueeze(1))
 
 
 def read_lines(lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each token is among the outputs, int32, and whether it is in the prompt; [rows, vocabulary] each."""
+    """Returns how often each token is among the outputs, int32, and whether it is in the prompt; [rows, vocabulary]
+    each.
+    """
     return lines >> 1, (lines & 1) != 0

@@ -1,4 +1,4 @@
-"""Tokens that a request must not get have the logit -inf: those that its grammar or its parameters do not allow."""
+"""Sets the logits of tokens that a request's grammar or parameters do not allow to -inf."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Mask = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def num_words(vocab_size: int) -> int:
-    """Of a row's bitmask."""
+    """Returns the words of a row's bitmask."""
     return -(-vocab_size // WORD)
 
 
@@ -53,7 +53,7 @@ class TokenMask:
         return self._run(logits, self._words.stage(bitmask, len(logits)))
 
     def apply_kept(self, logits: torch.Tensor, key: Hashable, bitmask: Callable[[], NDArray[np.int32]]) -> torch.Tensor:
-        """The same for a bitmask that depends on the key alone. See `StagedRows.keep`."""
+        """Applies a bitmask that depends only on the key. See `StagedRows.keep`."""
         return self._run(logits, self._words.keep(key, len(logits), bitmask))
 
     def refill(self) -> None:
@@ -70,12 +70,12 @@ class TokenMask:
 
 
 def mask_logits(logits: torch.Tensor, words: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """-inf where a token's bit is not set.
+    """Sets logits to -inf where a token's bit is not set.
 
     Args:
         logits: float32 [rows, vocabulary].
-        words: int32 [rows, words]; bit b of word w stands for token 32 w + b. Tokens beyond the words stay, as in
-            xgrammar's kernel.
+        words: int32 [rows, words]; bit b of word w stands for token 32 w + b. Tokens beyond the words do not change, as
+            in xgrammar's kernel.
         shifts: int32, 0 to 31.
     """
     rows, width = logits.shape
@@ -86,11 +86,11 @@ def mask_logits(logits: torch.Tensor, words: torch.Tensor, shifts: torch.Tensor)
 
 
 def bitmask_of(grammar: Grammar, req_ids: Sequence[str]) -> NDArray[np.int32] | None:
-    """The bitmask in the order of the logits rows: int32 [requests, words]; None if no row has a grammar.
+    """Returns the bitmask in the order of the logits rows: int32 [requests, words]; None if no row has a grammar.
 
     The scheduler's bitmask has one row per request of its own list, which may be in another order and name requests
-    that yield no token in this step. Source: vLLM's `apply_grammar_bitmask`; which of the rows of a request with drafts
-    is meant was decided before (speculation/grammar_rows.py).
+    that yield no token in this step. Source: vLLM's `apply_grammar_bitmask`; the row of a request with drafts was
+    chosen before (speculation/grammar_rows.py).
     """
     output = grammar.output
     line_of = {req_id: line for line, req_id in enumerate(output.structured_output_request_ids)}

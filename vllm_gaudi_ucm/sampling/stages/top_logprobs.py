@@ -1,4 +1,4 @@
-"""Scores of the sampled tokens and of the likeliest ones, where a request asks for logprobs."""
+"""Scores of the sampled tokens and of the likeliest ones, if a request asks for logprobs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class TopLogprobs:
-    """The stage on the device; `read_scores` reads what comes back of it.
+    """The stage on the device; `read_scores` reads its results.
 
     Args:
-        width: scores per row beside the sampled token's.
+        width: scores per row in addition to the sampled token's.
         as_logits: logits instead of logprobs (`--logprobs-mode` raw_logits and processed_logits).
         stage: entered around the device work.
         region: makes a region of the device work.
@@ -49,7 +49,7 @@ class TopLogprobs:
 def read_scores(
     numbers: torch.Tensor, scores: torch.Tensor, rows: int, width: int
 ) -> tuple[list[list[int]], LogprobsLists]:
-    """Tokens and logprobs of the true rows of what was scored, on the host, cut to the width that requests ask for."""
+    """Reads tokens and logprobs of the true rows to the host, cut to the width that requests ask for."""
     found, values = numbers.numpy()[:rows], scores.numpy()[:rows]
     logprobs = LogprobsLists(
         np.ascontiguousarray(found[:, : width + 1]),
