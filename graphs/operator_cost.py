@@ -148,9 +148,7 @@ def _chosen(access: Access, used: int) -> Access:
 
 
 def _vector_work(inputs: list[Tensor], results: list[Tensor]) -> float:
-    """Returns the size of the largest tensor, in two-byte elements: the vector engines process twice as many of
-    them.
-    """
+    """The size of the largest tensor, in two-byte elements: the vector engines process twice as many of them."""
     floats = [tensor for tensor in (*inputs, *results) if tensor.is_floating_point()] or [*inputs, *results]
     return max((tensor.numel() * max(1.0, tensor.element_size() / 2) for tensor in floats), default=0.0)
 
@@ -224,9 +222,7 @@ class OnChipMemory:
 
 
 def memory_traffic(trace: OperatorTrace, capacity: int) -> int:
-    """Returns the bytes that operators move to and from memory, run one after the other, with `capacity` bytes on the
-    chip.
-    """
+    """The bytes that operators move to and from memory, run one after the other, with `capacity` bytes on the chip."""
     chip = OnChipMemory(capacity, trace.sizes)
     last: dict[int, int] = {}
     for index, operation in enumerate(trace.operations):

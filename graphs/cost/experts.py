@@ -86,9 +86,7 @@ class ExpertSpec:
         return self.count * self.inner + self.shared
 
     def held_bytes(self, hidden: int, matrices: int, dtype_bytes: int, codes: CodeSpec | None) -> int:
-        """Returns the bytes of the routed experts of a layer. matrices: matrices of each. codes: None if they are
-        plain.
-        """
+        """The bytes of the routed experts of a layer. matrices: matrices of each. codes: None if they are plain."""
         ups, inner = matrices - 1, self.inner
         if codes is None:
             return self.count * matrices * hidden * inner * dtype_bytes
@@ -100,9 +98,7 @@ class ExpertSpec:
         return np.asarray(rows, np.float64) * (self.chosen * self.inner + self.shared)
 
     def read(self, rows: ArrayLike) -> NDArray[np.float64]:
-        """Returns the sizes of the experts that rows take if they choose independently and evenly, which is the
-        most.
-        """
+        """The sizes of the experts that rows take if they choose independently and evenly, which is the most."""
         missed = (1.0 - self.chosen / self.count) ** np.asarray(rows, np.float64)
         return self.count * self.inner * (1.0 - missed) + self.shared
 

@@ -1,6 +1,4 @@
-"""Device specs and model specs: the peak figures of a device and the sizes of a model, from which costs are
-computed.
-"""
+"""Device specs and model specs: the peak figures of a device and the sizes of a model, as the basis of costs."""
 
 from __future__ import annotations
 
@@ -112,9 +110,7 @@ CHIPS = {"gaudi2": ChipSpec(48_000_000, 5.5e12), "gaudi3": ChipSpec(96_000_000, 
 
 @dataclass(frozen=True)
 class Work:
-    """flops: FLOPs of matrix products. bytes: bytes to and from the device's memory. vector: elements of other
-    arithmetic.
-    """
+    """flops: FLOPs of matrix products. bytes: traffic with device memory. vector: elements of other arithmetic."""
 
     flops: float
     bytes: float
@@ -322,9 +318,7 @@ class ModelSpec:
 
     @property
     def new_pair(self) -> int:
-        """Returns the elements of a key and a value of one head that new tokens are multiplied with among
-        themselves.
-        """
+        """The elements of a key and a value of one head that new tokens are multiplied with among themselves."""
         if self.latent is None:
             return 2 * self.head_dim
         return self.latent.nope + self.latent.rotary + self.latent.value

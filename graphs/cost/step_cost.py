@@ -89,9 +89,7 @@ class CostModel:
         return 2 * m.layers * each if m.tensor > 1 else np.zeros_like(rows)
 
     def selected_seconds(self, selected: ArrayLike) -> Floats:
-        """Returns the seconds that a selected part adds to a forward graph of any other sizes: scoring, then
-        attention.
-        """
+        """The seconds that a selected part adds to a forward graph of any other sizes: scoring, then attention."""
         blocks = np.asarray(selected, np.float64)
         m = self.model
         summaries = CANDIDATES_PER_SELECTED * SUMMARY_VECTORS
@@ -139,9 +137,7 @@ class CostModel:
         return q * np.maximum(computing, moving)
 
     def _in_windows(self, q: Floats, s: Floats, u: Floats) -> Floats:
-        """Returns the seconds for cached blocks of the layers with a window; `group_room` gives their number in a
-        bucket.
-        """
+        """The seconds for cached blocks of the layers with a window; `group_room` gives their number in a bucket."""
         m = self.model
         most = q * most_blocks(m.window, self.block_size)
         shared, unique = np.minimum(s, most), np.minimum(s + u, most)

@@ -199,9 +199,7 @@ class Operator(NamedTuple):
 
 @cache
 def operator_of(overload: OpOverload) -> Operator:
-    """Returns the properties of an overload. They are kept forever, because a program has a fixed number of
-    overloads.
-    """
+    """The properties of an overload. They are kept forever, because a program has a fixed number of overloads."""
     schema = overload._schema
     name = schema.name
     aliases = any(returned.alias_info is not None for returned in schema.returns)

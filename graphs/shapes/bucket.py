@@ -36,9 +36,7 @@ class ForwardShape(NamedTuple):
         selected_blocks: int = 0,
         causal_reach: int = ALL_TILES,
     ) -> ForwardShape:
-        """Returns the shape whose phase has `s` and `u` if it has such blocks. A bound that saves little is left
-        out.
-        """
+        """The shape whose phase has `s` and `u` if it has such blocks. A bound that saves little is left out."""
         phase = phase_string(causal, shared_blocks > 0, unique_blocks > 0)
         if not causal or not is_bounded(query_len, causal_reach):
             causal_reach = ALL_TILES
@@ -97,9 +95,7 @@ def written_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def least_prompt_tiles(shape: ForwardShape | Bucket) -> int:
-    """Returns the max prompt tiles that a bucket needs for the shape: at most those of all rows; 0 without a causal
-    part.
-    """
+    """The max prompt tiles that a bucket needs for the shape: at most those of all rows; 0 without a causal part."""
     return min(shape.causal_reach, flat_tiles(shape.query_len)) if "c" in shape.phase else 0
 
 

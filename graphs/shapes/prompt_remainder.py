@@ -20,9 +20,7 @@ MOST_REMAINDERS = 3
 
 
 def remainder_rows(block_size: int, max_num_batched_tokens: int, most_rows: int) -> int:
-    """Returns the rows of the graphs for prompt remainders; 0 if ordinary graphs hold them, with `most_rows` per
-    selection.
-    """
+    """The rows of the graphs for prompt remainders; 0 if ordinary graphs hold them, with `most_rows` per selection."""
     rows = min(block_size, max_num_batched_tokens)
     return rows if rows > most_rows else 0
 

@@ -25,9 +25,7 @@ AUTOMATIC = ("file", "trace", "padding_aware")
 
 
 def build_buckets(name: str, request: BucketRequest, options: Mapping[str, Any] | None = None) -> BucketSet:
-    """Returns the buckets of a strategy. Raises RegistryError, a ValueError that lists the known names, for an unknown
-    one.
-    """
+    """The buckets of a strategy. Raises RegistryError, a ValueError that lists the known names, for an unknown one."""
     return STRATEGIES.get(name)(**(options or {})).choose(request)
 
 

@@ -50,9 +50,7 @@ class BucketStrategy(ABC):
 
     @abstractmethod
     def choose(self, request: BucketRequest) -> BucketSet:
-        """Returns the buckets, at most `request.max_graphs` graphs. Raises ValueError if the request lacks
-        something.
-        """
+        """The buckets, at most `request.max_graphs` graphs. Raises ValueError if the request lacks something."""
 
     def least_graphs(self, request: BucketRequest) -> int:
         """Returns the `max_graphs` below which some phases have no bucket of their own; 0 if there is no such bound."""

@@ -124,9 +124,7 @@ Levels = Callable[[str, int, int], list[int]]
 
 
 def coarsest_grid(request: BucketRequest) -> BucketSet:
-    """Returns the grid of one size along each axis, its maximum. With a smaller `max_graphs`, steps have no choice at
-    all.
-    """
+    """The grid of one size along each axis, its maximum. With a smaller `max_graphs`, steps have no choice at all."""
     return _make(request, Grid(), lambda axis, maximum, n: [maximum])
 
 

@@ -127,9 +127,7 @@ class WarmUpRecords:
         return {record.key: record.size for record in self._warm()}
 
     def last_seconds(self, like: GraphKey) -> float:
-        """Returns the seconds of the last warm graph of the same kind (forward, prompt remainder or logits); 0 without
-        any.
-        """
+        """The seconds of the last warm graph of the same kind (forward, prompt remainder or logits); 0 without any."""
         durations = self._durations(like)
         return durations[-1] if durations else 0.0
 
@@ -157,9 +155,7 @@ class WarmUpRecords:
         return WarmUpSummary(records, len(self._skeleton), self._skeleton_seconds)
 
     def _seconds_of(self, keys: Sequence[GraphKey]) -> float | None:
-        """Returns the mean of its kind for each graph, or of all graphs for a kind without measurements; None without
-        any.
-        """
+        """The mean of its kind for each graph, or of all graphs for a kind without measurements; None without any."""
         everything = [record.seconds for record in self._warm()]
         if not everything:
             return None

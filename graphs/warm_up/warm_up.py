@@ -139,9 +139,7 @@ class WarmUp:
             self._settle("rest", refused or other)
 
     def last_seconds(self, like: GraphKey) -> float:
-        """Returns the seconds of the last warm graph of the same kind (forward, prompt remainder or logits); 0 without
-        any.
-        """
+        """The seconds of the last warm graph of the same kind (forward, prompt remainder or logits); 0 without any."""
         return self._records.last_seconds(like)
 
     def summary(self) -> WarmUpSummary:

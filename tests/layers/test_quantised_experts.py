@@ -188,7 +188,7 @@ def test_values_are_rounded_once() -> None:
     (_, matrix) = stacks.matrices
     written = written_out(stacks.read(layer, matrix), torch.bfloat16)
     assert torch.equal(written, meant.to(torch.bfloat16).expand(EXPERTS, -1, -1))
-    with pytest.raises(ValueError, match="w13_weight_scale: scales of experts are not in the checkpoint"):
+    with pytest.raises(ValueError, match="w13_weight_scale: scales of experts are missing in the checkpoint"):
         stacks.read(layer, stacks.matrices[0])
 
 

@@ -70,9 +70,7 @@ class StepMemory:
         return step_bytes(ForwardShape.of(True, rows, tokens, 0), self.model, block_size=1) / GIB
 
     def bound(self, limits: Limits) -> Limits:
-        """Returns the limits with fewer shared blocks per step if more do not fit, but at least those of one
-        request.
-        """
+        """The limits with fewer shared blocks per step if more do not fit, but at least those of one request."""
         least, most = limits.blocks_per_request, limits.most_shared_blocks
         while most > least and self.gib_of(limits.max_num_batched_tokens, most * limits.block_size) > self.gib:
             most = max(least, most * 7 // 8)

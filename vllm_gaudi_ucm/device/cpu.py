@@ -83,9 +83,7 @@ class CpuDevice:
 
 
 def host_memory(cgroup: Cgroup) -> Memory:
-    """Returns the memory that this process may use: what the machine has available, within the tightest cgroup
-    limit.
-    """
+    """The memory that this process may use: what the machine has available, within the tightest cgroup limit."""
     machine = psutil.virtual_memory()
     limit = cgroup.memory_limit()
     if limit is None:

@@ -68,9 +68,7 @@ def keep_previous(path: Path, generations: int = GENERATIONS) -> None:
 
 
 def of_engine(path: Path, engine: int) -> Path:
-    """Returns the path for one of several engines of a server: the first one to `path`, the others to `NAME.1.jsonl`
-    ...
-    """
+    """The path for one of several engines of a server: the first one to `path`, the others to `NAME.1.jsonl` ..."""
     return path if engine == 0 else path.with_name(f"{path.stem}.{engine}{path.suffix}")
 
 

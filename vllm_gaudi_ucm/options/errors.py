@@ -53,9 +53,7 @@ MOST_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """Returns a value as Python writes it, shortened if it is long; passwords are hidden before a cut can divide
-    them.
-    """
+    """A value as Python writes it, shortened if it is long; passwords are hidden before a cut can divide them."""
     text = hide_passwords(repr(value))
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 

@@ -232,9 +232,7 @@ class ModelRunner:
         return kv_cache_config if self._tile is None else in_tiles(kv_cache_config, self._tile)
 
     def bytes_beside_slots(self) -> int:
-        """Returns the most bytes of the KV cache that are not slots: the dummy block, and the rest of the last
-        block.
-        """
+        """The most bytes of the KV cache that are not slots: the dummy block, and the rest of the last block."""
         per_slot = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         return 0 if self._tile is None else 2 * self._tile * per_slot
 

@@ -132,9 +132,7 @@ def origin() -> str:
 
 
 def identity() -> str:
-    """Returns a name that differs if source, compiler or CPU of the kernels differ. Raises OSError if their file is
-    gone.
-    """
+    """A name that differs if source, compiler or CPU of the kernels differ. Raises OSError if their file is gone."""
     library = native()
     assert library is not None, "there are none"
     path = Path(library._name)

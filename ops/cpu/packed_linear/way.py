@@ -144,7 +144,5 @@ def ways(tiles: bool, onednn: bool) -> tuple[Way, ...]:
 
 @cache
 def fastest_way(kind: Kind, rows: int, tiles: bool, onednn: bool) -> Way:
-    """Returns the way for this many rows of a kind; larger numbers than measured may be given as the largest plus
-    one.
-    """
+    """The way for this many rows of a kind; larger numbers than measured may be given as the largest plus one."""
     return times_of(kind).fastest(rows, ways(tiles, onednn))

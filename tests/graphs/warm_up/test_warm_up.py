@@ -189,7 +189,7 @@ def test_the_budget_is_looked_at_before_each_graph() -> None:
     warm_up.run_all()
     assert len(machine.ran) == 3
     assert len(ready.dropped) == 3
-    assert all("ucm.graphs.memory_budget is 8.00 GiB, 6.00 GiB of it" in why for why in ready.dropped.values())
+    assert all("ucm.graphs.memory_budget is 8.00 GiB, of which 6.00 GiB" in why for why in ready.dropped.values())
     assert warm_up.summary().count(GraphState.DROPPED) == 3
 
 

@@ -167,9 +167,7 @@ def _scale_of_codes(form: ScaledFormat, matrix: ExpertMatrix, refine: tuple[int,
     sizes = matrix.sizes
 
     def blocks(size: int, axis: int) -> int:
-        """Returns the number of blocks that the loader makes of the checkpoint's, which may be more than the weight
-        has.
-        """
+        """The number of blocks that the loader makes of the checkpoint's, which may be more than the weight has."""
         assert form.block is not None
         return -(-size // (form.block[axis] * refine[axis])) * refine[axis]
 

@@ -166,7 +166,5 @@ def count_tokens(table: torch.Tensor, rows: CountedRows) -> torch.Tensor:
 
 
 def read_lines(lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how often each token is among the outputs, int32, and whether it is in the prompt; [rows, vocabulary]
-    each.
-    """
+    """How often each token is among the outputs, int32, and whether it is in the prompt; [rows, vocabulary] each."""
     return lines >> 1, (lines & 1) != 0

@@ -103,9 +103,7 @@ class MemoryPool:
         return torch.from_numpy(lent).view(dtype).view(shape)
 
     def unkept(self, tensor: Tensor) -> Tensor:
-        """Returns the same tensor; if the pool owns its memory, one that does not keep the memory from being lent
-        again.
-        """
+        """The same tensor; if the pool owns its memory, one that does not keep the memory from being lent again."""
         if tensor.layout is not torch.strided:
             return tensor
         whole = tensor.untyped_storage()

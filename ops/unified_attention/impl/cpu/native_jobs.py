@@ -82,9 +82,7 @@ def _items_of(part: SharedPart, block_size: int) -> Iterator[JobItem]:
 
 
 def _rising_items(part: SharedPart, rise: Ints, block_size: int) -> Iterator[JobItem]:
-    """Under a window: the rows of each request in each group, whose ranges begin where the ranges of its first row
-    begin.
-    """
+    """Under a window: the rows of each request in each group, with the ranges of its first row as reference."""
     uses, blocks, lo, hi = _uses(part), part.blocks.numpy(), part.lo.numpy(), part.hi.numpy()
     for group, request, start, end in zip(uses.group, uses.request, uses.rows_start, uses.rows_end, strict=True):
         columns = slice(part.groups[group].block_lo, part.groups[group].block_hi)
@@ -329,9 +327,7 @@ def _tiles(item: JobItem, size: int, block_size: int) -> Iterator[JobTile]:
 
 
 def _from_first_row(ranges: Ints, rise: Ints) -> tuple[Ints, Ints | None]:
-    """Returns the ranges [lo, hi) that the first row sees, and [rows] how many of their first tokens each row does not
-    see.
-    """
+    """The ranges [lo, hi) that the first row sees, and [rows] how many of their first tokens each row does not see."""
     lo = np.maximum(ranges[:, 1] + rise[0], 0)
     seen = ranges[:, 2] > lo
     signed, lo, ranges = ranges[seen, 1], lo[seen], ranges[seen]

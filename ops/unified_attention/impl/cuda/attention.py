@@ -41,9 +41,7 @@ class CudaAttention(AttentionImplementation):
         return make_plan(parts, block_size)
 
     def selected_list(self, plan: CudaPlan, rows: int) -> SelectedList | None:
-        """Returns the list of single rows, if all choices are for them, or the list of requests with their own
-        blocks.
-        """
+        """The list of single rows, if all choices are for them, or the list of requests with their own blocks."""
         from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.joined import joined_lists
         from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.own import own_and_chosen
 

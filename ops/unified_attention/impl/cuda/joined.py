@@ -25,9 +25,7 @@ class Joined(NamedTuple):
     chosen: SelectedList
 
     def blocks_with(self, selected: Tensor) -> Tensor:
-        """Returns int64 [entries] with `blocks` as the selected part, unless a choice has already written them
-        there.
-        """
+        """Int64 [entries] with `blocks` as the selected part, unless a choice has already written them there."""
         chosen = self.chosen
         if chosen.holds is not selected:
             chosen.blocks.index_copy_(0, chosen.places, selected)

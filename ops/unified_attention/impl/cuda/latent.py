@@ -97,9 +97,7 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
 
 
 def in_groups(layer: Layer, rows: int = 1) -> Layer:
-    """Returns the layer with a KV head for each group of query heads. rows: rows that a program should hold, if they
-    fit.
-    """
+    """The layer with a KV head for each group of query heads. rows: rows that a program should hold, if they fit."""
     most = max(1, (MOST_WIDE if layer.wide else MOST) // rows)
     group = max(size for size in range(1, min(layer.heads, most) + 1) if layer.heads % size == 0)
     shape = (-1, -1, layer.heads // group, -1)

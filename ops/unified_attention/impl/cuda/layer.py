@@ -127,9 +127,7 @@ def power_of_two(size: int) -> int:
 
 
 def lists_size(count: int) -> int:
-    """Returns a power of two for this many lists. It is the same for most steps, because each value compiles another
-    kernel.
-    """
+    """A power of two for this many lists. It is the same for most steps, because each value compiles another kernel."""
     return max(1024, power_of_two(count))
 
 

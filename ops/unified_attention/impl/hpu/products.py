@@ -107,9 +107,7 @@ def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def value_dtype(value: Tensor) -> torch.dtype:
-    """Returns the dtype in which weights and values are multiplied. float16 would overflow: results are not normalised
-    yet.
-    """
+    """The dtype in which weights and values are multiplied. float16 would overflow: results are not normalised yet."""
     return torch.bfloat16 if value.dtype == torch.bfloat16 else torch.float32
 
 

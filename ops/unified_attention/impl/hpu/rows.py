@@ -143,9 +143,7 @@ def token_distances(
 
 
 def outside(token: Tensor, lo: Tensor | None, hi: Tensor) -> Tensor:
-    """Returns bool [..., block_size] for bounds [...]: the tokens of a block that are not in [lo, hi). lo of None means
-    0.
-    """
+    """Bool [..., block_size] for bounds [...]: the tokens of a block that are not in [lo, hi). lo of None means 0."""
     after = token >= hi[..., None]
     return after if lo is None else after | (token < lo[..., None])
 

@@ -52,9 +52,7 @@ class Window(NamedTuple):
 
 
 def tile_products(tiles: CausalTiles, most: int) -> list[TileProduct]:
-    """Returns a class of tiles for each part of the look-back, and parts of tiles if there are fewer classes than
-    products.
-    """
+    """A class of tiles for each part of the look-back, and parts of tiles if there are fewer classes than products."""
     reach = len(tiles.levels)
     classes = min(most, reach)
     bounds = [-(-reach * number // classes) for number in range(classes + 1)]
@@ -72,9 +70,7 @@ def tile_products(tiles: CausalTiles, most: int) -> list[TileProduct]:
 
 
 def window_of(groups: Tensor, tiles: CausalTiles, first_rows: Tensor | None = None) -> Window:
-    """Returns the rows of each tile, and all rows that the deepest tiles look back on. groups, first_rows: see
-    CausalPart.
-    """
+    """The rows of each tile, and all rows that the deepest tiles look back on. groups, first_rows: see CausalPart."""
     place = tiles.first[:, None] + torch.arange(tiles.rows, device=groups.device)
     rows = torch.minimum(place, tiles.last[:, None])
     back = (len(tiles.levels) - 1) * tiles.rows

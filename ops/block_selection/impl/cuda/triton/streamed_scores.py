@@ -7,9 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _log_mean(of_boxes, v, log_rest, log_all, VECTORS: tl.constexpr):
-    """Returns fp32 [candidates, lines] for products [candidates, boxes, lines]; values that are not finite become
-    NaN.
-    """
+    """Fp32 [candidates, lines] for products [candidates, boxes, lines]; values that are not finite become NaN."""
     if VECTORS > 1:
         of_boxes = tl.where((v == 0)[None, :, None], of_boxes + log_rest, of_boxes)
     of_boxes = tl.where((v < VECTORS)[None, :, None], of_boxes, float("-inf"))

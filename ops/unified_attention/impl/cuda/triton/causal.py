@@ -129,9 +129,7 @@ def begin_sums(
     BLOCK_V: tl.constexpr,
     CONTINUES: tl.constexpr,
 ):
-    """Returns acc, top, total of rows of a head before their new keys: empty, or the partial results of their own
-    blocks.
-    """
+    """Acc, top, total of rows of a head before their new keys: empty, or the partial results of their own blocks."""
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
