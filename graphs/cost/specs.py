@@ -335,9 +335,7 @@ class ModelSpec:
 
     @property
     def block_layers(self) -> int:
-        """Returns the layers of a KV-cache block: all, or as many as vLLM puts into a group if only some layers have a
-        window (`_get_kv_cache_groups_uniform_page_size`).
-        """
+        """Layers of a block: all, or a group's if only some have a window (`_get_kv_cache_groups_uniform_page_size`)."""
         fewest, most = sorted((self.window_layers, self.layers - self.window_layers))
         if not fewest:
             return most

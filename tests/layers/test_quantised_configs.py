@@ -164,8 +164,8 @@ def test_scales_that_are_missing() -> None:
     weight = QuantisedWeight(torch.zeros(4, 8, dtype=torch.int8), torch.full((4, 1), torch.nan), (1, 8))
     form: Any = SimpleNamespace(read=lambda layer: weight)
     linear: Any = SimpleNamespace(prefix="model.layers.0.mlp.up_proj", params_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj: scales of a quantised layer are missing in the check"):
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj: scales of a quantised layer are missing"):
         QuantisedLinearMethod(form).process_weights_after_loading(linear)
     weight = weight._replace(scales=torch.ones(4, 1), rounding=RowRounding(scale=torch.tensor(torch.nan)))
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj: scales of a quantised layer are missing in the check"):
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj: scales of a quantised layer are missing"):
         QuantisedLinearMethod(form).process_weights_after_loading(linear)
