@@ -19,9 +19,9 @@ if not TYPE_CHECKING:
 
 
 def register() -> str | None:
-    """Entry point `vllm.platform_plugins`: the platform class's dotted name, or None to stay out of the way.
+    """The entry point `vllm.platform_plugins`: returns the platform class's dotted name, or None to stay inactive.
 
-    vLLM swallows what this raises and goes on without the plugin; `gaudi-ucm doctor` shows it.
+    vLLM swallows its exceptions and continues without the plugin; `gaudi-ucm doctor` shows it.
     """
     from vllm_gaudi_ucm.device.detect import detect_device
     from vllm_gaudi_ucm.vllm_api.engine_process import watch_parent

@@ -1,6 +1,6 @@
 """Commands and parts of the package `vllm-gaudi-ucm-tools`, found by its entry points.
 
-A server runs without that package, and this one imports it only when a command or an option asks for it.
+A server runs without that package, and this one imports it only when a command or an option needs it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_part(name: str, asked_by: str) -> Any:
 
 
 def missing_tools(asked_by: str) -> MissingToolsError:
-    """Returns the error that says what to install."""
+    """Returns the error that tells what to install."""
     return MissingToolsError(
         f"{asked_by} needs the package {DISTRIBUTION}, which is not installed; pip install 'vllm-gaudi-ucm[tools]' "
         "brings it (in a clone of the repository: pip install ./tools)"

@@ -32,12 +32,12 @@ OBSERVED: Mapping[str, str] = {
 
 
 def device_choice() -> str:
-    """The device asked for: one of `DEVICE_CHOICES`, `auto` where the variable is unset or empty."""
+    """Returns the chosen device: one of `DEVICE_CHOICES`, `auto` if the variable is unset or empty."""
     return _choice(DEVICE, DEVICE_CHOICES)
 
 
 def kernel_choice() -> str:
-    """Which native CPU kernels are asked for: one of `KERNEL_CHOICES`, `auto` if the variable is unset or empty.
+    """Returns which native CPU kernels are chosen: one of `KERNEL_CHOICES`, `auto` if the variable is unset or empty.
 
     `auto`: from the wheel, or built here if it has none for this CPU. `build`: built here, for this very CPU.
     """
@@ -79,7 +79,7 @@ def multi_process_metrics() -> Path | None:
 def user_cache() -> Path:
     """Our folder in the user's cache, for files that can be made again: in `XDG_CACHE_HOME`, or `~/.cache`.
 
-    Raises RuntimeError if there is none, or where its path is relative: it would depend on the folder that a server is
+    Raises RuntimeError if there is none, or if its path is relative: it would depend on the folder that a server is
     started in.
     """
     cache = observed("XDG_CACHE_HOME")
@@ -122,7 +122,7 @@ def merge_into_vllm() -> None:
 
 
 def announce_local_engines(count: int) -> None:
-    """Tells the engines that this process starts how many they are on this machine."""
+    """Announces to the engines that this process starts how many run on this machine."""
     os.environ[LOCAL_ENGINES] = str(count)
 
 
@@ -131,7 +131,7 @@ _FOR_RAY = ("PT_HPU_", "HCCL_", "GLOO_", "GAUDI_UCM_")
 
 
 def copy_to_ray_engines() -> None:
-    """Lets vLLM copy what an engine on another machine needs; names that the user has asked for stay."""
+    """Lets vLLM copy the variables that an engine on another machine needs; names chosen by the user stay."""
     name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
     asked = [prefix.strip() for prefix in os.environ.get(name, "").split(",") if prefix.strip()]
     os.environ[name] = ",".join(dict.fromkeys([*asked, *_FOR_RAY]))
@@ -157,12 +157,12 @@ def let_idle_threads_wait_briefly(cores: int) -> None:
 
 
 def waiting_is_chosen() -> bool:
-    """Returns whether a variable says how idle OpenMP threads wait: the user's choice, or an earlier one of ours."""
+    """Returns whether a variable decides how idle OpenMP threads wait: the user's choice, or an earlier one of ours."""
     return any(name in os.environ for name in _WAITING)
 
 
 def waiting_at_start() -> dict[str, str]:
-    """What this process's OpenMP was told about waiting: the variables it was started with."""
+    """Returns the settings of waiting with which this process's OpenMP started."""
     try:
         pairs = _ENVIRONMENT_OF_START.read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -172,7 +172,7 @@ def waiting_at_start() -> dict[str, str]:
 
 
 def users_threads() -> str | None:
-    """`OMP_NUM_THREADS` if the user has set it; vLLM sets it for processes that it starts, and says so."""
+    """`OMP_NUM_THREADS` if the user has set it; vLLM sets it for processes that it starts, and marks that."""
     by_vllm = os.environ.get("VLLM_OMP_NUM_THREADS_SET_BY_VLLM") == "1"
     return None if by_vllm else observed("OMP_NUM_THREADS")
 
@@ -187,7 +187,7 @@ def needed_to_import() -> dict[str, str]:
 
 
 def local_engines() -> int:
-    """Engines of one server on this machine, of which this process may be one; 1 where nobody said."""
+    """Returns the number of engines of one server on this machine, including this process; 1 if unknown."""
     found = os.environ.get(LOCAL_ENGINES, "")
     return max(1, int(found)) if found.isdigit() else 1
 
@@ -246,7 +246,7 @@ def reportable() -> dict[str, str]:
 
 
 def secrets() -> set[str]:
-    """Values of variables whose names sound like secrets: what no report may hold."""
+    """Returns the values of variables whose names sound like secrets, which reports must not contain."""
     return {value for name, value in os.environ.items() if _is_secret(name) and value}
 
 

@@ -33,7 +33,7 @@ def _printable(record: logging.LogRecord) -> bool:
 
 
 def _encodings() -> Iterator[str]:
-    """Encodings of the streams that the log is written to; files of other handlers have what they were given."""
+    """Encodings of the streams that the log is written to; files of other handlers have their own."""
     handlers = logging.getLogger(PARENT).handlers
     streams = [handler.stream for handler in handlers if isinstance(handler, logging.StreamHandler)]
     # a StringIO has None

@@ -1,4 +1,4 @@
-"""Text for outputs that cannot encode every character: a look-alike stands for what is missing."""
+"""Text for outputs that cannot encode every character: a look-alike replaces a missing character."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOK_ALIKES = {
     "✓": "v",
     "✗": "x",
 }
-"""One character for one, so that columns stay where they are."""
+"""Replacements character by character, so that columns stay aligned."""
 
 # an error handler of codecs, and its name
 HANDLER = "gaudi_ucm.look_alike"

@@ -1,4 +1,4 @@
-"""Who may write to a folder or a file whose content is run or believed: its owner alone."""
+"""Checks that only its owner may write to a folder or a file whose content is executed or trusted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _EVERY_USER = ["0", "0", "4294967295"]
 
 
 def make_private_folder(folder: Path) -> None:
-    """Makes a folder, and refuses one that others could fill, or put another in the place of.
+    """Makes a folder, and refuses one that others could fill or replace.
 
     Raises:
-        PermissionError: it or a folder above is open to others; the message says which, what was found and what to do.
+        PermissionError: it or a folder above is open to others; the message names it, what was found and what to do.
         OSError: it cannot be made.
     """
     make_folders(folder)
@@ -29,8 +29,8 @@ def make_private_folder(folder: Path) -> None:
 
 
 def make_folders(path: Path | str) -> None:
-    """Makes a folder and those above it, for their owner only. Whatever is there stays, also what is no folder."""
-    if os.path.lexists(path):  # maybe where nothing can be written
+    """Makes a folder and those above it, for their owner only. Existing entries stay, even if they are not folders."""
+    if os.path.lexists(path):  # maybe on a read-only file system
         return
     try:
         os.mkdir(path, PRIVATE)
@@ -41,7 +41,7 @@ def make_folders(path: Path | str) -> None:
         if not above or above == os.fspath(path):
             raise
         make_folders(above)
-        # once more only: /proc says so of every folder
+        # only once more: /proc reports this for every folder
         with suppress(FileExistsError):
             os.mkdir(path, PRIVATE)
 
@@ -57,7 +57,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def foreign(status: os.stat_result) -> str:
-    """Why others may write to what has this status, in words; empty where they may not."""
+    """Returns in words why others may write to a file of this status; empty if they may not."""
     mode = stat.S_IMODE(status.st_mode)
     if not is_own(status):
         return f"belongs to another user ({status.st_uid}, mode {mode:04o})"
@@ -86,7 +86,9 @@ def is_private(path: Path) -> bool:
 
 
 def _refuse_exchange(above: Path) -> None:
-    """Refuses a folder in which others may rename what is ours. The user's group may: it is often theirs alone."""
+    """Refuses a folder in which others may rename our files. The user's group may, because it often has no other
+    member.
+    """
     status = above.stat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in _trusted_owners():
@@ -101,15 +103,15 @@ def _refuse_exchange(above: Path) -> None:
 
 
 def _trusted_owners() -> set[int]:
-    """Who may own the folders above ours: this user, and root.
+    """Returns who may own the folders above ours: this user, and root.
 
-    A user namespace (Apptainer, rootless containers) shows the files of users that it does not know as one user's, and
-    the machine's root is often one of them.
+    A user namespace (Apptainer, rootless containers) shows the files of unknown users as those of one user, and the
+    machine's root is often one of them.
     """
     owners = {os.geteuid(), 0}
     try:
         if _UID_MAP.read_text().split() != _EVERY_USER:
             owners.add(int(_UNKNOWN_USER.read_text()))
     except (OSError, ValueError):
-        pass  # no /proc: then nobody else is trusted
+        pass  # no /proc: then no other user is trusted
     return owners

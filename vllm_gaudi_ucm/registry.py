@@ -1,7 +1,7 @@
 """Names of things that can be added from outside: sparse methods, bucket strategies, implementations, stores.
 
-A thing is registered as itself, or as `"package.module:name"`, which is imported when it is first asked for. Installed
-packages add theirs by entry points. Standard library only, so that `ops` and `graphs` may use it.
+A thing is registered as an object, or as `"package.module:name"`, which is imported on first use. Installed packages
+add theirs by entry points. Standard library only, so that `ops` and `graphs` may use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class RegistryError(ValueError):
 class Entry(NamedTuple):
     """One thing of a registry, which need not be imported yet.
 
-    place: the module and name behind it. origin: who named it, for people. built_in: this package did.
+    place: the module and name behind it. origin: what registered it, for messages. built_in: it was registered by this
+        package.
     hidden: its name is taken by another thing, so `get` does not find it.
     """
 
@@ -53,7 +54,7 @@ class Registry(Generic[T]):
         self._built_in = frozenset(things)
 
     def register(self, name: str, thing: T | str) -> None:
-        """Raises RegistryError where the name is taken by another thing."""
+        """Registers a thing. Raises RegistryError if the name is taken by another thing."""
         found = self._things.setdefault(name, thing)
         if found != thing:
             raise RegistryError(
@@ -63,7 +64,7 @@ class Registry(Generic[T]):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Forgets at its end what was registered inside: for tests."""
+        """A context that forgets at its end the things registered inside, for tests."""
         before = dict(self._things)
         try:
             yield
@@ -75,7 +76,7 @@ class Registry(Generic[T]):
         return list(dict.fromkeys([*self._things, *(point.name for point in self._entry_points())]))
 
     def entries(self) -> Iterator[Entry]:
-        """Every thing and where it comes from, ours first, without an import."""
+        """Returns every thing and its origin, ours first, without importing any."""
         for name, thing in self._things.items():
             built_in = name in self._built_in
             yield Entry(name, _show(thing), "built in" if built_in else "registered in this process", built_in)
@@ -104,7 +105,7 @@ class Registry(Generic[T]):
         return loaded
 
     def place(self, name: str) -> str:
-        """Where the thing comes from, for messages."""
+        """Returns the origin of a thing, for messages."""
         thing = self._find(name)
         return _show(thing)
 
@@ -141,7 +142,9 @@ def those_installed(**places: str) -> dict[str, str]:
 
 @lru_cache(maxsize=16)
 def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Those of all packages on `path`, which is `sys.path`: reading them takes 20 ms, and a start asks often."""
+    """Returns the entry points of all packages on `path`, which is `sys.path`. They are cached: reading them takes 20
+    ms, and a start needs them often.
+    """
     return entry_points(group=group)
 
 

@@ -335,7 +335,7 @@ class ModelSpec:
 
     @property
     def block_layers(self) -> int:
-        """Layers of a block: all, or a group's if only some have a window (`_get_kv_cache_groups_uniform_page_size`)."""
+        """Layers of a block: all, or a group's if some have windows (`_get_kv_cache_groups_uniform_page_size`)."""
         fewest, most = sorted((self.window_layers, self.layers - self.window_layers))
         if not fewest:
             return most

@@ -25,7 +25,7 @@ SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
     "several workers of several engines": {"tensor_parallel_size": 2, "data_parallel_size": 2},
     "another executor than `uni` and `mp`": {"distributed_executor_backend": "external_launcher"},
     "drafts by n-grams": {"speculative_config": NGRAM},
-    "drafts beside a sparse method that does not decide by counts": {
+    "drafts with a sparse method that does not decide by counts": {
         "ucm": {"ucm_sparse_method": "HookLog", "scheduler": {"async_scheduling": True}},
         "drafts": True,
     },

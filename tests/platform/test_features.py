@@ -83,7 +83,7 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
     ),
     (
-        "the connector of --kv-offloading-size beside PairConnector",
+        "the connector of --kv-offloading-size with PairConnector",
         "--kv-offloading-size",
         {
             "kv_offloading_size": 1.0,

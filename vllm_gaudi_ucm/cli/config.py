@@ -1,4 +1,4 @@
-"""`gaudi-ucm config`: the options, in short or those of a section in full, or the check of a configuration file."""
+"""`gaudi-ucm config`: lists all options in short or a section's in full, or checks a configuration file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; with --check 1 where the file has problems."""
+    """Returns 0; with --check, 1 if the file has problems."""
     if args.check is not None:
         if args.section is not None or args.markdown:
             raise ValueError(f"--check {args.check} checks a whole file: expected neither SECTION nor --markdown")
@@ -68,9 +68,9 @@ ALL = "all"
 
 
 def _rows_of(asked: str | None) -> list[OptionRow]:
-    """The options of a section, or one option, by its key with or without what stands before it.
+    """Returns the options of a section, or one option, by its key with or without prefix.
 
-    ValueError if there is no such.
+    Raises ValueError for an unknown key.
     """
     rows = describe()
     if asked in (None, ALL):
@@ -100,7 +100,7 @@ def _check(file: str, as_json: bool) -> int:
 
 
 def _problems_of_files(config: UcmConfig) -> list[str]:
-    """What the doctor finds wrong with the files, folders and stores that the options name, here and now."""
+    """Returns the doctor's problems with the files, folders and stores that the options name, on this machine now."""
     from vllm_gaudi_ucm.cli.doctor.check import guarded
     from vllm_gaudi_ucm.cli.doctor.configuration import place_checks, sparse_checks, static_shape_checks
 
@@ -115,7 +115,7 @@ def _problems_of_files(config: UcmConfig) -> list[str]:
 
 
 def _device(config: UcmConfig) -> str | None:
-    """The device, where options are right or wrong by it: vLLM takes seconds to say it. None if it is not known."""
+    """The device if the validity of options depends on it, because vLLM takes seconds to tell. None if unknown."""
     graphs = config.graphs
     if graphs.mode in ("auto", "off") and graphs.recipe_cache is None:
         return None
@@ -138,7 +138,7 @@ def _print_overview(rows: list[OptionRow]) -> None:
     """A line for each option: its default, and the first sentence of its description."""
     console = prose_console()
     console.print(f"Options under {ROOT!r} in --additional-config, with their defaults.")
-    console.print("`gaudi-ucm config SECTION` describes those of a section in full, such as graphs or GSA.")
+    console.print("`gaudi-ucm config SECTION` describes the options of a section in full, such as graphs or GSA.")
     for key, options in sections(rows).items():
         console.print(_heading(key))
         table = Table.grid(padding=(0, 2, 0, 0))

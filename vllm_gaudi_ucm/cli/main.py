@@ -37,7 +37,7 @@ COMMANDS = {
     "tune": Command("vllm_gaudi_ucm.cli.buckets.tune", "choose the best buckets for a phase log"),
     "store": Command("vllm_gaudi_ucm.cli.store.store", "count, verify or clear the KV blocks in a file or Redis store"),
 }
-"""Commands that whoever runs a server needs next to it."""
+"""Commands for operators of a server."""
 
 TOOLS = {
     "first-hour": "probe this machine's device, and write a report that can be sent",
@@ -48,7 +48,7 @@ TOOLS = {
     "sparse-report": "compare the sparse methods with dense, on a text",
     "plot": "draw the steps of a phase log and the buckets over them",
 }
-"""Commands of the package `vllm-gaudi-ucm-tools`, and what they do: the list of commands imports none of them."""
+"""Commands of the package `vllm-gaudi-ucm-tools`, with descriptions, so that listing commands does not import them."""
 
 
 class MissingModuleError(RuntimeError):
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = build_parser(arguments).parse_args(arguments)
             return int(args.run(args))
         finally:
-            # here, because what a full disk or a closed pipe raises at the interpreter's end cannot be caught
+            # here, because errors of a full disk or a closed pipe at the interpreter's end cannot be caught
             if sys.stdout is not None:
                 sys.stdout.flush()
     except KeyboardInterrupt:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_stdout() -> None:
-    """Whoever read the output has closed it (`| head`), which is no error: what is left to write goes nowhere."""
+    """Discards the remaining output after the reader has closed it (`| head`), which is not an error."""
     stdout = sys.__stdout__
     if stdout is not None and sys.stdout is stdout:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
@@ -101,7 +101,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         epilog=f"Not installed: {more}" if absent else None,
     )
     parser.add_argument("--version", action="version", version=f"vllm-gaudi-ucm {__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show where an error arose, not only what it says")
+    parser.add_argument("--traceback", action="store_true", help="show where an error arose, not only its message")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     if chosen in absent:

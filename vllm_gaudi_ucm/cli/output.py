@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from vllm_gaudi_ucm.printable import print_look_alikes
 
-# of lines in a file or a pipe, where nothing has to fit: wider than any table
+# width of lines in a file or a pipe, which need not fit: wider than any table
 FULL_WIDTH = 10_000
 
 
@@ -45,7 +45,7 @@ def prose_console() -> Console:
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """ValueError that names the option where `path` (None: nothing to check) cannot be written.
+    """Raises ValueError that names the option if `path` (None: nothing to check) cannot be written.
 
     suffixes: allowed endings of the name, in lower case; () allows all.
     """
@@ -58,7 +58,7 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -
 
 
 def why_not_writable(path: Path) -> str:
-    """Why no file can be written at a path; "" where one can, as far as the system tells without a try."""
+    """Returns why no file can be written at a path; "" if one can, as far as the system tells without trying."""
     folder = path.parent
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):
@@ -77,9 +77,9 @@ def why_not_writable(path: Path) -> str:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """The path to write to instead: it becomes `path` at the end, and is removed where the block is interrupted.
+    """Yields a temporary path to write to: it becomes `path` at the end, and is removed if the block is interrupted.
 
-    It has the suffix of `path`. What is no file, as /dev/stdout, is written as it is.
+    It has the suffix of `path`. A path that is not a file, such as /dev/stdout, is written directly.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -95,7 +95,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def task_progress(what: str) -> Iterator[Callable[[float], None]]:
-    """Shows a bar while the block runs; the block calls what it is given with the fraction that is done."""
+    """Shows a bar while the block runs; the block calls the yielded function with the fraction of the work that is
+    done.
+    """
     columns = (
         TextColumn(what),
         BarColumn(),

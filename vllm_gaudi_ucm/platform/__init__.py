@@ -1,1 +1,1 @@
-"""What vLLM calls: the platform, the worker, and the refusals."""
+"""The parts that vLLM calls: the platform, the worker, and the refusals."""

@@ -1,4 +1,4 @@
-"""Whether the next step is planned while one runs: decided once at start, as one table (`SYNCHRONOUS`)."""
+"""Decides once at start, by one table (`SYNCHRONOUS`), whether the next step is planned while one runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = plugin_logger(__name__)
 
 
 class Engine(NamedTuple):
-    """What the decision is made of. device: its kind."""
+    """The inputs of the decision. device: its kind."""
 
     vllm: VllmConfig
     ucm: UcmConfig
@@ -50,7 +50,7 @@ def _decides_by_counts(config: UcmConfig) -> bool:
 SYNCHRONOUS: tuple[Synchronous, ...] = (
     Synchronous(
         "a Gaudi card",
-        "the copies of tokens to the host are not known to be safe beside the next step there",
+        "the copies of tokens to the host are not known to be safe during the next step there",
         lambda e: e.device == "hpu",
     ),
     Synchronous(
@@ -60,7 +60,7 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
     ),
     Synchronous(
         "another KV connector than ours on a GPU",
-        "no GPU has moved their blocks beside the next step yet; `ucm.scheduler.async_scheduling` true switches it on",
+        "moving blocks during the next step has not run on a GPU yet; `ucm.scheduler.async_scheduling` true allows it",
         lambda e: (
             e.device == "cuda"
             and e.ucm.scheduler.async_scheduling == "auto"
@@ -95,7 +95,7 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         lambda e: e.vllm.speculative_config is not None and e.vllm.speculative_config.method == "ngram",
     ),
     Synchronous(
-        "drafts beside a sparse method that does not decide by counts",
+        "drafts with a sparse method that does not decide by counts",
         "what it may read of requests only the scheduler has, which does not know yet how many drafts are right",
         lambda e: e.vllm.speculative_config is not None and not _decides_by_counts(e.ucm),
     ),
@@ -108,7 +108,7 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         "a scheduler of your own", "it may be none that schedules ahead", lambda e: is_foreign(e.vllm.scheduler_config)
     ),
 )
-"""What keeps an engine synchronous."""
+"""The reasons that keep an engine synchronous."""
 
 
 def reasons(vllm_config: VllmConfig, config: UcmConfig, device: str) -> list[Synchronous]:

@@ -1,4 +1,4 @@
-"""Checks at start and of each request: a refusal names the option or request, and what to do."""
+"""Checks at start and of each request: a refusal names the option or request, and the remedy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _check_phase_log(path: Path) -> None:
 
 
 def check_request(params: SamplingParams) -> None:
-    """Raises ValueError that names the parameter, what was found and what to do."""
+    """Raises ValueError with the parameter, what was found and what to do."""
     read_extra_args(params.extra_args)
     for name in ("kv_transfer_params", "ec_transfer_params"):
         found = (params.extra_args or {}).get(name)
@@ -78,14 +78,14 @@ def check_request(params: SamplingParams) -> None:
 
 
 def check_prompt(prompt: Any, vocab_size: int) -> None:
-    """Raises ValueError for token ids outside of the vocabulary: a step would read beyond the model's embeddings.
+    """Raises ValueError for token ids outside the vocabulary: a step would read beyond the model's embeddings.
 
     vLLM compares ids with the larger of the tokenizer's and the model's vocabulary, and with neither under
     `--skip-tokenizer-init`.
 
     Args:
         prompt: vLLM's processed inputs; anything without `prompt_token_ids` passes.
-        vocab_size: of the model; 0 where it is not known.
+        vocab_size: the model's; 0 if it is unknown.
     """
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     if not tokens or not vocab_size:

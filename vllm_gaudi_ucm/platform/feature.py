@@ -22,7 +22,7 @@ class Feature(NamedTuple, Generic[ConfigT]):
         name: of the feature; `{found}` is the value that asks for it.
         asked_by: the flag, or `{model}`; `{found}` as in `name`.
         why: the reason, and what to do instead if there is something; for docs.
-        found: the value in a configuration that asks for the feature; false where it does not ask.
+        found: the value in a configuration that asks for the feature; false if it does not.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Feature(NamedTuple, Generic[ConfigT]):
     found: Callable[[ConfigT], object]
 
     def asked(self, config: ConfigT, model: str = "") -> Asked | None:
-        """The feature and who asks for it, as the error names them; None if the configuration does not."""
+        """The feature and the flag that asks for it, for the error; None if the configuration does not ask for it."""
         found = self.found(config)
         if not found:
             return None
@@ -39,5 +39,5 @@ class Feature(NamedTuple, Generic[ConfigT]):
 
 
 def unless(found: str, supported: Sequence[str]) -> str | None:
-    """What was found, where it is none of the supported ones."""
+    """Returns the value unless it is one of the supported ones."""
     return None if found in supported else found

@@ -1,4 +1,4 @@
-"""What an engine refuses when it starts, as one table (`REFUSED`): no flag is accepted and ignored."""
+"""Refuses unsupported features when an engine starts, by one table (`REFUSED`): no flag is accepted and ignored."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _has_experts(config: VllmConfig) -> bool:
 
 
 def _engines_of_experts(config: VllmConfig) -> int | None:
-    """How many engines share out the model's experts."""
+    """Returns how many engines share out the model's experts."""
     return _above_one(config.parallel_config.data_parallel_size) if _has_experts(config) else None
 
 
@@ -131,7 +131,7 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "a kernel for whole layers",
         "--monokernel",
-        "it is of vLLM's other platforms; leave the flag out",
+        "only vLLM's other platforms have it; leave the flag out",
         # of vLLM 0.33
         lambda c: getattr(c.kernel_config, "monokernel", False),
     ),
@@ -182,7 +182,7 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         _one_tensor_backend,
     ),
     Feature(
-        "the connector of --kv-offloading-size beside {found} (make it a child of MultiConnector)",
+        "the connector of --kv-offloading-size with {found} (make it a child of MultiConnector)",
         "--kv-offloading-size",
         "vLLM would silently replace the other connector",
         _replaced_connector,
@@ -213,7 +213,7 @@ _ALL_OR_NONE = ("qwen2", "qwen3")
 
 
 def _windows_by_layer(config: ModelConfig) -> str | None:
-    """Where `max_window_layers` leaves a window to some layers, vLLM's class ends in an assertion."""
+    """The value if `max_window_layers` gives only some layers a window: vLLM's class then fails with an assertion."""
     text = config.hf_text_config
     family = str(getattr(text, "model_type", ""))
     if config.get_sliding_window() is None or not getattr(text, "use_sliding_window", True):
@@ -223,8 +223,9 @@ def _windows_by_layer(config: ModelConfig) -> str | None:
 
 
 def _end_of_positions(config: ModelConfig) -> int | None:
-    """The end of a table of learned positions that `--max-model-len` goes beyond. Other positions are computed, and
-    `refuse_far_positions` looks at their tables."""
+    """Returns the end of a table of learned positions that `--max-model-len` exceeds. Other positions are computed, and
+    `refuse_far_positions` checks their tables.
+    """
     text = config.hf_text_config
     slopes = getattr(text, "position_embedding_type", None) == "alibi"
     ends = getattr(text, "max_position_embeddings", None)
@@ -365,10 +366,10 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "num_routed_experts", "n_r
 
 
 def most_experts(config: PretrainedConfig) -> int:
-    """Experts of the layer that has the most, 0 where a model has none.
+    """Returns the experts of the layer that has the most; 0 for a model without experts.
 
-    vLLM's `ModelConfig.get_num_experts` takes the first of four keys that it finds, on the top level. What counts
-    experts of a draft head (`mtp_...`) says nothing of the layers that are served.
+    vLLM's `ModelConfig.get_num_experts` takes the first of four keys that it finds, on the top level. Keys for a draft
+    head (`mtp_...`) tell nothing about the layers that are served.
     """
     return max((count for count in _expert_counts(config.to_dict())), default=0)
 

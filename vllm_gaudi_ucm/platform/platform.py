@@ -118,11 +118,11 @@ class UcmPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Refuses what is not supported, and sets what this plugin decides."""
+        """Refuses unsupported options, and sets those that this plugin decides."""
         from vllm.config import CompilationMode, CUDAGraphMode
 
         merge_into_vllm()
-        kernel_choice()  # a wrong one is refused here, before a worker's thread asks for kernels
+        kernel_choice()  # a wrong one is refused here, before a worker's thread needs kernels
         config = resolve_config(vllm_config.additional_config)
         check_versions(config.allow_untested_vllm)
         cls._refuse_unsupported(vllm_config, config)
@@ -132,7 +132,7 @@ class UcmPlatform(Platform):
             cls._vocab_size = max(cls._vocab_size, vllm_config.model_config.get_vocab_size())
         give_engine_time_to_stop(vllm_config)
         if is_engine_process():
-            # where a worker has a process of its own, the engine's configuration is not the one it sets
+            # if a worker has a process of its own, its variables are not the engine's
             abort_at_shutdown(vllm_config)
             leave_engines_heap_to_the_system()
             wake_at_sigterm()
@@ -145,7 +145,7 @@ class UcmPlatform(Platform):
             if cls.device_type == "cpu":
                 choose_waiting()
         end_start_at_sigterm(OF_SERVER)
-        # in a forked engine whose worker has a process of its own, nothing else of ours runs
+        # in a forked engine whose worker has a process of its own, no other code of ours runs
         watch_parent()
         watch_children()
         cls._start_processes_anew()
@@ -154,7 +154,7 @@ class UcmPlatform(Platform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
         if take_back_attention_backend(vllm_config):
-            logger.info("Heads differ in size: the attention backend is ours, where vLLM would take TRITON_ATTN.")
+            logger.info("Heads differ in size: the plugin's attention backend replaces vLLM's choice, TRITON_ATTN.")
         ahead = schedules_ahead(vllm_config, config, cls.device_type)
         vllm_config.scheduler_config.async_scheduling = ahead
         if keeps_one_block_table(vllm_config, config):
@@ -227,7 +227,9 @@ class UcmPlatform(Platform):
 
     @staticmethod
     def _tile(vllm_config: VllmConfig) -> int:
-        """Slots that attention reads as a block. vLLM asks our backend for the default later, when it makes workers."""
+        """Returns the slots that attention reads as a block. vLLM reads the default from our backend later, when it
+        makes workers.
+        """
         cache = vllm_config.cache_config
         return tile_size(cache.block_size if cache.user_specified_block_size else None)
 
@@ -261,7 +263,9 @@ class UcmPlatform(Platform):
 
     @classmethod
     def _prepare_ray_workers(cls, vllm_config: VllmConfig) -> None:
-        """vLLM gives its workers the engine's environment, but when they have imported this plugin already."""
+        """Prepares workers on Ray: vLLM gives them the engine's environment only after they have imported this
+        plugin.
+        """
         copy_to_ray_engines()
         parallel = vllm_config.parallel_config
         runtime = dict(parallel.ray_runtime_env or {})
@@ -325,7 +329,7 @@ class UcmPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM is built without kernels of its own here; ours are imported where they are used."""
+        """Does nothing: vLLM is built without kernels of its own here, and ours are imported where they are used."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -371,7 +375,7 @@ class UcmPlatform(Platform):
         src_block_indices: torch.Tensor,
         dst_block_indices: torch.Tensor,
     ) -> None:
-        """Host to device: what connectors with a buffer on the host copy with."""
+        """Copies blocks from host to device, for connectors with a buffer on the host."""
         pairs = torch.stack([src_block_indices.cpu(), dst_block_indices.cpu()], 1)
         swap_blocks([src_cache], [dst_cache], pairs)
 

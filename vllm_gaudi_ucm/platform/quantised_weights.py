@@ -1,4 +1,4 @@
-"""Which of vLLM's methods of quantised weights are served, by the names that its configuration has for them."""
+"""The supported methods of quantised weights, by their names in vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 SERVED = frozenset(
     ("fp8", "compressed-tensors", "gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq", "gpt_oss_mxfp4"),
 )
-"""Of which `layers/quantised/configs.py` has the layers. What gpt-oss calls `mxfp4` is `gpt_oss_mxfp4` to vLLM."""
+"""Methods whose layers are in `layers/quantised/configs.py`. gpt-oss's `mxfp4` is vLLM's `gpt_oss_mxfp4`."""
 _CALIBRATED = ("inc", "auto-round")
 _WHILE_LOADING = (
     "online",

@@ -9,7 +9,9 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 
 class UnsupportedCallError(UnsupportedFeatureError):
-    """A call to a worker for a feature that this plugin does not have; the caller gets it, the engine goes on."""
+    """Raised for a call to a worker for a feature that this plugin does not have; the caller gets the error, the engine
+    continues.
+    """
 
     def __init__(self, call: str, feature: str, instead: str) -> None:
         NotImplementedError.__init__(
@@ -21,7 +23,7 @@ class UnsupportedCallError(UnsupportedFeatureError):
 
 
 class Refusal(NamedTuple):
-    """What a call is for, and what to do instead."""
+    """The purpose of a call, and what to do instead."""
 
     feature: str
     instead: str

@@ -1,4 +1,4 @@
-"""Sizes that options ask for, compared with what the machine has before anything is made of that size."""
+"""Compares sizes in options with the machine before memory of that size is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Host(NamedTuple):
-    """What a machine has. cores: all of them. memory: bytes, within the limit of the process."""
+    """The sizes of a machine. cores: all of them. memory: bytes, within the limit of the process."""
 
     cores: int
     memory: int

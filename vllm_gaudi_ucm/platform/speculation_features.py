@@ -1,4 +1,4 @@
-"""What speculative decoding refuses: options of `--speculative-config`, and draft models."""
+"""Features that speculative decoding refuses: options of `--speculative-config`, and draft models."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
     _option("draft_lm_head_quantization", None, "drafts come from `ngram` or from a model with a head of its own"),
     _option("xpress_topc", None, "drafts come from `ngram` or from a model that scores its whole vocabulary"),
     Feature(
-        "custom logits processors beside speculative decoding",
+        "custom logits processors with speculative decoding",
         "--logits-processors",
-        "vLLM has none beside drafts",
+        "vLLM has none with drafts",
         lambda c: c.target_model_config is not None and bool(c.target_model_config.logits_processors),
     ),
 )
@@ -56,7 +56,7 @@ def _other_vocabulary(config: SpeculativeConfig) -> str | None:
 
 
 def _other_size(config: SpeculativeConfig) -> int | None:
-    """vLLM allows 1 beside a model with several ranks."""
+    """Returns a different size of tensor parallelism; vLLM allows 1 with a model of several ranks."""
     draft, target = config.draft_parallel_config, config.target_parallel_config
     return None if draft.tensor_parallel_size == target.tensor_parallel_size else draft.tensor_parallel_size
 
@@ -85,7 +85,7 @@ OF_DRAFT_MODEL: tuple[Feature[SpeculativeConfig], ...] = (
         _other_size,
     ),
     Feature(
-        "a draft model of another kind of attention (multi-head latent attention beside keys and values of each head)",
+        "a draft model of another kind of attention (multi-head latent attention with keys and values of each head)",
         "--speculative-config",
         "blocks of both are one size; take a draft model of the same kind, or `ngram`",
         _other_attention,

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 
-# vLLM's executor waits for all workers, for that of rank 0 first, and in steps for one
+# vLLM's executor waits for all workers, first for rank 0, and in steps only for one
 _OF_START = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
 _OF_STEPS = ("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
 
@@ -83,7 +83,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
     _metrics: StepMetrics | None = None
     _phase_log: PhaseLog | None = None
     _steps: StepRunner
-    # to run a step or to end one, which vLLM does in a thread of its own where the worker has a process
+    # to run a step or to end one, which vLLM does in a thread of its own if the worker has a process
     _turn: AbstractContextManager[Any] = contextlib.nullcontext()
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
 
@@ -172,7 +172,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, measured after the largest steps have shown what they take."""
+        """Returns the bytes for the KV cache, measured after the largest steps have run."""
         workers = self.parallel_config.local_world_size * local_engines()
         with self.model_runner.start_stages.measured("measurement of steps"):
             budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps, workers)
@@ -182,7 +182,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
             budget = self._lockstep.workers.least(budget)
         if self.cache_config.kv_cache_memory_bytes is not None:
             return budget
-        # a block's summaries lie beside it
+        # a block's summaries are stored in addition to it
         return int(budget / (1 + summaries_per_block(self._ucm, self.vllm_config, self.get_kv_cache_spec())))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -210,7 +210,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
             self._turn = ahead.lock
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
-        """What a connector of another engine needs to know of this worker, by (pipeline, tensor-parallel) rank."""
+        """The data about this worker that a connector of another engine needs, by (pipeline, tensor-parallel) rank."""
         transfer = self.model_runner.transfer
         metadata = None if transfer is None else transfer.connector.get_handshake_metadata()
         return None if metadata is None else {divmod(self.rank, self.parallel_config.tensor_parallel_size): metadata}
@@ -226,7 +226,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Computes a step up to its logits. None: `sample_tokens` gives the output."""
+        """Computes a step up to its logits. None: `sample_tokens` returns the output."""
         with self._turn:
             STEPS.begin()
             output = self._steps.execute_model(scheduler_output)
@@ -244,10 +244,9 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return output
 
     def execute_dummy_batch(self) -> None:
-        """A step without requests: engines that share out experts compute each step together.
+        """Runs a step without requests: engines that share out experts compute each step together.
 
-        vLLM's engines call this where one of several has nothing to compute. Nothing happens where an engine has its
-        experts.
+        vLLM's engines call this if one of several has no work. Does nothing if an engine has all its experts.
         """
         with self._turn:
             STEPS.begin()
@@ -270,7 +269,9 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return set()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """All memory is there already: `sleep` is refused, after vLLM has paused what this call resumes."""
+        """Does nothing, because all memory is in place: `sleep` is refused, after vLLM has paused the work that this
+        call resumes.
+        """
 
     def get_cache_block_size_bytes(self) -> int:
         """Bytes of a block of all layers."""
@@ -288,7 +289,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return {}
 
     def shutdown(self) -> None:
-        # each of them, the runner first, even where another raises
+        # each of them, the runner first, even if another raises
         runner: ModelRunner | None = self.model_runner  # None before `init_device`
         with contextlib.ExitStack() as ends:
             for part in (self._metrics, self._phase_log, runner):
@@ -303,7 +304,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
             self._status = 0
 
     def _describe(self, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
-        """The phase log's header: what a reader needs to compare or replay the log."""
+        """Returns the phase log's header: the data needed to compare or replay the log."""
         static, contiguous = self.model_runner.kind != "off", self._ucm.attention.contiguous_pa
         groups = kv_groups(kv_cache_config.kv_cache_groups, self.vllm_config)
         num_blocks, block_size = kv_cache_config.num_blocks, groups[0].block_size

@@ -27,7 +27,7 @@ class VerifiedDrafts(NamedTuple):
 
 
 def attach_sparse_meta(scheduler_output: SchedulerOutput, meta: SparseMeta) -> None:
-    """Sends the selections with the step; an attribute of the object goes wherever the object is pickled to."""
+    """Sends the selections with the step; an attribute of the object is pickled with it."""
     setattr(scheduler_output, _ATTRIBUTE, meta)
 
 
@@ -55,7 +55,7 @@ def attach_buckets(output: ModelRunnerOutput, buckets: object) -> None:
 
 
 def buckets_of(output: ModelRunnerOutput) -> object | None:
-    """None with nearly every step."""
+    """Returns the buckets sent with a step; None with nearly every step."""
     buckets: object | None = getattr(output, _BUCKETS, None)
     return buckets
 
@@ -66,7 +66,7 @@ def attach_choice_cost(scheduler_output: SchedulerOutput, cost: object) -> None:
 
 
 def choice_cost_of(scheduler_output: SchedulerOutput) -> object | None:
-    """None if every step with a budget is sparse."""
+    """Returns the cost of choosing blocks; None if every step with a budget is sparse."""
     cost: object | None = getattr(scheduler_output, _CHOICE_COST, None)
     return cost
 
@@ -77,7 +77,7 @@ def attach_sparse_ids(scheduler_output: SchedulerOutput, request_ids: Set[str]) 
 
 
 def sparse_ids_of(scheduler_output: SchedulerOutput) -> Set[str]:
-    """Empty where another scheduler than ours made the step."""
+    """Returns the ids of sparse requests; empty if the step is not from our scheduler."""
     request_ids: Set[str] = getattr(scheduler_output, _SPARSE_IDS, frozenset())
     return request_ids
 
@@ -92,9 +92,9 @@ def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, in
 def verified_drafts(
     scheduler_output: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
 ) -> Iterator[VerifiedDrafts]:
-    """Live requests whose drafts the step has verified. To be called before the scheduler takes `output`.
+    """Returns live requests whose drafts the step has verified. Call it before the scheduler takes `output`.
 
-    Output that was in flight when its request was preempted says nothing about the request as it is now.
+    Output that was in flight when its request was preempted tells nothing about the request's current state.
     """
     for request_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
         request = requests.get(request_id)

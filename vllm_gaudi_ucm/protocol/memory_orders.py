@@ -1,4 +1,4 @@
-"""What the scheduler has every worker do with blocks of the KV cache before a step: plain data.
+"""Orders from the scheduler to every worker about blocks of the KV cache, before a step: plain data.
 
 Copies of blocks for one request travel in vLLM's own field, `SchedulerOutput.kv_cache_block_copies`.
 """
@@ -22,14 +22,14 @@ BlockMoves = list[tuple[int, int]]
 
 
 class MemoryTotals(msgspec.Struct):
-    """Since the start.
+    """Totals since the start.
 
-    copies, copied_tokens: blocks copied for a request that goes on writing them, and their tokens, which are not
+    copies, copied_tokens: blocks copied for a request that continues to write them, and their tokens, which are not
         computed again. copy_waits: steps that a request has waited for a block to copy.
     admission_waits: answers of `ucm.scheduler.admission` that a request may not begin yet.
     swapped_out, swapped_in: blocks of preempted requests that were copied to host memory, and back; swap_out_bytes,
         swap_in_bytes: their bytes. swap_refusals: preempted requests for which host memory had no room.
-    recomputed_tokens: computed again, because their request was preempted.
+    recomputed_tokens: tokens computed again, because their request was preempted.
     moves: blocks that compaction has copied. density: now, blocks in use / (highest id in use + 1); None without
         compaction.
     """
@@ -59,12 +59,14 @@ class LinkSpeed(msgspec.Struct, frozen=True):
     from_host: float
 
     def slowest(self, least: Callable[[int], int]) -> LinkSpeed:
-        """Of several workers. least: the smallest value of all of them, which ask for both directions alike."""
+        """Returns the slowest speed of several workers. least: the smallest value of all of them, called for both
+        directions alike.
+        """
         return LinkSpeed(float(least(int(self.to_host))), float(least(int(self.from_host))))
 
 
 class MemoryRates(msgspec.Struct, frozen=True):
-    """What was measured; 0: not yet.
+    """The measured rates; 0: not measured yet.
 
     prefill: tokens per second of steps with prompts. to_host, from_host: see LinkSpeed.
     """
@@ -79,10 +81,10 @@ class MemoryRates(msgspec.Struct, frozen=True):
 
 
 class MemoryOrders(msgspec.Struct):
-    """Of a step, in the order in which they are carried out before anything else of the step is written.
+    """The orders of a step, in the order in which they are carried out before any other write of the step.
 
     totals, rates: for the worker's metrics.
-    moves: blocks that are somewhere else from this step on; one list after the other. Block tables that the worker
+    moves: blocks that have another place from this step on; one list after the other. Block tables that the worker
         knows follow; those of the step's message, and all other orders, have the new ids.
     swap_outs: (block, slot in host memory) to copy. swap_ins: (slot, block), behind these.
     """
@@ -95,22 +97,22 @@ class MemoryOrders(msgspec.Struct):
 
 
 def attach_memory_orders(scheduler_output: SchedulerOutput, orders: MemoryOrders) -> None:
-    """Sends them with the step; an attribute of the object goes wherever the object is pickled to."""
+    """Sends the orders with the step; an attribute of the object is pickled with it."""
     setattr(scheduler_output, _ATTRIBUTE, orders)
 
 
 def memory_orders_of(scheduler_output: SchedulerOutput) -> MemoryOrders | None:
-    """None if another scheduler than ours made the step, or nothing of this is on."""
+    """Returns the orders; None if the step is not from our scheduler, or these features are off."""
     orders: MemoryOrders | None = getattr(scheduler_output, _ATTRIBUTE, None)
     return orders
 
 
 def attach_link_speed(output: ModelRunnerOutput, speed: LinkSpeed) -> None:
-    """Sends what the worker has measured back to the scheduler, with the output of a step."""
+    """Sends the worker's measurements to the scheduler, with the output of a step."""
     setattr(output, _LINK, speed)
 
 
 def link_speed_of(output: ModelRunnerOutput) -> LinkSpeed | None:
-    """None if the worker did not say."""
+    """Returns the measured speed; None if the worker sent none."""
     speed: LinkSpeed | None = getattr(output, _LINK, None)
     return speed

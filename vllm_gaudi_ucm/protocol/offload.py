@@ -1,4 +1,4 @@
-"""What scheduler and worker tell each other about offloaded blocks: plain data."""
+"""Messages between scheduler and worker about offloaded blocks: plain data."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class OffloadTotals(msgspec.Struct):
 
 
 class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One block of one request on its way.
+    """The move of one block of one request.
 
-    generation: of the request; one that was preempted, or a later one of the same id, has another.
+    generation: the request's; after a preemption, or for a later request of the same id, it is different.
     number: logical block. block: physical block that is read or written. row: place of the summary while offloaded.
-    key: of the connector's record of the block, where that is its copy.
+    key: key of the connector's record of the block, if that is its copy.
     """
 
     generation: int
@@ -51,7 +51,9 @@ class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """From this step on, logical block `number` of a request is physical block `block`; 0: it is offloaded."""
+    """A change of a block table: from this step on, logical block `number` of a request is physical block `block`; 0:
+    it is offloaded.
+    """
 
     generation: int
     request_id: str
@@ -60,15 +62,15 @@ class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OffloadOrders(msgspec.Struct):
-    """Of a step, to be carried out before its forward in this order.
+    """The orders of a step, carried out before its forward in this order.
 
     ended: generations that have ended: their moves are cancelled and their copies deleted.
     dropped: copies, by (generation, logical block), to delete; the blocks are on the device.
     stored: (generation, logical block, row) of blocks that a connector left in its store; it brings their summaries.
     patches: changes of block tables.
     saves: blocks to copy off the device. loads: blocks to bring back.
-    ahead: copies, by (generation, logical block), to bring to host memory and keep there; copies that earlier steps
-        named and this one does not are not wanted any more.
+    ahead: copies, by (generation, logical block), to bring to host memory and keep there; copies that only earlier
+        steps named are not needed any more.
     scored: requests to score after the forward, and their generation. totals: for the worker's metrics.
     """
 
@@ -84,7 +86,7 @@ class OffloadOrders(msgspec.Struct):
 
 
 class OffloadReport(msgspec.Struct):
-    """What became of orders, of this step or of earlier ones. Pairs are (generation, logical block).
+    """The results of orders, of this step or of earlier ones. Pairs are (generation, logical block).
 
     saved, unsaved: blocks that have a copy now; blocks whose copy could not be made.
     loaded, failed: blocks that are on the device again; blocks whose copy could not be read.

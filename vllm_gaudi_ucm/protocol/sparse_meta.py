@@ -1,4 +1,4 @@
-"""What the scheduler decides about sparse requests in a step: plain data that travels with the SchedulerOutput."""
+"""The scheduler's decisions about sparse requests in a step: plain data that travels with the SchedulerOutput."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_gaudi_ucm.protocol.offload import OffloadOrders
 class SelectionMode(IntEnum):
     """How the worker gets a request's selection in a step.
 
-    SELECT: score again and store. REUSE: take the stored one. CHECK: score again, but keep the stored selection
-    where at most `update_threshold` blocks were added or removed.
+    SELECT: score again and store. REUSE: take the stored one. CHECK: score again, but keep the stored selection if at
+    most `update_threshold` blocks were added or removed.
     """
 
     SELECT = 0
@@ -42,9 +42,9 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SparseMeta(msgspec.Struct):
     """The sparse requests of a step by id; every other request is dense.
 
-    offload: orders of KV offload, where it is on.
+    offload: orders of KV offload, if it is on.
     locks: selections that KVStar has locked and unlocked since the start, for the worker's metrics.
-    dense_steps: steps since the start that were dense because a choice would not have paid, for the same.
+    dense_steps: steps since the start that were dense because a choice would not have paid off, for the same metrics.
     """
 
     requests: dict[str, RequestSelection] = {}
@@ -57,7 +57,7 @@ class SparseMeta(msgspec.Struct):
 
     @classmethod
     def from_msgpack(cls, data: bytes) -> SparseMeta:
-        """Raises `msgspec.ValidationError` for anything else than a SparseMeta."""
+        """Decodes a SparseMeta. Raises `msgspec.ValidationError` for any other data."""
         return msgspec.msgpack.decode(data, type=cls)
 
     def to_json(self) -> bytes:
@@ -65,5 +65,5 @@ class SparseMeta(msgspec.Struct):
 
     @classmethod
     def from_json(cls, data: bytes | str) -> SparseMeta:
-        """Raises `msgspec.ValidationError` for anything else than a SparseMeta."""
+        """Decodes a SparseMeta. Raises `msgspec.ValidationError` for any other data."""
         return msgspec.json.decode(data, type=cls)

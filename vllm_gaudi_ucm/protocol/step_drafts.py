@@ -19,10 +19,10 @@ class StepDrafts(NamedTuple):
 
     @classmethod
     def of(cls, scheduler_output: SchedulerOutput, proposed: Mapping[str, list[int]] | None = None) -> StepDrafts:
-        """The scheduler pads a new decode with drafts of -1, which no token equals: they get no rows, and count as
-        rejected where it reads our output.
+        """Returns the drafts of a step. The scheduler pads a new decode with drafts of -1, which no token equals: they
+        get no rows, and count as rejected when it reads our output.
 
-        proposed: with asynchronous scheduling all of the scheduler's are such pads, and these take their places.
+        proposed: with async scheduling, all drafts of the scheduler are such pads, and these replace them.
         """
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if not scheduled:

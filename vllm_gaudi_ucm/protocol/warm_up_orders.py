@@ -34,11 +34,11 @@ def orders_warm_up(scheduler_output: SchedulerOutput) -> bool:
 
 
 def attach_warm_up_state(output: ModelRunnerOutput, state: WarmUpState) -> None:
-    """Tells the scheduler what an order has left to do."""
+    """Sends the scheduler the remaining work of an order."""
     setattr(output, _STATE, state)
 
 
 def warm_up_state_of(output: ModelRunnerOutput) -> WarmUpState | None:
-    """None if the step had no order."""
+    """Returns the state of the warm-up; None if the step had no order."""
     state: WarmUpState | None = getattr(output, _STATE, None)
     return state

@@ -1,14 +1,14 @@
-"""vLLM as this package knows it: no other room imports vLLM's internals.
+"""The only room that imports vLLM's internals.
 
 Each module takes its names from one part of vLLM, and its docstring says which of them are a documented extension point
-(or public), and which are internal. A function here does what vLLM has no call for; it names its "Reason:" and the
-condition under which it goes ("Remove when:").
+(or public), and which are internal. A function here replaces a missing call of vLLM; it names its "Reason:" and the
+condition for its removal ("Remove when:").
 
 | module | part of vLLM |
 |---|---|
 | `versions` | the versions that we run with |
 | `contracts` | the table of what we use of vLLM, and why some of it may be missing |
-| `platforms` | the platform, and what it leaves open |
+| `platforms` | the platform, and gaps in it |
 | `engine_process` | start and end of an engine's process |
 | `child_watch` | engines and workers that are stopped, or wait for a dead one |
 | `engine_death`, `server_end` | callers and servers whose engine has died |

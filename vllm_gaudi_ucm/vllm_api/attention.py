@@ -51,11 +51,11 @@ __all__ = [
 
 
 def chunk_of(backend: type[AttentionBackend]) -> int | None:
-    """Tokens of the chunks of a layer whose rows see their own chunk alone; None: a layer without chunks.
+    """Returns the tokens of a chunk for a layer whose rows see only their own chunk; None for a layer without chunks.
 
     Reason: `ChunkedLocalAttention` tells neither its backend nor its implementation how long chunks are. It makes a
     class of each backend and length, which has the length in its name.
-    Remove when: implementations are given the length, as that of a sliding window.
+    Remove when: implementations are given the length, like the length of a sliding window.
     """
     found = re.fullmatch(r"ChunkedLocalAttention_(\d+)_.*", backend.__name__)
     return None if found is None else int(found[1])
@@ -64,7 +64,7 @@ def chunk_of(backend: type[AttentionBackend]) -> int | None:
 def asks_for_narrow_cache(quant_config: object) -> bool:
     """True if a checkpoint asks for a KV cache of 8-bit floats.
 
-    Reason: `CompressedTensorsConfig` alone says it, and vLLM's `Attention` looks for it where a layer is made.
+    Reason: only `CompressedTensorsConfig` tells it, and vLLM's `Attention` reads it when a layer is made.
     Remove when: `CacheConfig.cache_dtype` has the answer before a model is made.
     """
     return getattr(quant_config, "kv_cache_scheme", None) is not None
@@ -73,12 +73,12 @@ def asks_for_narrow_cache(quant_config: object) -> bool:
 def take_kv_b_proj(
     projection: nn.Module, dtype: torch.dtype, latent: int, heads: int, nope: int, value: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights that make keys [heads, nope, latent] and values [heads, value, latent] of latents. The layer's own
-    weight is given back: both would be a copy of it.
+    """Returns the weights that make keys [heads, nope, latent] and values [heads, value, latent] from latents. The
+    layer's own weight is freed, because both are copies of it.
 
-    Raises LookupError for a weight that is kept quantised: nothing here reads it as a matrix.
+    Raises LookupError for a weight that stays quantised, which cannot be read as a matrix here.
 
-    Reason: `MLAAttention` of vLLM keeps the layer's weight beside the two that it makes of it.
+    Reason: `MLAAttention` of vLLM keeps the layer's weight in addition to the two that it makes of it.
     Remove when: a model hands the two to its attention.
     """
     if not isinstance(projection.quant_method, UnquantizedLinearMethod):

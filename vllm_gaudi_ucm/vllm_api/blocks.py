@@ -40,7 +40,7 @@ def forget_cached_blocks(manager: "KVCacheManager", request_id: str, first: int)
 
 def _forget(manager: "KVCacheManager", group: "SingleTypeKVCacheManager", request_id: str, first: int) -> None:
     blocks = group.req_to_blocks.get(request_id, [])[first:]
-    # of the pool: what is in the blocks is right
+    # of the pool: the content of the blocks is right
     manager.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
     cached = group.num_cached_block
     if request_id in cached:
@@ -71,7 +71,7 @@ def replace_free_blocks(manager: "KVCacheManager", queue: "FreeKVCacheBlockQueue
 
 
 def exchange_block_ids(pool: "BlockPool", one: "KVCacheBlock", other: "KVCacheBlock") -> None:
-    """Gives two blocks each other's id. What is in them has to follow: tables, the prefix cache and the list of free
+    """Gives two blocks each other's id. Their content has to follow: tables, the prefix cache and the list of free
     blocks refer to the objects, so they all have the new ids at once.
 
     Reason: vLLM moves no block; a few of its tables have ids for keys.
@@ -105,8 +105,8 @@ def blocks_to_be_freed(scheduler: "Scheduler") -> set[int]:
 
 
 def kv_block_bytes(manager: "KVCacheManager", group: int | None = None) -> int:
-    """Bytes of a block on one worker, which has room for the layers of any KV-cache group; of a group's own layers
-    where one is given.
+    """Returns the bytes of a block on one worker, which has room for the layers of any KV-cache group; the bytes of a
+    group's own layers if one is given.
 
     Reason: the scheduler's classes know pages of layers only.
     Remove when: `KVCacheConfig` has it.
@@ -131,8 +131,8 @@ def whole_groups(manager: "KVCacheManager") -> list[int]:
 
 
 def skipped_tokens(manager: "KVCacheManager") -> "tuple[Callable[[int], int], ...]":
-    """For each KV-cache group: how many of a request's first tokens no later one sees, by the number of its tokens that
-    are computed. A request has no blocks of these.
+    """Returns for each KV-cache group how many of a request's first tokens no later one sees, by the number of its
+    computed tokens. A request has no blocks for them.
 
     Reason: vLLM's managers of a group know, and `KVCacheManager` has no call for it.
     Remove when: `KVCacheManager` has one.
@@ -171,7 +171,7 @@ class _Isolated:
 def isolate_blocks(request: "Request", mark: str) -> None:
     """Hashes the blocks of a request so that only requests with the same mark and salt find them.
 
-    For a request whose blocks have not been looked up yet. Its `cache_salt` stays what it is.
+    For a request whose blocks have not been looked up yet. Its `cache_salt` does not change.
 
     Reason: vLLM computes block hashes from fields of the request alone. `cache_salt`, the field for such uses, is the
     user's, and goes to connectors and events.
@@ -185,7 +185,7 @@ def isolate_blocks(request: "Request", mark: str) -> None:
 def is_isolated(request: "Request") -> bool:
     """Returns whether `isolate_blocks` applies to a request.
 
-    Reason: vLLM's request has no place for a note of a scheduler's.
+    Reason: a scheduler cannot attach a note to vLLM's request.
     Remove when: it has, or a scheduler can give a request extra keys of its own.
     """
     return isinstance(request._block_hasher, _Isolated)
@@ -219,11 +219,10 @@ def drop_sampled_tokens(request: "Request", output: "ModelRunnerOutput") -> None
 
 
 def drop_steps_in_flight(request: "Request") -> None:
-    """Nothing that the steps in flight give for a running request counts any more, and its next step computes from
-    `num_computed_tokens` on.
+    """Discards the results of steps in flight for a running request; its next step computes from `num_computed_tokens`.
 
-    Reason: where a load within a step has failed, vLLM takes back that step alone. With asynchronous scheduling the
-    next one is planned already; it reads what was not loaded, too, and follows a token that was taken back.
+    Reason: if a load within a step has failed, vLLM takes back only that step. With async scheduling the next one is
+    already planned; it also reads the missing blocks, and follows a token that was taken back.
     Remove when: `Scheduler._handle_invalid_blocks` marks the output in flight as stale, as `_preempt_request` does.
     """
     request.drop_stale_output = True
@@ -233,10 +232,10 @@ def drop_steps_in_flight(request: "Request") -> None:
 
 
 def release_reservations(scheduler: "Scheduler") -> None:
-    """Has requests whose load has failed, so that they begin again, keep no room free for the rest of their prompts.
+    """Releases the room reserved for the rest of prompts whose load has failed, so that they start again.
 
-    Reason: vLLM reserves it until such a prompt is computed, although the request gives all of its blocks back. Where
-    that is more than is free, no request begins any more.
+    Reason: vLLM reserves it until such a prompt is computed, although the request gives all of its blocks back. If that
+    is more than is free, no request can start any more.
     Remove when: `Scheduler._update_waiting_for_remote_kv` takes a request that it frees out of `_inflight_prefills`.
     """
     for request_id in scheduler.failed_recving_kv_req_ids:
@@ -257,7 +256,7 @@ def wait_for_blocks_again(scheduler: "Scheduler", request: "Request", num_comput
     from vllm.v1.request import RequestStatus
 
     scheduler.running.remove(request)
-    # without what was scheduled for it, rows of a prompt remainder and of drafts included
+    # without the tokens scheduled for it, including rows of a prompt remainder and of drafts
     request.num_computed_tokens = num_computed
     request.spec_token_ids = []
     # vLLM ignores drafts for a request in its prefill

@@ -17,11 +17,11 @@ _TILE = "ucm_tile_of_slots"
 
 
 def keep_tile_of_slots(vllm_config: VllmConfig, tile: int) -> None:
-    """Tells the scheduler how many slots attention reads as a block, where requests get strips of slots. An attribute
-    of the object goes wherever the object is pickled to.
+    """Stores how many slots attention reads as a block, for the scheduler, if requests get strips of slots. An
+    attribute of the object is pickled with it.
 
-    Reason: the engine replaces `CacheConfig.block_size` by 1 before it makes the scheduler, and nothing else that a
-    scheduler class is given says what its workers have decided. `additional_config` is the user's.
+    Reason: the engine replaces `CacheConfig.block_size` by 1 before it makes the scheduler, and no other argument of a
+    scheduler class carries its workers' decisions. `additional_config` is the user's.
     Remove when: as for `in_blocks_of`, or `KVCacheConfig` carries what a worker adds.
     """
     if tile_of_slots(vllm_config) is None:
@@ -29,7 +29,7 @@ def keep_tile_of_slots(vllm_config: VllmConfig, tile: int) -> None:
 
 
 def tile_of_slots(vllm_config: VllmConfig) -> int | None:
-    """None if requests get no strips.
+    """Returns the slots that attention reads as a block; None if requests get no strips.
 
     Reason: the other half of `keep_tile_of_slots`.
     Remove when: as for `keep_tile_of_slots`.
@@ -39,7 +39,9 @@ def tile_of_slots(vllm_config: VllmConfig) -> int | None:
 
 
 FLOAT_KV_DTYPES: Mapping[str, torch.dtype] = {"ucm_float16": torch.float16, "ucm_bfloat16": torch.bfloat16}
-"""Values of `--kv-cache-dtype` for a cache in another float than the model's, where vLLM lets platforms have some."""
+"""Values of `--kv-cache-dtype` for a cache in a float dtype other than the model's, if vLLM lets platforms have
+some.
+"""
 
 
 def register_float_kv_dtypes() -> None:

@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.vllm_api.engine_death import WaitingCallers
 
 POLL_SECONDS = 1.0
-# Looks, not seconds: whoever stops a server with all its processes (Ctrl-Z), and lets them go on, stops the looks, too.
+# Counted in looks, not seconds: stopping and continuing a server with all its processes (Ctrl-Z) stops the looks, too.
 STOPPED_LOOKS = 5
 # for stores, which have five seconds for their writes and five for their threads
 LEFT_LOOKS = 10
@@ -33,10 +33,10 @@ logger = plugin_logger(__name__)
 
 
 class ChildWatch:
-    """Kills what cannot end by itself, so that vLLM's own monitors end the engine with an error.
+    """Kills processes that cannot end by themselves, so that vLLM's own monitors end the engine with an error.
 
     children: those of this process that are alive.
-    engine_ended: called once with each engine that has ended, however it did.
+    engine_ended: called once with each engine that has ended, for any reason.
     engine_started: called after a look that has found a new engine.
     """
 
@@ -78,7 +78,7 @@ class ChildWatch:
         return [child for child in found if child.name.startswith(name)]
 
     def failed(self) -> list[str]:
-        """Names of those that ended by an error or were killed; one that was asked to end is not among them."""
+        """Returns the names of processes that ended by an error or were killed, except those that were asked to end."""
         found = [child for child in self.ended() if child.exitcode not in _ORDERLY or child in self._without_outputs]
         return [child.name for child in found]
 
@@ -115,7 +115,7 @@ class ChildWatch:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By a signal; a debugger's stop is another."""
+    """True if a process was stopped by a signal; a debugger's stop is different."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
@@ -123,16 +123,16 @@ def _is_stopped(pid: int) -> bool:
 
 
 _watch: ChildWatch | None = None
-"""Of this process; the thread `THREAD` looks through it."""
+"""The watch of this process, run by the thread `THREAD`."""
 
 
 def watch_children() -> None:
     """Watches the engines and workers that this process starts, now and later. Safe to call twice.
 
-    Reason: vLLM notices when a worker or an engine dies. One that is stopped never answers: its clients wait for 300 s
-    (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`), and for an engine for ever. A worker in a collective with a dead one may
-    wait as long as the collective does, and hear no signal meanwhile.
-    Remove when: vLLM's executors and its server ask their processes for signs of life.
+    Reason: vLLM notices when a worker or an engine dies. A stopped worker never answers: its clients wait for 300 s
+    (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`), and those of a stopped engine forever. A worker in a collective with a dead
+    one may wait as long as the collective does, and cannot handle signals meanwhile.
+    Remove when: vLLM's executors and its server check that their processes are alive.
     """
     global _watch
     if all(thread.name != THREAD for thread in threading.enumerate()):
@@ -151,10 +151,11 @@ def failed_children() -> list[str]:
 
 
 def outputs_ended_as_asked() -> bool:
-    """True if the engines of a server that can no longer read their outputs were asked to end; else they have failed.
+    """True if the engines of a server that can no longer read their outputs were asked to end; otherwise they have
+    failed.
 
-    Reason: vLLM's log does not tell an engine that was asked to end from one that died. A server asks one that died to
-    end, too, and kills it by that while it closes its workers.
+    Reason: vLLM's log does not tell an engine that was asked to end from one that died. A server also asks a dead
+    engine to end, and thereby kills it while it closes its workers.
     Remove when: as for `leave_out_untrue_lines`.
     """
     return _watch is not None and _watch.outputs_ended_as_asked()

@@ -1,8 +1,8 @@
-"""What this package relies on in vLLM: the rows of `contracts.toml`, and why some of them may be missing.
+"""The contracts with vLLM that this package relies on: the rows of `contracts.toml`, and why some may be missing.
 
 A row is a name that is imported, or a member of a class that is overridden, called, read or written, with its signature
-or type in each supported version and the files that use it. `make contracts` writes the rows; people review what has
-changed in them. `make drift` compares them with another version. Servers do not read this module.
+or type in each supported version and the files that use it. `make contracts` writes the rows; people review the
+changes. `make drift` compares them with another version. Servers do not read this module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ CONDITIONS: dict[str, str] = {
 }
 """Full names that some supported versions lack, and why the code runs without them.
 
-Only names whose code does not show it are listed. A name needs no entry if the code tries to import it, or asks with
-`hasattr` or a default of `getattr`.
+A name needs no entry if the code shows it: by trying the import, by `hasattr`, or by a default of `getattr`.
 """
 
 ACCEPTED: dict[str, str] = {}
@@ -36,11 +35,11 @@ class Contract:
     Args:
         name: full name of what is imported, or of the class that defines the member.
         member: empty for an imported name.
-        what: signature, type or kind, one for each that a supported version has.
+        what: signature, type or kind, one for each variant in a supported version.
         users: the ways of use, each with its files.
         is_optional: the code runs without it.
-        instead: full names of which one is enough.
-        defined: where an imported name is defined, if that is elsewhere.
+        instead: full names of alternatives, of which one is enough.
+        defined: the place where an imported name is defined, if different.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Contract:
 def load(file: Path = TABLE) -> dict[tuple[str, str], Contract]:
     """Returns all rows by name and member.
 
-    Reason: vLLM does not say which of its names stay, so that a new version is compared with what is used of it.
+    Reason: vLLM does not tell which of its names are stable, so a new version is compared with the used ones.
     Remove when: all that the rows name is a documented extension point.
     """
     rows = tomllib.loads(file.read_text(encoding="utf-8"))

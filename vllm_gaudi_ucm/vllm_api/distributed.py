@@ -8,7 +8,7 @@ has all workers of an engine, `get_tp_group`, which has those that share out a l
 worker of each stage of a pipeline; `get_dp_group`, which has the workers of the same rank in the engines that share
 out experts; `tensor_model_parallel_all_reduce`, the sum over the ranks that share out a layer's
 heads, as row-parallel layers call it; `get_pp_indices`, which layers a stage has; `IntermediateTensors`, in which vLLM
-models take and return what stages hand on.
+models take and return the tensors between stages.
 """
 
 from vllm.config import ParallelConfig, VllmConfig
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def visible_device(parallel: ParallelConfig, local_rank: int) -> int:
-    """Which of the devices that this process sees is a worker's.
+    """Returns which of this process's visible devices belongs to a worker.
 
     Reason: vLLM gives each of several engines on a machine (and Ray each worker) devices of its own, by ids that the
     worker has to look up; its GPU worker does so in `init_device`. Without such ids the devices are counted.

@@ -29,14 +29,14 @@ class _DeadEngine:
 
 
 class WaitingCallers:
-    """The clients of `LLM` in this process, and what becomes of their calls when their engine has died.
+    """The clients of `LLM` in this process, and the end of their calls when their engine has died.
 
     Reason: `SyncMPClient`, the client of `LLM`, notices that its engine's process was killed and closes its socket. The
-    thread that reads from it ends without a word to the queue in which the caller waits, for ever. The queue takes an
-    exception, too, but the caller makes one of its own of it, without the reason. vLLM keeps no list of its clients:
+    thread that reads from it ends without notifying the queue in which the caller waits, forever. The queue also
+    accepts an exception, but the caller replaces it by its own, without the reason. vLLM keeps no list of its clients:
     they are looked up among the finalizers of this process while their engine lives, since a client that is shut down
-    has none. All objects of the collector are no place to look: a reference to a tuple that another thread is building
-    makes that thread raise a SystemError.
+    has none. Searching all objects of the collector is not an option: a reference to a tuple that another thread is
+    building makes that thread raise a SystemError.
     Remove when: `process_outputs_socket` of `SyncMPClient` puts an error into the queue when it is shut down.
     """
 
@@ -55,7 +55,8 @@ class WaitingCallers:
                 self._clients.add(alive[0])
 
     def tell(self, engine: BaseProcess) -> None:
-        """Ends every call that waits for an answer of this engine's process, with an `EngineDeadError` that says why.
+        """Ends every call that waits for an answer of this engine's process, with an `EngineDeadError` that gives the
+        reason.
 
         engine: has ended; it was alive at an earlier look.
         """

@@ -50,7 +50,7 @@ def is_worker_process() -> bool:
     return multiprocessing.current_process().name.startswith("VllmWorker")
 
 
-# engines and their workers, and what a server of several engines starts beside them
+# engines and their workers, and further processes that a server of several engines starts
 _OF_SERVER = ("EngineCore", "ApiServer_", "VLLM_DP_Coordinator", "VllmWorker")
 
 
@@ -109,7 +109,7 @@ def end_start_at_sigterm(vllm_handler: str) -> None:
     A server that is ready sets a handler of its own; an engine calls `start_is_over`.
 
     Reason: until it serves, vLLM's server answers SIGTERM by KeyboardInterrupt (`run_server`), which the context in
-    which it waits for its engine takes for an ordinary end (`zmq_socket_ctx`): the server goes on to serve, or waits
+    which it waits for its engine treats as an ordinary end (`zmq_socket_ctx`): the server continues to serve, or waits
     ten minutes for an engine that has gone. The engine notes SIGTERM, and reads its note when it has loaded and warmed
     everything.
     Remove when: `zmq_socket_ctx` lets KeyboardInterrupt pass, and `run_engine_core` can be interrupted.
@@ -122,7 +122,7 @@ def end_start_at_sigterm(vllm_handler: str) -> None:
 
 
 def start_is_over() -> None:
-    """Gives vLLM's handler back: from now on there are requests to abort, and stores to close.
+    """Restores vLLM's handler: from now on there are requests to abort, and stores to close.
 
     Reason: the other half of `end_start_at_sigterm`.
     Remove when: as for `end_start_at_sigterm`.
@@ -145,10 +145,11 @@ class _Notice:
 
 
 def sigterm_notice() -> Callable[[], bool]:
-    """Tells whether this process, if it is an engine's, was asked to end. To be called where `start_is_over` may be.
+    """Returns a function that tells whether this process, if it is an engine's, was asked to end. Call it in the main
+    thread, like `start_is_over`.
 
-    Reason: an engine that was asked to end goes on until its scheduler has nothing to do, but the scheduler does not
-    learn of it.
+    Reason: an engine that was asked to end continues until its scheduler has no work, but the scheduler is not
+    notified.
     Remove when: `SchedulerInterface` has a call for it.
     """
     handler = signal.getsignal(signal.SIGTERM)
@@ -166,7 +167,7 @@ _HANDLER_SECONDS = 0.5
 
 
 def wake_at_sigterm() -> None:
-    """Lets the main thread of an idle engine hear SIGTERM. Does nothing in a user's own process. Safe to call twice.
+    """Makes the main thread of an idle engine handle SIGTERM. Does nothing in a user's own process. Safe to call twice.
 
     Reason: an idle engine waits for a lock, without a time-out. Python runs a handler between two instructions of the
     main thread; a signal that comes after the last one, and before the wait has begun, is handled when the wait ends:
@@ -238,7 +239,7 @@ def abort_at_shutdown(vllm_config: VllmConfig) -> None:
 def leave_heap_to_the_system(status: Callable[[], int | None]) -> None:
     """Ends the process of an engine or worker without destroying its objects; does nothing in a user's own process.
 
-    status: asked after all other exit handlers; None leaves everything to Python, as after an error of an engine.
+    status: called after all other exit handlers; None leaves everything to Python, as after an error of an engine.
 
     Reason: the engine thaws its heap when it ends, and Python destroys 700,000 objects one by one: 3 to 5 s on a busy
     machine, in which the server lost patience and killed it. vLLM leaves the heap frozen on ROCm, where nanobind (of
@@ -258,7 +259,7 @@ _ends: list[multiprocessing.util.Finalize] = []
 
 
 def leave_engines_heap_to_the_system() -> None:
-    """The same for an engine whose workers have processes of their own, so that no worker of it tells how it ended.
+    """Does the same for an engine whose workers have processes of their own and cannot tell how it ended.
 
     multiprocessing runs its finalizers while the exception is in flight that ends the process. Safe to call twice.
 

@@ -4,7 +4,7 @@ Extension point: `KVCacheSpec`, `AttentionSpec`, `FullAttentionSpec`, `SlidingWi
 `KVCacheGroupSpec` and `KVCacheLayout` are what a platform plugin's worker and attention backend are given and return.
 Internal: `UniformTypeKVCacheSpecs`, the specification of a group whose layers differ; `MLAAttentionSpec`, that of keys
 which hold their values; `ChunkedLocalAttentionSpec`, that of layers with chunks; `get_kv_cache_groups`, which makes the
-groups, and what it consists of: in `kv_cache_utils` of vLLM 0.32, in `kv_cache_planning` of vLLM 0.33.
+groups, and its parts: in `kv_cache_utils` of vLLM 0.32, in `kv_cache_planning` of vLLM 0.33.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,9 +51,9 @@ __all__ = [
 
 
 def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
-    """What each layer keeps, by name; layers of a group may differ in their sizes.
+    """Returns the specification of each layer by name; layers of a group may differ in their sizes.
 
-    Reason: `KVCacheConfig` has a specification for each group, and one that is a mapping where its layers differ.
+    Reason: `KVCacheConfig` has a specification for each group, which is a mapping if its layers differ.
     Remove when: `KVCacheConfig` can be asked for the specification of a layer.
     """
     specs: dict[str, KVCacheSpec] = {}
@@ -65,9 +65,9 @@ def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 
 
 def in_blocks_of(specs: Mapping[str, KVCacheSpec], size: int) -> dict[str, KVCacheSpec]:
-    """The same layers with blocks of `size` tokens: of one, where each token has a slot of its own.
+    """Returns the same layers with blocks of `size` tokens: 1 if each token has a slot of its own.
 
-    Reason: vLLM has one block size for what its scheduler allocates and for what attention reads. The size in the
+    Reason: vLLM has one block size for allocation by its scheduler and for reading by attention. The size in the
     specifications decides for the scheduler.
     Remove when: `CacheConfig` has a size of its own for allocation.
     """
@@ -75,10 +75,10 @@ def in_blocks_of(specs: Mapping[str, KVCacheSpec], size: int) -> dict[str, KVCac
 
 
 def groups_of(vllm_config: "VllmConfig", specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
-    """The groups that the engine will make of a worker's layers, before it knows how many blocks there are.
+    """Returns the groups that the engine will make of a worker's layers, before it knows the number of blocks.
 
-    Reason: the engine decides, after it has asked for the memory that is left for the cache; what steps take beside it
-    depends on the groups.
+    Reason: the engine decides after asking for the memory that is left for the cache, but the memory of steps depends
+    on the groups.
     Remove when: a worker is told the groups before it measures.
     """
     try:
@@ -95,7 +95,7 @@ def groups_of(vllm_config: "VllmConfig", specs: Mapping[str, KVCacheSpec]) -> li
 
 
 def num_whole_groups(specs: Mapping[str, KVCacheSpec]) -> int:
-    """How many groups the engine will make of the layers that see whole contexts.
+    """Returns how many groups the engine will make of the layers that see whole contexts.
 
     Reason: as for `expected_groups`.
     Remove when: as for `groups_of`.
@@ -105,9 +105,9 @@ def num_whole_groups(specs: Mapping[str, KVCacheSpec]) -> int:
 
 
 def expected_groups(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
-    """The groups that the engine will make where it may make several.
+    """Returns the groups that the engine will make if it may make several.
 
-    Reason: as for `groups_of`; asked for before the layout is decided that that one reads.
+    Reason: as for `groups_of`, but before the layout is decided, which `groups_of` reads.
     Remove when: as for `groups_of`.
     """
     try:
@@ -125,7 +125,7 @@ def expected_groups(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
 
 
 def kept_tokens(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
-    """For each group how many tokens of a request its next token sees at most; None: all.
+    """Returns for each group how many tokens of a request its next token sees at most; None: all.
 
     Reason: as for `tokens_kept`.
     Remove when: as for `tokens_kept`.
@@ -134,10 +134,10 @@ def kept_tokens(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
 
 
 def tokens_kept(spec: KVCacheSpec) -> int | None:
-    """The same of a layer.
+    """Returns the same for a layer.
 
-    Reason: vLLM has a class for each kind of layer, and no name for what they have in common.
-    Remove when: `KVCacheSpec` says it.
+    Reason: vLLM has a class for each kind of layer, and no name for their common property.
+    Remove when: `KVCacheSpec` has it.
     """
     if isinstance(spec, SlidingWindowSpec):
         return spec.sliding_window
@@ -145,8 +145,8 @@ def tokens_kept(spec: KVCacheSpec) -> int | None:
 
 
 def buffers(config: KVCacheConfig) -> dict[str, str]:
-    """For each layer the first one whose memory it has: layers of several groups have one, because a block is one
-    group's at a time. Empty if there is one group.
+    """Returns for each layer the first one whose memory it shares: layers of several groups share memory, because a
+    block belongs to one group at a time. Empty if there is one group.
 
     Reason: `KVCacheConfig.kv_cache_tensors` places pages in one allocation, while we have tensors for each layer.
     Remove when: `KVCacheConfig` names the layers that share memory, as `KVCacheTensor.shared_by` of vLLM 0.11 did.
@@ -161,11 +161,11 @@ def buffers(config: KVCacheConfig) -> dict[str, str]:
 
 
 def keep_whole_contexts(specs: Mapping[str, KVCacheSpec], block_size: int) -> dict[str, KVCacheSpec]:
-    """Layers with a sliding window, or chunks, as layers whose requests keep all of their blocks.
+    """Returns layers with a sliding window, or chunks, as layers whose requests keep all of their blocks.
 
     Reason: vLLM frees blocks behind a window, which connectors, swaps and other movers of blocks are not ready for.
-    With `--disable-hybrid-kv-cache-manager` it does not where windows and whole contexts are mixed, but does where all
-    layers have a window.
+    With `--disable-hybrid-kv-cache-manager` it does not free them if windows and whole contexts are mixed, but does if
+    all layers have a window.
     Remove when: it keeps blocks of windows there, too.
     """
     found = dict(specs)
@@ -178,10 +178,10 @@ def keep_whole_contexts(specs: Mapping[str, KVCacheSpec], block_size: int) -> di
 
 
 def keep_split_chunks(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """The same for layers with chunks that may begin within a block; the others are left as they are.
+    """Does the same for layers with chunks that may begin within a block; other layers do not change.
 
-    Reason: for these vLLM's prefix cache can end a hit within a chunk whose first block it does not have. It looks
-    again at a hit that it made shorter, but not where the model has full attention beside chunks.
+    Reason: for these vLLM's prefix cache can end a hit within a chunk whose first block it does not have. It checks a
+    shortened hit again, but not if the model has full attention as well as chunks.
     Remove when: it looks again there, too.
     """
     found = dict(specs)

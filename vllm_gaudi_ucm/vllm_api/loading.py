@@ -3,7 +3,7 @@
 Internal: `get_model_loader`, whose `load_model` calls its own `load_weights`, and this one the model's; the layers that
 fuse several tensors of a checkpoint, `QKVParallelLinear`, `MergedColumnParallelLinear` and `RoutedExperts`, with the
 arguments by which their `weight_loader` knows a tensor; `packed_modules_mapping` and `get_expert_mapping`, which name
-what is fused; `BaseKVCacheMethod`, whose scales have defaults.
+the fused modules; `BaseKVCacheMethod`, whose scales have defaults.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class WeightWatch:
         )
 
     def _missing(self) -> Iterator[str]:
-        """Names as the checkpoint would have them, as far as vLLM says how it fuses tensors."""
+        """Returns the names in the checkpoint, as far as vLLM tells how it fuses tensors."""
         named = self._model.named_parameters(remove_duplicate=False)
         loaded = {id(weight) for name, weight in named if name in (self._names or ())}
         seen: set[int] = set()
@@ -190,8 +190,9 @@ def _parts_of_call(given: dict[str, Any]) -> Iterator[Part]:
 
 
 def _has_default(module: nn.Module, name: str, weight: nn.Parameter) -> bool:
-    """True if a checkpoint may lack it: a placeholder without elements, a scale of the KV cache, and biases that a
-    layer of experts has for a checkpoint which says more than its configuration."""
+    """True if a checkpoint may lack it: a placeholder without elements, a scale of the KV cache, or biases of experts
+    that only some checkpoints have.
+    """
     if isinstance(module, RoutedExperts) and name.endswith("_bias"):
         return not module.moe_config.has_bias
     return weight.numel() == 0 or isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)

@@ -50,9 +50,9 @@ def leave_out_untrue_lines() -> None:
 
     Safe to call twice.
 
-    Reason: vLLM warns of its own compilation and runner as if they could be had here, in each process again. When it
-    is asked to end, the task that reads the engine's outputs is cancelled after it may have noticed the engine's end,
-    which it logs as an error.
+    Reason: vLLM warns about its own compilation and runner as if they were available here, in each process again. When
+    it is asked to end, the task that reads the engine's outputs is cancelled after it may have noticed the engine's
+    end, which it logs as an error.
     Remove when: vLLM asks the platform before it warns, and `AsyncLLM.shutdown` cancels `output_handler` first.
     """
     for name in {line.logger for line in _LINES}:
@@ -63,7 +63,7 @@ _announced: list[bool] = []
 
 
 def announce_engine() -> None:
-    """Logs once that an engine starts in a process of its own, which at first says nothing. Safe to call twice.
+    """Logs once that an engine starts in a process of its own, which at first logs nothing. Safe to call twice.
 
     Reason: the first line of an engine comes after its imports, which on a busy machine take a minute; a plugin is
     called in the middle of them, when vLLM has no log yet.

@@ -1,14 +1,14 @@
 """Models, their layers, and the context of a forward pass: `vllm.model_executor`, `vllm.forward_context`.
 
-Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`,
-`GeluAndMul`, `RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
+Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`, `GeluAndMul`,
+`RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
 `NTKScalingRotaryEmbedding`, `DynamicNTKScalingRotaryEmbedding`, `DynamicNTKAlphaRotaryEmbedding`,
-`YaRNScalingRotaryEmbedding`), by a subclass; `op_registry_oot` is where vLLM keeps them.
+`YaRNScalingRotaryEmbedding`), by a subclass; `op_registry_oot` is vLLM's registry of them.
 Internal: `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `LinearBase`, `ParallelLMHead`,
-`UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that we look for in a
+`UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that we search for in a
 model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and `set_forward_context`, through which
 layers find the step's metadata; `PPMissingLayer`, which stands for a layer of another stage of a pipeline;
-`BasevLLMParameter`, of which loaded weights are.
+`BasevLLMParameter`, the class of loaded weights.
 """
 
 from copy import copy
@@ -79,7 +79,7 @@ __all__ = [
 
 
 class NamelessAttention(Attention):
-    """vLLM's attention layer, which finds the step's metadata without its own name, where all layers have the same.
+    """vLLM's attention layer, which finds the step's metadata without its own name, if all layers have the same.
 
     Not for connectors that are called in layers.
     """
@@ -133,8 +133,8 @@ def forget_names(model: nn.Module) -> None:
 def plain_parameters(model: nn.Module) -> None:
     """Makes every loaded weight an `nn.Parameter` over the same memory, shared ones still shared.
 
-    Reason: dynamo follows `__torch_function__` of vLLM's parameters into itself without end where a layer reads an
-    attribute of its weight, as the gate of GLM-4.5's and DeepSeek V3's experts does. What these classes are for, the
+    Reason: dynamo follows `__torch_function__` of vLLM's parameters into endless recursion if a layer reads an
+    attribute of its weight, as the gate of GLM-4.5's and DeepSeek V3's experts does. The purpose of these classes, the
     loading of weights, is over by then.
     Remove when: they leave `__torch_function__` alone, as it does nothing there.
     """
@@ -149,7 +149,7 @@ def plain_parameters(model: nn.Module) -> None:
 def as_trained(model: nn.Module, family: str) -> None:
     """Gives a loaded BLOOM the activation that it was trained with: GELU by its approximation with tanh.
 
-    Reason: `BloomMLP` takes the exact GELU, which moves logprobs of a small random model by 0.001, where float32 and
+    Reason: `BloomMLP` takes the exact GELU, which moves logprobs of a small random model by 0.001, while float32 and
     float64 of Transformers agree to 0.00001.
     Remove when: `BloomMLP` takes "gelu_pytorch_tanh".
     family: the `model_type` of its configuration.
@@ -164,7 +164,7 @@ def as_trained(model: nn.Module, family: str) -> None:
 
 
 def tokens_chosen(model_config: "ModelConfig") -> int | None:
-    """How many tokens each row of the model chooses by itself (DSA); None for every other family.
+    """Returns how many tokens each row of the model chooses by itself (DSA); None for every other family.
 
     Reason: only the configurations of those families have `index_topk`, and vLLM has no property that says it.
     Remove when: `ModelConfig` has one.
@@ -176,10 +176,10 @@ def tokens_chosen(model_config: "ModelConfig") -> int | None:
 
 
 def densely(vllm_config: "VllmConfig") -> "VllmConfig":
-    """The configuration to make a model with whose layers choose tokens by themselves (DSA): there they do not.
+    """Returns a configuration for a model whose layers choose tokens by themselves (DSA), with dense layers instead.
 
     Reason: the classes of models make an indexer, with a cache of its own, wherever the configuration has `index_topk`.
-    Without it they are dense, and pass over the indexer's weights in a checkpoint.
+    Without it they are dense, and skip the indexer's weights in a checkpoint.
     Remove when: vLLM has an option for it.
     """
     model_config = copy(vllm_config.model_config)

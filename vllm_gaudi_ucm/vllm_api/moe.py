@@ -41,9 +41,9 @@ Choose = Callable[..., Choice]
 
 
 def padded_rows() -> torch.Tensor | None:
-    """bool [rows] of the step whose forward runs: what fills a bucket up; None if nothing says so.
+    """Returns bool [rows] of the running step, True for padding of a bucket; None if unknown.
 
-    Reason: `ForwardContext` is where vLLM's layers find what a step is.
+    Reason: vLLM's layers find data of a step in `ForwardContext`.
     Remove when: routed experts are told which rows are padding.
     """
     return get_forward_context().is_padding if is_forward_context_available() else None
@@ -53,8 +53,8 @@ class DirectMoERunner(MoERunner):
     """vLLM's mixture of experts, called directly.
 
     Reason: `MoERunner.forward` calls itself through an opaque operator, by its layer's name: that has no lowering on
-    Gaudi, and a name that differs between layers compiles each of them again. vLLM does without it on its own CPU
-    platform alone.
+    Gaudi, and a name that differs between layers compiles each of them again. Only on its own CPU platform does vLLM
+    bypass it.
     Remove when: `MoERunner` asks the platform whether it needs the operator.
     """
 
@@ -81,15 +81,16 @@ class DirectMoERunner(MoERunner):
 
 
 def router_without_kernels(router: Any, choose: Choose, scores: Collection[str]) -> Any:
-    """A router that chooses what `router` does, by `choose`, which knows these scores, or by torch's operators.
+    """Returns a router with the same choices as `router`, made by `choose` if it knows the scores, or by torch's
+    operators.
 
     Reason: vLLM's routers call compiled operators (`topk_softmax`, `topk_sigmoid`), which its empty-device build lacks,
-    or torch.compile, which cannot stand inside of another compiled region. Its CPU platform has a router of torch's
+    or torch.compile, which cannot be nested in another compiled region. Its CPU platform has a router of torch's
     operators, but not of all kinds, and no other platform gets it.
     Remove when: vLLM's routers have a form without kernels.
 
     Raises:
-        LookupError: another kind of router, or a score that has none; the message says which.
+        LookupError: another kind of router, or a score that has none; the message names it.
     """
     replaced = _ROUTERS.get(type(router))
     if replaced is None:

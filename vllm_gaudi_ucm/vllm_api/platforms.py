@@ -1,4 +1,4 @@
-"""What `vllm.platforms`, the extension point of platform plugins, leaves open.
+"""Fills gaps of `vllm.platforms`, the extension point of platform plugins.
 
 Imports vLLM inside functions only: our platform class is loaded while vLLM is being imported.
 """
@@ -21,8 +21,8 @@ def vllm_own_platforms() -> list[str]:
 
     Never touches `current_platform`, so that `register()` may call it while vLLM resolves that very attribute.
 
-    Reason: vLLM cannot say which platform it would take without this plugin. It asks its built-in plugins one by one,
-    and so does this function.
+    Reason: vLLM has no call for the platform that it would take without this plugin. It calls its built-in plugins one
+    by one, and so does this function.
     Remove when: `vllm.platforms` has a function for it.
     """
     from vllm.platforms import builtin_platform_plugins
@@ -41,11 +41,11 @@ def vllm_own_platforms() -> list[str]:
 def tolerate_missing_accelerator(device_type: str) -> None:
     """Makes `torch.accelerator`'s calls harmless in a process whose device has no allocator behind them.
 
-    Reason: vLLM makes these calls wherever its platform is not its own CPU platform: when a model is loaded
+    Reason: vLLM makes these calls on all platforms except its own CPU platform: when a model is loaded
     (`BaseModelLoader.load_model`) and when an engine ends (`cleanup_dist_env_and_memory`), which users call in their
     own process, too. On a CPU-only torch they raise; vLLM's own CPU worker replaces the same calls. On Gaudi those of
     the allocator raise "Allocator for hpu is not a DeviceAllocator", from Gaudi software 1.24.1 on: there is no cache
-    to empty, and what has an answer is answered by the bridge. A user's process calls this when it checks an engine's
+    to empty, and the bridge answers the other calls. A user's process calls this when it checks an engine's
     configuration, a worker before it loads the model; importing the plugin changes nothing, and no card is started.
     Remove when: both places ask `torch.accelerator.is_available()` first, and Gaudi's bridge has a DeviceAllocator.
     """
@@ -95,10 +95,10 @@ _ON_HPU: dict[str, Callable[..., object]] = {
 
 
 def client_error(message: str) -> Exception:
-    """An error that the server answers with status 400.
+    """Returns an error that the server answers with status 400.
 
-    Reason: vLLM tells a client's mistakes from its own by a class of exceptions, which is internal, and answers 500 to
-    a ValueError.
+    Reason: vLLM distinguishes a client's mistakes from its own by a class of exceptions, which is internal, and answers
+        500 to a ValueError.
     Remove when: `Platform.validate_request` may raise ValueError.
     """
     from vllm.exceptions import VLLMValidationError
@@ -110,9 +110,9 @@ def uses_older_ray_executor(vllm_config: VllmConfig) -> bool:
     """True if workers on Ray are driven by the older of vLLM's two executors.
 
     Reason: that one calls the model runner of its own worker instead of the worker, and moves tensors by Ray's compiled
-    graph, which knows CUDA alone. Only an environment variable tells which of the two it is. vLLM 0.33 has neither that
-    executor nor the variable.
-    Remove when: the oldest supported vLLM is 0.33, which has `RayExecutorV2` alone.
+    graph, which supports only CUDA. Only an environment variable tells which of the two is used. vLLM 0.33 has neither
+    that executor nor the variable.
+    Remove when: the oldest supported vLLM is 0.33, which has only `RayExecutorV2`.
     """
     import vllm.envs
 
@@ -124,16 +124,16 @@ def has_heads_of_several_sizes(model_config: ModelConfig | None) -> bool:
     """True if attention layers of the model differ in the size of their heads (Gemma 4).
 
     Reason: vLLM answers for one layer at a time.
-    Remove when: `ModelConfig` has a property that says it.
+    Remove when: `ModelConfig` has a property for it.
     """
     layers = None if model_config is None else model_config.model_arch_config.per_layer_overrides
     return len({layer.get("head_size") for layer in layers or ()}) > 1
 
 
 def take_back_attention_backend(vllm_config: VllmConfig) -> bool:
-    """Ours instead of the attention backend that vLLM has chosen for a model; whether there was one.
+    """Replaces the attention backend that vLLM has chosen for a model by ours; True if there was one.
 
-    Reason: where heads differ in size vLLM puts `TRITON_ATTN` into the configuration before it asks the platform
+    Reason: if heads differ in size, vLLM puts `TRITON_ATTN` into the configuration before it asks the platform
     (`Gemma4Config`), so that it looks like a flag.
     Remove when: that choice is left to platforms.
     """

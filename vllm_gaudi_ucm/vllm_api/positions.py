@@ -21,10 +21,10 @@ ENDLESS = {"default", "llama3"}
 
 
 def with_long_tables(vllm_config: VllmConfig) -> VllmConfig:
-    """The configuration to make a model with whose rotary tables reach `--max-model-len`.
+    """Returns a configuration for a model whose rotary tables reach `--max-model-len`.
 
-    Reason: a table ends at `max_position_embeddings`, also if the user asks for a longer context, and a step that looks
-    up a row behind it ends the engine. Other kinds of angles than `ENDLESS` depend on the table's length.
+    Reason: a table ends at `max_position_embeddings`, even if the user asks for a longer context, and a step that reads
+    a row past it ends the engine. Other kinds of angles than `ENDLESS` depend on the table's length.
     Remove when: `get_rope` makes tables for `--max-model-len`.
     """
     model_config = vllm_config.model_config

@@ -3,12 +3,11 @@
 Extension point: `register_quantization_config`, by which a platform replaces a method; `QuantizationConfig`,
 `QuantizeMethodBase` and `LinearMethodBase`; `register_weight_loader_v2_supported_method`.
 Internal: `AutoAWQConfig`, `AutoGPTQConfig`, `CompressedTensorsConfig`, `Fp8Config` and `GptOssMxfp4Config`, which read
-a checkpoint's configuration; `get_linear_quant_method`, `get_moe_quant_method` and `is_layer_skipped`, which say what
-layers it quantised; `RoutedExperts`, and `set_weight_attrs`, by which its loader knows what a parameter is; the
-parameters `BlockQuantScaleParameter`, `ChannelQuantScaleParameter`, `GroupQuantScaleParameter`,
-`ModelWeightParameter`, `PackedColumnParameter`, `PackedvLLMParameter` and `PerTensorScaleParameter`, which load a
-rank's part; `validate_fp8_block_shape`; `BaseKVCacheMethod`, which loads scales of caches, and `WeightsMapper`, which
-renames them.
+a checkpoint's configuration; `get_linear_quant_method`, `get_moe_quant_method` and `is_layer_skipped`, which tell which
+layers are quantised; `RoutedExperts`, and `set_weight_attrs`, by which its loader knows what a parameter is; the
+parameters `BlockQuantScaleParameter`, `ChannelQuantScaleParameter`, `GroupQuantScaleParameter`, `ModelWeightParameter`,
+`PackedColumnParameter`, `PackedvLLMParameter` and `PerTensorScaleParameter`, which load a rank's part;
+`validate_fp8_block_shape`; `BaseKVCacheMethod`, which loads scales of caches, and `WeightsMapper`, which renames them.
 """
 
 from vllm.model_executor.layers.fused_moe import RoutedExperts

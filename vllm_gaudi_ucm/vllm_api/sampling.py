@@ -1,4 +1,4 @@
-"""Logits to tokens: `vllm.v1.sample`, `vllm.v1.structured_output`; and functions for what they lack.
+"""Logits to tokens: `vllm.v1.sample`, `vllm.v1.structured_output`; and functions that they lack.
 
 Extension point: custom logits processors. `LogitsProcessor` is their base class, `AnyRunnerLogitsProcessor` of those
 that vLLM accepts for either of its runners, and `AdapterLogitsProcessor` of those for single requests; `BatchUpdate`
@@ -69,9 +69,9 @@ __all__ = [
 class AnyRunnerLogitsProcessor(LogitsProcessor, V2LogitsProcessor):
     """Base class of a logits processor that our sampler calls, and that vLLM's frontend accepts on every device.
 
-    Reason: where Triton has a driver, vLLM's frontend accepts subclasses of its V2 runner's base class alone, whatever
+    Reason: where Triton has a driver, vLLM's frontend accepts only subclasses of its V2 runner's base class, whatever
     the runner.
-    Remove when: a platform can say which processors its runner takes.
+    Remove when: a platform can declare which processors its runner takes.
     """
 
 
@@ -86,7 +86,7 @@ def is_for_any_runner(processor: object) -> bool:
 
 
 def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
-    """Raises as vLLM's own runner does where `VLLM_RAISE_ON_LOGIT_NANS` is set. counts: NaNs by request id.
+    """Raises like vLLM's own runner if `VLLM_RAISE_ON_LOGIT_NANS` is set. counts: NaNs by request id.
 
     Reason: the check is in an internal module of the GPU worker (`vllm.v1.worker.utils`), which moves.
     Remove when: vLLM checks the counts of `ModelRunnerOutput.num_nans_in_logits` itself.
@@ -97,7 +97,7 @@ def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
 
 
 class _RowScores(Sampler):
-    """vLLM's sampler with the scores that the request of each row asks for.
+    """vLLM's sampler, with the scores that each row's request asks for.
 
     Reason: if one request of a batch has `logprob_token_ids`, vLLM's sampler leaves out the top tokens of all others.
     Remove when: `Sampler.forward` returns both.
@@ -136,14 +136,14 @@ def _wide(table: torch.Tensor, width: int, pad: float) -> torch.Tensor:
 
 
 def drawing_sampler(logprobs_mode: LogprobsMode, noise: Callable[[torch.Tensor], torch.Tensor]) -> Sampler:
-    """vLLM's sampler, which draws its random tokens with this noise, and scores each row as its request asks.
+    """Returns vLLM's sampler, drawing its random tokens with this noise, and scoring each row as its request asks.
 
-    noise: of logits [rows, vocabulary], like them, of an exponential distribution.
+    noise: makes noise of an exponential distribution for logits [rows, vocabulary], of their shape.
 
     Reason: vLLM draws row by row from `torch.Generator`s, whose numbers depend on the device, or from a global one,
     whose numbers depend on the batch. And its own choice of top-k and top-p (`apply_top_k_top_p`) takes Triton wherever
     that is installed, whatever the device of the logits; it cannot read the CPU's memory.
-    Remove when: the sampler draws by seed and position, as that of `vllm.v1.worker.gpu.sample`, on every device.
+    Remove when: the sampler draws by seed and position, like the one of `vllm.v1.worker.gpu.sample`, on every device.
     """
     sampler = _RowScores(logprobs_mode)
 
@@ -165,7 +165,7 @@ def drawing_sampler(logprobs_mode: LogprobsMode, noise: Callable[[torch.Tensor],
         probabilities = logits.softmax(dim=-1, dtype=torch.float32)
         return sample_with_exponential_noise(probabilities, noise(logits)), wanted
 
-    # the instance's attribute is where vLLM itself puts its choice
+    # vLLM itself puts its choice into this attribute of the instance
     sampler.topk_topp_sampler.forward = choose
     return sampler
 

@@ -1,10 +1,10 @@
 """The scheduler and its blocks: `vllm.v1.core`.
 
-Extension point: `--scheduler-cls` names a class; vLLM says that the interface is not public. `Scheduler` and
-`AsyncScheduler` are what ours derive from.
+Extension point: `--scheduler-cls` names a class; vLLM declares the interface not public. Ours derive from `Scheduler`
+and `AsyncScheduler`.
 Internal: `BlockPool`, `EngineCoreOutputs`, `FreeKVCacheBlockQueue`, `KVCacheBlock`, `KVCacheBlocks`,
 `KVCacheManager` and `generate_block_hash_extra_keys`.
-Functions for what the scheduler has no call for are in `blocks`.
+Functions that the scheduler lacks are in `blocks`.
 """
 
 from vllm.v1.core.block_pool import BlockPool

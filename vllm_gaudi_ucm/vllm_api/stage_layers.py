@@ -1,5 +1,5 @@
 """How many layers a block of the KV cache has room for on each stage of a pipeline: every stage has its own layers, and
-is told of no others.
+does not know the others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _WHOLE = "full_attention"
 
 
 def names_layer_kinds(vllm_config: VllmConfig) -> bool:
-    """True if the model's configuration says for each layer how far it sees.
+    """True if the model's configuration tells how far each layer sees.
 
-    Reason: vLLM knows of a layer what the worker that has it says.
+    Reason: vLLM knows about a layer only what its worker reports.
     Remove when: `KVCacheConfig` has the layers of all stages in the scheduler, and in each worker.
     """
     return _layer_kinds(vllm_config) is not None
@@ -47,8 +47,8 @@ def _layer_kinds(vllm_config: VllmConfig) -> Sequence[str] | None:
 
 
 def expected_block_layers(vllm_config: VllmConfig) -> list[int]:
-    """For each stage the layers that a block has room for there, by what the model says of its layers: those of the
-    stage's largest KV-cache group. All of its layers if there is one group.
+    """Returns for each stage the layers that a block has room for, according to the model's configuration: the layers
+    of the stage's largest KV-cache group, or all of its layers if there is one group.
 
     Reason: as for `names_layer_kinds`.
     Remove when: as for `names_layer_kinds`.
@@ -59,9 +59,10 @@ def expected_block_layers(vllm_config: VllmConfig) -> list[int]:
 
 
 def block_layers(vllm_config: VllmConfig, found: Sequence[int]) -> list[int]:
-    """The same, once the groups are made. found: layers of this worker in each, in the scheduler those of the first.
+    """Returns the same, once the groups are made. found: layers of this worker in each group; in the scheduler, of the
+        first worker.
 
-    Raises ValueError where the model's groups are others than it says.
+    Raises ValueError if the model's groups differ from its configuration.
 
     Reason: as for `names_layer_kinds`.
     Remove when: as for `names_layer_kinds`.
@@ -91,13 +92,13 @@ def _of_stage(groups: Sequence[Sequence[int]], stage: range) -> list[list[int]]:
 
 
 def _expected_groups(vllm_config: VllmConfig) -> list[list[int]]:
-    """Numbers of the layers of each group; empty where the model does not say."""
+    """Returns the numbers of the layers of each group; empty if the model does not tell."""
     kinds = _layer_kinds(vllm_config)
     if kinds is None:
         return []
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return [list(range(len(kinds)))]
-    # which layers are alike decides, and not what they are
+    # only the partition of layers matters, not their kinds
     windows = {kind: 1 + number for number, kind in enumerate(sorted({*kinds} - {_WHOLE}))}
     alike = {kind: _spec(windows.get(kind)) for kind in kinds}
     made = expected_groups({str(layer): alike[kind] for layer, kind in enumerate(kinds)})

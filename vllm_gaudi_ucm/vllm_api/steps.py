@@ -37,9 +37,9 @@ __all__ = [
 
 
 def drafts_to_propose(scheduler_output: SchedulerOutput) -> int:
-    """Returns how many drafts each request may get after a step, 0 where none could be used.
+    """Returns how many drafts each request may get after a step, 0 if none could be used.
 
-    Reason: vLLM 0.33 says in `skip_drafts` that no request of a step will verify any; 0.32 has no such field.
+    Reason: vLLM 0.33 tells in `skip_drafts` that no request of a step will verify any; 0.32 has no such field.
     Remove when: the oldest supported vLLM is 0.33.
     """
     if getattr(scheduler_output, "skip_drafts", False):
@@ -48,11 +48,11 @@ def drafts_to_propose(scheduler_output: SchedulerOutput) -> int:
 
 
 def first_grammar_rows(scheduler_output: SchedulerOutput, grammar: GrammarOutput) -> list[int]:
-    """Returns the first row of each request in a grammar's bitmask. A row for each draft, and one for the token behind
-    them, follow each other.
+    """Returns the first row of each request in a grammar's bitmask. Each request has a row for each draft, and one for
+    the token after them.
 
     Reason: vLLM 0.32 packs the rows; vLLM 0.33 gives each request as many as the most drafts take. The number of rows
-    tells which: where both would have as many, they are the same rows.
+    tells which: if both would have the same number, they are the same rows.
     Remove when: the oldest supported vLLM is 0.33.
     """
     names, drafts = grammar.structured_output_request_ids, scheduler_output.scheduled_spec_decode_tokens

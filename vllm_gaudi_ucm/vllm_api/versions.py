@@ -26,7 +26,9 @@ class Window:
     prereleases_count: bool = False
 
     def holds(self, version: str) -> bool:
-        """True if a version is inside; a local suffix (`+cpu`, `+empty`) says how it was built, and does not count."""
+        """True if a version is inside; a local suffix (`+cpu`, `+empty`), which tells how it was built, does not
+        count.
+        """
         parsed = Version(version)
         compared = parsed.base_version if self.prereleases_count else parsed.public
         return SpecifierSet(self.versions).contains(compared, prereleases=True)
@@ -48,7 +50,7 @@ Remove when: Gaudi software ships the torch that the supported vLLM asks for; th
 """
 
 BUILT_FOR_TORCH = {"0.32": "2.13", "0.33": "2.14"}
-"""Minor version of vLLM -> the minor version of torch that its builds for CPUs and CUDA pin.
+"""Maps the minor version of vLLM to the minor version of torch that its builds for CPUs and CUDA pin.
 
 Reason: the empty-device build, which a Gaudi takes, asks for no torch, so that no metadata tells.
 Remove when: the metadata of an empty-device build names the torch that vLLM is built for.
@@ -70,7 +72,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def _problem(window: Window) -> str | None:
-    """What is wrong with the installed version of one distribution, None if nothing is."""
+    """Returns the problem with the installed version of one distribution; None if there is none."""
     found = installed_version(window.distribution)
     if found is None:
         return f"{window.distribution} is not installed, expected {window.versions}"

@@ -12,7 +12,7 @@ Status = Literal["ok", "info", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, what was expected, and what to do about it ("" where nothing)."""
+    """The subject of a check, what was found, what was expected, and the advice ("" for none)."""
 
     section: str
     name: str
@@ -23,7 +23,7 @@ class Check:
 
 
 def guarded(section: str, checks: Callable[[], Iterable[Check]]) -> list[Check]:
-    """The rows of one section; what it raises becomes its last row, so that the other sections are still shown."""
+    """Yields the rows of one section; an exception becomes its last row, so that the other sections are still shown."""
     rows: list[Check] = []
     try:
         for row in checks():

@@ -1,4 +1,4 @@
-"""A child process of the doctor, which may crash or hang: what it said, and how it ended."""
+"""A child process of the doctor, which may crash or hang: its output, and how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Doctor's section on several devices: whether workers reach each other, and how fast they add up.
+"""Doctor's section on several devices: whether workers reach each other, and the speed of reductions.
 
 Run as a module it is one of the workers: a process of its own, as an engine's workers are.
 """
@@ -25,8 +25,8 @@ LIMIT_SECONDS = 120
 SIZES = (64 << 10, 8 << 20)
 ROUNDS = 10
 SHARED = Path("/dev/shm")
-# of the largest queue between an engine and its workers, of which only what was written to takes memory
-# (`MessageQueue`: 10 chunks of 24 MiB)
+# of the largest queue between an engine and its workers, of which only written parts take memory (`MessageQueue`: 10
+# chunks of 24 MiB)
 LEAST_SHARED = 240 << 20
 
 
@@ -59,7 +59,9 @@ def collective_checks(device: str | None, workers: int) -> Iterator[Check]:
 
 
 def shared_memory(free: int) -> Check:
-    """Whether an engine of several workers may start: it refuses to if its queues find less. free: bytes there."""
+    """Checks whether an engine of several workers may start: it refuses if there is less memory for its queues. free:
+    bytes there.
+    """
     found, least = f"{free >> 20} MiB free", f"{LEAST_SHARED >> 20} MiB or more"
     if free >= LEAST_SHARED:
         return Check(SECTION, str(SHARED), "ok", found, least)

@@ -32,7 +32,9 @@ CONFIGURATION = "configuration"
 
 
 def resolve_text(text: str | None) -> UcmConfig:
-    """The configuration in `--config`: JSON text, else a path, as the value of `ucm`; None: all defaults."""
+    """Resolves the configuration in `--config`: JSON text, otherwise a path, as the value of `ucm`; None: all
+    defaults.
+    """
     if text is None:
         return UcmConfig()
     return resolve_value(parse_json(text) if text.lstrip().startswith("{") else text)
@@ -152,14 +154,14 @@ def _runs_static(config: UcmConfig, device: str | None) -> bool:
     try:
         return device is not None and graph_kind(config, device, envs.lazy_mode(), enforce_eager=False) != "off"
     except ValueError:
-        return False  # the row of the mode says so
+        return False  # the row of the mode reports it
 
 
 def _remainders(graphs: GraphsConfig) -> Check:
     """Their number depends on --max-model-len, and whether they exist on --kv-transfer-config."""
     from_file = graphs.buckets is not None and graphs.strategy in ("auto", "file")
-    beside = "beside those of the bucket file" if from_file else "a part of ucm.graphs.max_graphs"
-    found = f"up to {MOST_REMAINDERS} where UcmConnector loads prompts in part: warm before serving starts, {beside}"
+    beside = "in addition to those of the bucket file" if from_file else "a part of ucm.graphs.max_graphs"
+    found = f"up to {MOST_REMAINDERS} if UcmConnector loads prompts in part: warm before serving starts, {beside}"
     return Check(SHAPES, "graphs for prompt remainders", "info", found)
 
 
@@ -228,7 +230,9 @@ def _memory_mode(options: MemoryModeOptions) -> Iterator[Check]:
     if not options.enabled:
         if options != off:
             advice = f"set {key}.enabled to true, or remove the section"
-            yield Check(SPARSE, key, "warn", "options of memory mode, which is off", "options of what is on", advice)
+            yield Check(
+                SPARSE, key, "warn", "options of memory mode, which is off", "options of active features", advice
+            )
         return
     kind = "host memory" if options.store is None else f"a store of kind {options.store.kind}"
     found = f"on: {options.resident_ratio:.0%} of a context's full blocks stay on the device; copies in {kind}"

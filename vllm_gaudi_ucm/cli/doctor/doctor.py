@@ -1,4 +1,4 @@
-"""`gaudi-ucm doctor`: can this machine serve through the plugin, and if not, why. Never crashes.
+"""`gaudi-ucm doctor`: checks whether this machine can serve through the plugin, and if not, why. Never crashes.
 
 `--json` prints one object: `schema` (1), `ok` (no check failed), `device` (chosen device or null), `checks` (a list of
 objects with the strings `section`, `name`, `status` (ok, info, warn or fail), `found`, `expected`, `advice`), `config`
@@ -67,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Examination(NamedTuple):
-    """What the doctor found: the device chosen (None: none), and a row for each check."""
+    """The doctor's findings: the chosen device (None: none), and a row for each check."""
 
     device: str | None
     checks: list[Check]
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where no check failed, else 1."""
+    """Returns 0 if no check failed, otherwise 1."""
     # vLLM's logger and plugins write to stdout, which belongs to the report.
     with contextlib.redirect_stdout(sys.stderr):
         examination = examine(args.config, args.store, args.tensor_parallel_size)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(config: str | None, store: str | None = None, workers: int = 1) -> Examination:
-    """All sections, each guarded: what one raises becomes a row of it."""
+    """Runs all sections, each guarded: an exception becomes a row of its section."""
     plugins: list[PluginChecks] = []
 
     def start() -> tuple[()]:

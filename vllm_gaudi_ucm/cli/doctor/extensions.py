@@ -1,4 +1,4 @@
-"""Doctor's section on extensions: what each registry holds, and what packages and plugins have added."""
+"""Doctor's section on extensions: the content of each registry, and additions by packages and plugins."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def registry_rows(registry: Registry[Any]) -> Iterator[Check]:
 
 
 def _from_outside(registry: Registry[Any], entry: Entry) -> Check:
-    """A warning where it cannot be used: a configuration that asks for it fails in a row of its own."""
+    """Returns a row for an extension; a warning if it cannot be used. A configuration that uses it fails in a row of
+    its own.
+    """
     name, found = f"{registry.kind} {entry.name}", f"{entry.place} ({entry.origin})"
     if entry.hidden:
         found += f", but {entry.name!r} stands for {registry.place(entry.name)}"

@@ -25,7 +25,7 @@ OPERATORS = "operators"
 GIB = 1 << 30
 # Below this the demo model (0.5 GiB in float32), its KV cache and torch itself do not fit.
 LITTLE_MEMORY = 2 * GIB
-# What Gaudi's software has no fused operator for.
+# Computations for which Gaudi's software has no fused operator.
 UNFUSED = {
     "gate, silu(x) * y": "torch's operators; Gaudi's software has no fused one",
     "softmax of partials": "torch's operators, in float32; the fused ones round its statistics",
@@ -49,7 +49,7 @@ def device_checks(kind: str) -> Iterator[Check]:
 
 
 def hpu_mode_check(mode: HpuMode) -> Check:
-    """Gaudi's execution mode, the flavour of torch, and what follows from both."""
+    """Checks Gaudi's execution mode, the build of torch, and the consequences of both."""
     name, expected = "PT_HPU_LAZY_MODE", "unset or 0: eager with torch.compile"
     problem = mode.problem()
     if problem is not None:
@@ -215,12 +215,12 @@ def _windowed(window: Window) -> Check:
         return Check(VERSIONS, window.distribution, "ok", found, window.versions)
     advice = f"install a supported {window.distribution}, or a release of {DISTRIBUTION} that supports {found}"
     if window.distribution == "vllm":
-        advice += "; ucm.allow_untested_vllm true starts all the same"
+        advice += "; ucm.allow_untested_vllm true starts anyway"
     return Check(VERSIONS, window.distribution, "fail", found, window.versions, advice)
 
 
 def _torch_of_vllm() -> Iterator[Check]:
-    """A row where torch is not the one that the installed vLLM is built for."""
+    """Yields a row if torch is not the one that the installed vLLM is built for."""
     vllm, torch = installed_version("vllm"), installed_version("torch")
     expected = BUILT_FOR_TORCH.get(minor_version(vllm) or "")
     if expected is None or minor_version(torch) in (None, expected):
@@ -265,6 +265,6 @@ def _required_by_vllm(distribution: str) -> SpecifierSet:
     try:
         requirements = metadata.requires("vllm") or []
     except metadata.PackageNotFoundError:
-        return SpecifierSet()  # that vLLM is missing has a row of its own
+        return SpecifierSet()  # a missing vLLM has a row of its own
     parsed = (Requirement(text) for text in requirements)
     return next((item.specifier for item in parsed if item.name == distribution), SpecifierSet())

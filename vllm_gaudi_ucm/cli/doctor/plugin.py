@@ -31,7 +31,7 @@ class Probe:
         self._child = start("vllm_gaudi_ucm.cli.doctor.plugin", *question)
 
     def answer(self, timeout: float = 60.0) -> dict[str, Any]:
-        """`{"value": ...}`, or `{"error": text}` where the child raised, died, or took over `timeout` seconds."""
+        """Returns `{"value": ...}`, or `{"error": text}` if the child raised, died, or took over `timeout` seconds."""
         ending = ending_of(self._child, timeout)
         if ending.stdout is None:
             return {"error": f"no answer within {timeout:.0f} s"}
@@ -72,7 +72,7 @@ class PluginChecks:
         return Check(PLUGIN, "entry point", "fail", found, f"{OURS}, once, in the group {GROUP}", advice)
 
     def _registered(self) -> Check:
-        # Called bare: vLLM swallows what register() raises, and then silently takes another device.
+        # Called bare: vLLM swallows exceptions of register(), and then silently takes another device.
         try:
             self.active = register() is not None
             reason = decide().reason
@@ -115,7 +115,7 @@ class PluginChecks:
             return Check(PLUGIN, "platform of vLLM", "warn", found, PLATFORM_CLASS, "see register() above")
         advice = "vLLM cannot use the plugin: see the rows above"
         if (envs.observed("VLLM_TARGET_DEVICE") or "").lower() == "cpu":
-            advice = "unset VLLM_TARGET_DEVICE: with the value cpu vLLM asks no plugin at all"
+            advice = "unset VLLM_TARGET_DEVICE: with the value cpu vLLM does not load any platform plugin"
         return Check(PLUGIN, "platform of vLLM", "fail", found, PLATFORM_CLASS, advice)
 
 
@@ -139,13 +139,13 @@ def platform_of_vllm() -> str:
 
 
 def outcome_of_plugin(name: str, value: str) -> str | None:
-    """What a platform plugin returns when called bare: a platform class's dotted name, or None."""
+    """Returns the result of a platform plugin when called directly: a platform class's dotted name, or None."""
     outcome = EntryPoint(name, value, GROUP).load()()
     return None if outcome is None else str(outcome)
 
 
 def main(question: Sequence[str]) -> int:
-    """The child's side: prints the marked answer, also where the question raised."""
+    """The child's side: prints the marked answer, even after an exception."""
     # It imports, and ends: collections would look at all that again and again, a seventh of the time, for no garbage.
     gc.disable()
     try:

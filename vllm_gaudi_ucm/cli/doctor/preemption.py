@@ -14,7 +14,9 @@ BLOCKS = 4
 
 
 def preemption_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
-    """A row for the link, and one for what only a server can measure. A card is started by this, as serving would."""
+    """Yields a row for the link, and one for rates that only a server can measure. This starts a card, as serving
+    would.
+    """
     if device is None:
         return
     # torch takes seconds, which the help of the command need not

@@ -1,4 +1,4 @@
-"""The doctor's report as text: the verdict and what to do first, then what each section found."""
+"""The doctor's report as text: the verdict and what to do first, then the findings of each section."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME_WIDTH = 22
 
 
 def print_report(device: str | None, checks: Sequence[Check]) -> None:
-    """Prints the report to stdout. device: what the plugin would serve on, None if it would not."""
+    """Prints the report to stdout. device: the device that the plugin would serve on, None if it would not."""
     console = prose_console()
     console.print(verdict(device, checks), style="bold")
     todo = [check for status in ("fail", "warn") for check in checks if check.status == status]

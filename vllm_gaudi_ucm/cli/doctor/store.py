@@ -1,4 +1,4 @@
-"""Doctor's section on a store: a block makes the round trip, and what will bound the store later."""
+"""Doctor's section on a store: the round trip of a block, and the limits of the store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def checks_of_store(options: StoreOptions) -> Iterator[Check]:
 
 
 def _round_trip(kind: str, store: KvStore) -> Check:
-    """Saves, looks up, loads and deletes one block under a key that nothing else has."""
+    """Saves, looks up, loads and deletes one block under a unique key."""
     key, block, into = os.urandom(32), memoryview(os.urandom(BLOCK_BYTES)), memoryview(bytearray(BLOCK_BYTES))
     name, milliseconds = f"{kind} store, round trip of {show_bytes(BLOCK_BYTES)}", []
     for step, call in (

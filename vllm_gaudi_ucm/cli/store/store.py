@@ -1,6 +1,7 @@
-"""`gaudi-ucm store`: what lies in a store, whether it is intact, and how to empty it. Works beside running engines.
+"""`gaudi-ucm store`: shows the content of a store, checks that it is intact, and empties it. Works with running
+engines.
 
-Exit code of `verify`: 1 where corrupt blocks were found (they are removed), else 0.
+Exit code of `verify`: 1 if corrupt blocks were found (they are removed), otherwise 0.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, help_text in (
         ("stat", "count the blocks by their size"),
-        ("verify", "read every block, check it, remove what is corrupt, and name what is no block"),
+        ("verify", "read and check every block, remove corrupt ones, and list entries that are not blocks"),
         ("clear", "remove every block"),
     ):
         action = actions.add_parser(name, help=help_text, description=f"{help_text[:1].upper()}{help_text[1:]}.")
@@ -105,7 +106,7 @@ def _verify(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock])
         _print_json(medium, intact=found.intact, corrupt=found.corrupt, left_alone=medium.strangers())
     else:
         for stranger in medium.strangers():
-            print(f"left alone, as it is no block but lies where one belongs: {stranger}")
+            print(f"not touched, because it is not a block although it is in a block's place: {stranger}")
         print(f"{medium.place()}: {found.intact:,} blocks intact, {found.corrupt:,} corrupt ones removed")
     return EXIT_CORRUPT if found.corrupt else 0
 
@@ -125,7 +126,7 @@ def _clear(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock]) 
 
 def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        raise ValueError("clear: nobody is there to ask; add --yes to remove every block")
+        raise ValueError("clear needs confirmation and stdin is not a terminal; add --yes to remove every block")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise ValueError("clear: not confirmed, nothing was removed")
@@ -144,7 +145,7 @@ def _print_json(medium: Medium, **values: Any) -> None:
 
 @contextmanager
 def _plain_errors(medium: Medium) -> Iterator[None]:
-    """What a medium raises, as an error that says which medium."""
+    """Translates exceptions of a medium into errors that name the medium."""
     try:
         yield
     except medium.errors as error:
