@@ -4,7 +4,7 @@
     python examples/offline_batch.py
 
 The script does not name a device: it runs on the reference device (CPU) and on a Gaudi. `LLM(...)` starts the engine in
-a separate process, which imports this script again. So the call stands behind `if __name__ == "__main__":`.
+a separate process, which imports this script again. So the call has to be inside `if __name__ == "__main__":`.
 """
 
 import argparse

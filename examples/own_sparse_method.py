@@ -29,7 +29,7 @@ class StrideOptions(BlockOptions):
 
 
 class Stride(BlockSparse):
-    """Prefers every n-th block of a context, and among those the newest. The query plays no role."""
+    """Prefers every n-th block of a context, and among those the newest. It ignores the query."""
 
     Options: ClassVar[type[MethodOptions]] = StrideOptions
     options: StrideOptions

@@ -93,7 +93,7 @@ STORES.register("sqlite", SqliteStore)
 
 
 def main(model: str, path: str) -> None:
-    """Answers the same prompt twice, and says how many of its tokens came from the store."""
+    """Answers the same prompt twice, and prints how many of its tokens came from the store."""
     connector = {"kv_connector": "UcmConnector", "kv_connector_module_path": "vllm_gaudi_ucm.connector"}
     extra = {"store": {"kind": "sqlite", "path": path}, "save_patience": 0}
     llm = LLM(
@@ -109,10 +109,10 @@ def main(model: str, path: str) -> None:
     for turn in ("first", "again"):
         (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8))
         print(f"{turn}: {output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens were stored")
-        # the connector stores blocks beside the engine
+        # the connector stores blocks while the engine runs
         while store.stats().blocks < len(output.prompt_token_ids) // BLOCK_SIZE and time.monotonic() < deadline:
             time.sleep(0.1)
-        llm.reset_prefix_cache()  # else the device's own cache would have them
+        llm.reset_prefix_cache()  # otherwise the device's own cache would have them
 
 
 if __name__ == "__main__":

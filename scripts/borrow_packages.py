@@ -13,7 +13,9 @@ NAME = "borrowed.pth"
 
 
 def main() -> None:
-    """Writes the file that Python reads when it starts. Exits with an error where the other one cannot be borrowed."""
+    """Writes the file that Python reads when it starts. Exits with an error if the other environment cannot be
+    borrowed.
+    """
     own = Path(sysconfig.get_path("purelib"))
     other = Path(sys.argv[1]).resolve()
     borrowed = other / own.relative_to(sys.prefix)

@@ -1,7 +1,7 @@
 """Runs the tests that a change touches: `python -m scripts.changed_tests [--base REVISION] [--list] [-- PYTEST...]`.
 
-A change is what differs from a base, committed or not. Tests are found by what they import and by their room, without
-a run before: engines run in processes of their own, in which a tracer of executed lines would see nothing.
+A change is the difference from a base, committed or not. Tests are found by their imports and by their room, without an
+earlier run: engines run in processes of their own, which a tracer of executed lines would not see.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDERS = {
     PACKAGE: PACKAGE,
     "ops": f"{PACKAGE}.ops",
     "graphs": f"{PACKAGE}.graphs",
-    "tools": "",  # a package of its own is in it
+    "tools": "",  # it contains a package of its own
     "tests": "tests",
     "scripts": "scripts",
     "benchmarks": "benchmarks",
@@ -35,7 +35,7 @@ MODULE = re.compile(rf"{PACKAGE}(?:_tools)?(?:\.\w+)+")
 
 
 class Tree:
-    """The Python files of a repository, and what they import.
+    """The Python files of a repository, and their imports.
 
     root: of the repository. files: its files, and removed ones that may still be imported, as paths from there.
     """
@@ -72,7 +72,7 @@ class Tree:
         return found.intersection(self.tests) - {changed}
 
     def readers(self, changed: str) -> set[str]:
-        """Tests whose text names a file that is no Python: by its path, or by its name where no other file has it."""
+        """The tests whose text names a file that is not Python: by its path, or by its name if that is unique."""
         name = Path(changed).name
         alone = sum(Path(file).name == name for file in self.files) == 1
         named = re.compile(rf"(?<![\w.-])(?:{re.escape(changed)}{'|' + re.escape(name) if alone else ''})(?![\w.-])")
@@ -116,7 +116,7 @@ def choose(tree: Tree, changed: Iterable[str]) -> dict[str, str]:
         add(tree.users(file) if file.endswith(".py") else tree.readers(file), f"uses {file}")
     for file in changed:
         room = room_of(file)
-        add((test for test in tree.tests if room and test.startswith(f"{room}/")), f"is of the room of {file}")
+        add((test for test in tree.tests if room and test.startswith(f"{room}/")), f"is in the room of {file}")
     if any(Path(file).parts[0] in (PACKAGE, "ops", "graphs") for file in changed):
         add([ENGINE], "runs an engine")
     if changed:
@@ -131,7 +131,7 @@ def git(root: Path, *arguments: str) -> list[str]:
 
 
 def base_of(root: Path) -> str:
-    """Where this branch has left its upstream, or else the main branch; HEAD if there is neither."""
+    """Returns the point where this branch left its upstream, or otherwise the main branch; HEAD if there is neither."""
     for branch in ("@{upstream}", "origin/main", "main"):
         try:
             return git(root, "merge-base", "HEAD", branch)[0]
@@ -162,7 +162,7 @@ def commands(chosen: dict[str, str], slow: bool, options: list[str]) -> Iterator
 
 
 NO_TESTS = 5
-"""Status of pytest where it has found none: all tests of these files are slow."""
+"""Exit status of pytest if it found no tests: all tests of these files are slow."""
 
 
 def main(arguments: list[str] | None = None, root: Path = Path()) -> int:

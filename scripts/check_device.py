@@ -68,7 +68,7 @@ def reference_tokens(model: Any, prompts: list[list[int]], device: str) -> list[
 
 
 class Kind(NamedTuple):
-    """What an engine is asked for. turns: how often it serves all prompts; with a store the second one loads."""
+    """The kind of an engine. turns: how often it serves all prompts; with a store, the second turn loads."""
 
     ucm: dict[str, Any]
     arguments: Mapping[str, Any] = MappingProxyType({})
@@ -76,13 +76,13 @@ class Kind(NamedTuple):
 
 
 def sparse(method: str, **options: Any) -> dict[str, Any]:
-    """Every block is chosen, so the tokens are those of dense attention; every part of a selection runs."""
+    """Serves with every block chosen, so the tokens equal dense attention's; every part of a selection runs."""
     asked = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 256, **options}
     return {"ucm_sparse_method": method, "ucm_sparse_config": {method: asked}}
 
 
 def kinds(folder: str) -> dict[str, Kind]:
-    """By name. folder: of the model, which drafts for itself; stores get folders in it."""
+    """The kinds by name. folder: the model's folder, which also serves as draft model; stores get folders in it."""
     drafts = {"speculative_config": {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}}
     ahead = {"scheduler": {"async_scheduling": True}}
 

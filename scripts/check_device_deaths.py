@@ -1,8 +1,8 @@
-"""Kills what serves, and looks that whoever waits for it gets an error within 30 s. For two GPUs, or the CPU.
+"""Kills serving processes, and checks that their callers get an error within 30 s. For two GPUs, or the CPU.
 
 device: a device-side assert on rank 1 of 2 while the next step is queued; the caller of `LLM` gets an error, and the
 log names the rank and the reason. On the CPU the assert is simulated, and rank 0 waits as in a collective.
-engine: the engine's process is killed under `LLM`; the error says so.
+engine: the engine's process is killed under `LLM`; the error tells it.
 server: rank 1 of 2 is killed under a server; it ends with a status that is not 0, and leaves no process.
 Needs no network and no model file. Prints a line for each case; ends with 1 if one is wrong.
 usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device_deaths.py [--cases device,engine,server]
@@ -35,7 +35,7 @@ LENGTH = 4096
 SECONDS = 30
 # until the last process that serves a server, such as multiprocessing's tracker, has noticed its end
 CLEAN_SECONDS = 10
-# to import, load and warm up, on a machine that does something else as well
+# to import, load and warm up, on a machine that runs other programs as well
 START_SECONDS = 400
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 4}
 CACHE = 64 << 20
@@ -55,14 +55,14 @@ class BrokenFence:
 
 
 class FailingWorker:
-    """Methods that vLLM adds to those of the worker (`worker_extension_cls`)."""
+    """Methods that vLLM adds to the worker (`worker_extension_cls`)."""
 
     rank: int
     _steps: Any
     _device: Any
 
     def fail_behind_a_step(self, rank: int, steps: int) -> None:
-        """After this many steps the device of this rank fails, while its host goes on."""
+        """Makes the device of this rank fail after this many steps, while its host continues."""
         if self._device.kind == "cpu":
             self._count(steps, self._break_fence if self.rank == rank else _wait_for_ever)
         elif self.rank == rank:
@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[int, Callable[[Any], None]]] = {"device": (2, lose_devic
 
 
 def serve_offline(case: str, folder: Path) -> dict[str, Any]:
-    """In a process of its own: the error that the caller gets, and the seconds until then."""
+    """Runs in a process of its own; returns the error that the caller gets, and the seconds until then."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     workers, fault = FAULTS[case]
@@ -166,7 +166,7 @@ def _members(session: int) -> list[psutil.Process]:
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> list[str]:
-    """Ends those of a process's session that have not ended by themselves after this many seconds; their ids."""
+    """Ends the processes of a session that have not ended by themselves after this many seconds; returns their ids."""
     deadline = time.monotonic() + seconds
     while (left := _members(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -178,7 +178,7 @@ def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> list[str]:
 
 
 def check_offline(case: str, folder: Path, log: Path) -> str:
-    """What is wrong, or a sentence that begins with "ok"."""
+    """Returns the fault, or a sentence that begins with "ok"."""
     result = folder / RESULT
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--serve", case, str(folder)]
@@ -226,7 +226,7 @@ def _ask(url: str) -> None:
 
 
 def check_server(folder: Path, log: Path) -> str:
-    """What is wrong, or a sentence that begins with "ok"."""
+    """Returns the fault, or a sentence that begins with "ok"."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "model"]

@@ -1,10 +1,10 @@
-"""Serves a tiny random model of each family on the device that VLLM_GAUDI_UCM_DEVICE names, beside Hugging Face.
+"""Serves a tiny random model of each family on the device in VLLM_GAUDI_UCM_DEVICE, and compares with Hugging Face.
 
 For machines that CI does not have: needs no network and no model file. Prompts come in chunks, some requests are
 preempted, and the longest prompt comes again and hits the prefix cache. Every step runs in a bucket, as a graph.
 `--more` adds other features, each in an engine of its own; --features names some of all.
-With several workers these compare in each step what they run. `--quantised` serves checkpoints whose linear layers and
-experts are quantised, beside Transformers with the exact values of the same weights.
+Several workers compare in each step what they run. `--quantised` serves checkpoints whose linear layers and experts are
+quantised, and compares with Transformers on the exact values of the same weights.
 usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device_families.py [--families NAME ...] [--more]
        [--features NAME ...] [--tensor-parallel N] [--stages N] [--engines N] [--quantised "fp8 per block"]
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# behind what is installed: the checkout's own package is not the installed one
+# after installed packages: the checkout's own package is not the installed one
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -44,16 +44,16 @@ BLOCKS = 24
 WORKERS = {"tensor_parallel_size", "pipeline_parallel_size"}
 GRAPHS = {"graphs": {"max_graphs": 8, "warm_up": "full"}}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-# every block is chosen, so the tokens are those of dense attention
+# every block is chosen, so the tokens equal dense attention's
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 WINDOWS = {**MODELS, "gpt_oss": GPT_OSS, "llama4_text": LLAMA4}
 IN_ALL_LAYERS = "mistral, window"
-# what fits one request of the full length fits all of them
+# a size that fits one request of full length fits all of them
 ROOM_FOR_ALL = (IN_ALL_LAYERS, "llama4_text")
 # of models with windows, which keep fewer blocks of a request, and in several groups of layers
 WINDOW_BLOCKS = {"gemma2": 30, "gpt_oss": 30, "gemma3_text": 40, "llama4_text": 52}
 ONE_DEVICE = ("dense", "8-bit cache")
-# a logprob may be off by this where numbers of the cache are rounded the other way
+# a logprob may be off by this if numbers of the cache are rounded the other way
 ROUNDED = 0.01
 # layers that `--quantised` quantises
 LINEAR = r".*\.(layers|h)\..*(_proj|_with_mqa|\.w[123]|\.fc[12]|\.query_key_value|\.dense\w*)"
@@ -82,7 +82,7 @@ def make_prompts() -> list[list[int]]:
 
 
 class Case(NamedTuple):
-    """An engine. ucm: its options of ours. options: those of vLLM."""
+    """An engine to check. ucm: options of the plugin. options: options of vLLM."""
 
     what: str
     ucm: dict[str, Any]
@@ -90,12 +90,14 @@ class Case(NamedTuple):
 
 
 def sizes(name: str) -> dict[str, Any]:
-    """Of the cache and of steps."""
+    """Returns the sizes of the cache and of steps."""
     return {**TIGHT, **TUNED.get(name, {}), "num_gpu_blocks_override": WINDOW_BLOCKS.get(name, BLOCKS)}
 
 
 def serve(name: str, model: Path, meant: Path, case: Case) -> str:
-    """What has run. meant: the model for Transformers. Raises AssertionError where a token is not that of it."""
+    """Serves a case and describes it. meant: the model for Transformers. Raises AssertionError if a token differs from
+    its token.
+    """
     prompts, options = make_prompts(), {**sizes(name), **case.options}
     kind = EngineOfWorkers if WORKERS & options.keys() else Engine
     with kind(model, {**GRAPHS, **case.ucm}, **options) as engine:
@@ -112,7 +114,7 @@ def serve(name: str, model: Path, meant: Path, case: Case) -> str:
 
 
 def serve_divided(name: str, model: Path, meant: Path, case: Case, count: int) -> str:
-    """By engines that share out requests, and the experts of a mixture."""
+    """Serves by engines that share out requests, and the experts of a mixture."""
     prompts = make_prompts()
     found = serve_by_engines(model, case.ucm, prompts, LENGTH, count, **{**sizes(name), **case.options})
     reference = ReferenceModel(meant, "eager")
@@ -122,7 +124,7 @@ def serve_divided(name: str, model: Path, meant: Path, case: Case, count: int) -
 
 
 def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
-    """Two servers over one folder: the second one loads what the first one has computed."""
+    """Serves by two servers over one folder: the second loads the blocks of the first."""
     prompts, found = make_prompts(), list[list[Answer]]()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
@@ -141,7 +143,7 @@ def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
 
 
 def serve_narrow(name: str, model: Path, case: Case) -> str:
-    """A cache in 8-bit floats, beside an engine whose cache holds what they stand for: the same tokens."""
+    """Compares a cache of 8-bit floats with one that holds their values in a wider dtype: the same tokens."""
     prompts, ucm, options = make_prompts(), {**GRAPHS, **case.ucm}, sizes(name)
     with Engine(model, ucm, kv_cache_dtype="fp8", **options) as engine:
         found = engine.greedy(prompts, LENGTH)
@@ -163,7 +165,7 @@ def serve_narrow(name: str, model: Path, case: Case) -> str:
 
 
 def is_off(one: Answer, other: Answer) -> bool:
-    """As an answer may be where a number in the middle of two 8-bit floats is rounded the other way."""
+    """True if an answer differs as it may if a number midway between two 8-bit floats is rounded the other way."""
     try:
         assert_same([one], [other])
     except AssertionError:
@@ -172,7 +174,7 @@ def is_off(one: Answer, other: Answer) -> bool:
 
 
 def cases(name: str, asked: argparse.Namespace) -> Iterator[Case]:
-    """Those that are asked for, and that the family is not refused with."""
+    """Returns the requested cases that are not refused for the family."""
     ranks, stages = asked.tensor_parallel, asked.stages
     if asked.engines > 1:
         yield Case(f"{asked.engines} engines", {"graphs": {"max_graphs": 3, "warm_up": "skeleton"}}, {})
@@ -188,7 +190,7 @@ def cases(name: str, asked: argparse.Namespace) -> Iterator[Case]:
 
 
 def every_case(name: str) -> Iterator[Case]:
-    """Of one worker."""
+    """Yields every case of one worker."""
     yield Case("dense", {}, {})
     yield Case("true shapes", {"graphs": {"mode": "off"}}, {})
     swap = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
@@ -198,12 +200,12 @@ def every_case(name: str) -> Iterator[Case]:
     if name not in (*WINDOWS, IN_ALL_LAYERS, "bloom"):
         chosen = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
         yield Case("all blocks chosen", chosen, {})
-        # refused beside a number of blocks
+        # refused with a number of blocks
         yield Case("slots for tokens", {"kv_cache": {"granularity": "token"}}, {"num_gpu_blocks_override": None})
 
 
 def check(name: str, model: Path, scheme: str | None, case: Case, engines: int) -> str:
-    """What has run."""
+    """Checks a family, and describes what has run."""
     if engines > 1:
         return serve_divided(name, *written(model, scheme), case, engines)
     if case.what == "8-bit cache":
@@ -213,9 +215,9 @@ def check(name: str, model: Path, scheme: str | None, case: Case, engines: int) 
 
 
 def written(model: Path, scheme: str | None) -> tuple[Path, Path]:
-    """The model to serve, and the one that Transformers computes.
+    """Writes the model to serve, and the one for Transformers.
 
-    Raises ValueError where no weight is quantised: names of layers that the writer does not know.
+    Raises ValueError if no weight is quantised, because the writer does not know the names of layers.
     """
     if scheme is None:
         return model, model
@@ -227,7 +229,7 @@ def written(model: Path, scheme: str | None) -> tuple[Path, Path]:
 
 
 def main() -> int:
-    """Checks each family; the exit status says whether all were right."""
+    """Checks each family; the exit status tells whether all were right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", metavar="NAME", help="of them; all by default")
     parser.add_argument("--more", action="store_true", help="also with the features that a family has")

@@ -1,7 +1,7 @@
 """Loads stored prompts in part on the device that VLLM_GAUDI_UCM_DEVICE names: GSA, memory mode and the KV connector.
 
-Over memory and files, with graphs and operator by operator. Where nothing may be missed, answers must be those of whole
-loads, and first tokens those without a store; else blocks must stay in the store and come back.
+Over memory and files, with graphs and operator by operator. If no block may be missed, answers must equal those of
+whole loads, and first tokens those without a store. Otherwise, blocks must stay in the store and come back.
 usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device_partial_loads.py
 """
 
@@ -17,15 +17,16 @@ from vllm.platforms import current_platform
 
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
-# Blocks that are stored, and tokens behind them that are computed. One is a decode, and so chooses blocks whenever it
-# runs; from two on they run in a graph for prompt remainders, and attend to everything where nothing is missing.
+# Stored blocks, and the computed tokens after them. One token is a decode, which always chooses blocks; two or more run
+# in a graph for prompt remainders, and attend to everything if no block is missing.
 SIZES = (40, 1), (30, 2), (25, BLOCK // 2), (20, BLOCK)
 STORED = sum(blocks for blocks, _ in SIZES)
 
 
 class Found(NamedTuple):
-    """Of the prompts when they are stored: answers, and blocks that the connector brought; by memory mode: blocks left
-    in the store, blocks that came back later, blocks lost; first steps that were computed twice."""
+    """Results for stored prompts: answers, and blocks that the connector loaded; by memory mode: blocks left in the
+    store, blocks that came back later, blocks lost; first steps that were computed twice.
+    """
 
     answers: list[list[int]]
     brought: int = 0
@@ -41,7 +42,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def graph_modes() -> tuple[str, str]:
-    """How steps run: as graphs where the device has them, else at true shapes; and operator by operator."""
+    """Returns how steps run: as graphs if the device has them, otherwise at true shapes; and operator by operator."""
     return ("off" if current_platform.device_type == "cpu" else "capture"), "eager"
 
 
@@ -87,7 +88,7 @@ class StoredEngine(Engine):
 
     def _forget(self) -> None:
         for _ in range(3):
-            # the end of a request is told with the next step
+            # the end of a request is reported with the next step
             self.llm.llm_engine.step()
         assert self._worker.saver.flush(30.0)
         assert self.llm.reset_prefix_cache()
@@ -130,10 +131,12 @@ def check_nothing_missed(folder: str, kind: str, mode: str, whole: Found, dense:
 
 
 def check_left_in_store(folder: str, kind: str, mode: str) -> tuple[bool, list[list[int]]]:
-    """First steps stand, whatever they miss. Also their tokens; what comes later depends on when blocks arrive."""
+    """Checks first steps, which are final whatever they miss, and their tokens; later results depend on when blocks
+    arrive.
+    """
     prompts = make_prompts()
     engine = StoredEngine(folder, gsa(mode, max_missed=1.0), kind)
-    # one token: what later ones want depends on time, and what was wanted more often is loaded rather
+    # one token: blocks for later ones depend on time, and frequently needed blocks are loaded first
     engine.answers(prompts, 1)
     first, later = (engine.stored_answers(prompts, count) for count in (1, NEW_TOKENS))
     engine.end()

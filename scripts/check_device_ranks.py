@@ -2,8 +2,8 @@
 
 The model is small, random and in float32; the workers replay CUDA graphs with NCCL's collectives, and compare in each
 step what they run (`ucm.distributed.check_ranks`). For machines that CI does not have: needs no network.
-With --one-gpu all workers share a GPU: NCCL takes each for a host of its own and goes through sockets. That is slow,
-because the GPU shows each worker in turn, but it is the same code on a machine with one GPU.
+With --one-gpu all workers share a GPU: NCCL treats each as a host of its own and uses sockets. That is slow, because
+the GPU runs the workers in turn, but it is the same code on a machine with one GPU.
 usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device_ranks.py --sizes 2x1,4x1,1x2,2x2
 """
 
@@ -26,7 +26,7 @@ from vllm_gaudi_ucm.platform.worker import UcmWorker
 
 NEW_TOKENS = 24
 ALL_BLOCKS: dict[str, Any] = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 256}
-# Every block is chosen, so tokens are those of dense attention; scores of all heads are averaged over the workers.
+# Every block is chosen, so tokens equal dense attention's; scores of all heads are averaged over the workers.
 GSA: dict[str, Any] = {
     "ucm_sparse_method": "GSA",
     "ucm_sparse_config": {"GSA": {**ALL_BLOCKS, "dense_layers": [0], "reuse_layers": 2}},
@@ -49,14 +49,14 @@ class OneGpuWorker(UcmWorker):
     """A worker that shares GPU 0 with the others."""
 
     def init_device(self) -> None:
-        # NCCL refuses two ranks on a GPU of one host; with names of their own they talk through sockets
+        # NCCL refuses two ranks on a GPU of one host; with host names of their own they use sockets
         os.environ.update(NCCL_HOSTID=f"worker-{self.rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         CudaDevice.take = lambda self, index: take(self, 0)  # type: ignore[method-assign]
         super().init_device()
 
 
 def serve(folder: Path, case: str, tensor: int, pipeline: int, one_gpu: bool) -> dict[str, Any]:
-    """In a process of its own: tokens of all prompts, seconds of the start and of the requests."""
+    """Serves in a process of its own; returns tokens of all prompts, seconds of the start and of the requests."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     from vllm_gaudi_ucm.observability.phase_log import read_phase_log
@@ -112,7 +112,7 @@ def served(folder: Path, case: str, tensor: int, pipeline: int, one_gpu: bool) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compares, prints a line for each engine; 1 where tokens differ."""
+    """Compares, and prints a line for each engine; returns 1 if tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", nargs=2, metavar=("JSON", "FILE"), help="the process of one engine")
     parser.add_argument("--sizes", default="2x1,4x1,1x2,2x2", help="tensor x pipeline sizes (default: %(default)s)")

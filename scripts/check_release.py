@@ -1,4 +1,4 @@
-"""Checks what a release's files hold: the wheel, and with --bill its bill of materials, too.
+"""Checks the content of a release's files: the wheel, and with --bill its bill of materials, too.
 
 usage: python scripts/check_release.py WHEEL [--bill NAME.cdx.json]
 """
@@ -19,12 +19,12 @@ from packaging.utils import canonicalize_name
 
 from vllm_gaudi_ucm.ops.cpu.native.levels import LEVELS
 
-# what an environment brings without being asked
+# files that an environment adds by itself
 NOT_ASKED_FOR = frozenset({"pip", "setuptools"})
 
 
 def wheel_faults(wheel: Path) -> Iterator[str]:
-    """Yields what is wrong with a wheel, in words."""
+    """Yields the faults of a wheel, in words."""
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())
     missing = sorted({f"vllm_gaudi_ucm/ops/cpu/native/portable/{level.file}" for level in LEVELS} - names)
@@ -33,7 +33,7 @@ def wheel_faults(wheel: Path) -> Iterator[str]:
 
 
 def bill_faults(bill: Path, wheel: Path) -> Iterator[str]:
-    """Yields what the bill of materials says otherwise than the wheel, in words."""
+    """Yields contradictions between the bill of materials and the wheel, in words."""
     about = _metadata(wheel)
     content = json.loads(bill.read_text(encoding="utf-8"))
     root = content["metadata"]["component"]

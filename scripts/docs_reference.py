@@ -96,5 +96,5 @@ with mkdocs_gen_files.open("failure-modes.md", "w") as page:
 
 for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
     with mkdocs_gen_files.open(name.lower(), "w") as page:
-        # the site begins where the repository has docs/
+        # the site begins with the folder docs/ of the repository
         page.write((ROOT / name).read_text(encoding="utf-8").replace("](docs/", "]("))

@@ -3,8 +3,8 @@
     python scripts/draw_walks.py            # writes the files, and links each below the heading of its walk
 
 A walk is a section `## The way of ...` with numbered lines that begin with `file` `name` pairs. Subsections `### ...`
-are alternatives, drawn as columns. `make drawings` runs this; tests/docs/test_walks.py fails where a drawing is older
-than its walk. Standard library only.
+are alternatives, drawn as columns. `make drawings` runs this; tests/docs/test_walks.py fails if a drawing is older than
+its walk. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 FOLDER = Path("images") / "walks"  # below docs/
 
 _SECTION = re.compile(r"^## (The way of .+?)$\n(.*?)(?=^## |\Z)", re.M | re.S)
-# a numbered line with what continues it, the line before some of them, such as "In the scheduler:", or a subsection
+# a numbered line with its continuation, the line before some of them, such as "In the scheduler:", or a subsection
 _ITEM = re.compile(r"^(?:\d+\. (.*(?:\n(?!\d+\. |\n).*)*)|([A-Z][^`\n]*):\n(?=\n\d+\. )|### (.+))", re.M)
 _PAIR = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
@@ -58,7 +58,7 @@ DARK = """
 
 @dataclass(frozen=True)
 class Stop:
-    """A numbered line. places: (file, name). text: what happens there.
+    """A numbered line. places: (file, name). text: the description.
 
     part: the part of the walk, such as "In the scheduler"; empty in a walk of one part.
     way: the alternative, such as "In a bucket"; empty in a walk of one way.
@@ -87,7 +87,7 @@ class Walk:
 
     @property
     def file(self) -> Path:
-        """Of the drawing, relative to docs/."""
+        """The file of the drawing, relative to docs/."""
         return FOLDER / (re.sub(r"\W+", "-", self.title.lower()) + ".svg")
 
     @property
@@ -146,14 +146,14 @@ def svg(walk: Walk) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """Stops one below the other. beside: pixels left of the boxes for a room's name; 0: it is above them."""
+    """A column of stops. beside: pixels left of the boxes for a room's name; 0: the name is above them."""
 
     left: int
     width: int
     beside: int
 
     def draw(self, stops: Sequence[Stop], rooms: Sequence[str]) -> tuple[list[str], int]:
-        """Shapes, and where they end."""
+        """Draws the column; returns the shapes, and where they end."""
         shapes: list[str] = []
         top = MARGIN
         end: int | None = None  # where the last stop's arrow begins
@@ -225,7 +225,7 @@ def _arrow(x: int, begin: int, end: int) -> str:
 
 
 def drawings(page: str) -> dict[Path, str]:
-    """Every file, relative to docs/, with what belongs into it."""
+    """Returns every file, relative to docs/, with its content."""
     return {walk.file: svg(walk) for walk in walks(page)}
 
 
@@ -238,7 +238,7 @@ def linked(page: str) -> str:
 
 
 def main() -> None:
-    """Writes the files that are not current, and removes those of walks that are gone."""
+    """Writes outdated files, and removes files of walks that no longer exist."""
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(linked(page), encoding="utf-8")
     current = drawings(page)

@@ -1,4 +1,4 @@
-"""Which tests hold each line of docs/failure-modes.md, by the tags `covers: A1 B2` in their docstrings."""
+"""Finds the tests that hold each line of docs/failure-modes.md, by the tags `covers: A1 B2` in their docstrings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 3
 
 
 def lines(text: str) -> dict[str, str]:
-    """Returns the lines of the page: their number to what goes wrong."""
+    """Returns the lines of the page: their number to the failure."""
     return dict(ROW.findall(text))
 
 

@@ -1,4 +1,4 @@
-"""Stands in for a source distribution's build backend where pip needs its metadata only: no code of it runs."""
+"""Replaces a source distribution's build backend when pip needs only metadata: none of its code runs."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from packaging.version import Version
 
 _HEADING = re.compile(r"^## (?P<title>\S+).*$", re.MULTILINE)
-# a link to a file of the repository, which leads nowhere from the page of a release
+# a link to a file of the repository, which is broken on a release's page
 _FILE_LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?![a-z]+:)(?P<file>[^)#]+)[^)]*\)")
 
 
 class NoNotesError(RuntimeError):
-    """A version has no notes; the message says what was found, and what to do."""
+    """Raised if a version has no notes; the message tells what was found, and what to do."""
 
 
 def notes_of(version: str, changelog: Path) -> str:

@@ -1,8 +1,9 @@
-"""Prints what an installed distribution requires, without torch and its companions, as lines of a requirements file.
+"""Prints the requirements of an installed distribution, without torch and its companions, as lines of a requirements
+file.
 
 usage: python scripts/requirements_of.py DISTRIBUTION [--unmet]
 
---unmet: only what this environment lacks, or has in another version. pip adds what the missing ones bring.
+--unmet: only what this environment lacks, or has in another version. pip adds the requirements of missing ones.
 """
 
 import sys

@@ -9,7 +9,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DEVICES = {
-    "cpu": ("CPU", "Tokens are those of Transformers for a small model of the family, in float32."),
+    "cpu": ("CPU", "Tokens equal those of Transformers for a small model of the family, in float32."),
     "gaudi": (
         "Gaudi",
         "On the [simulated card](contributing.md#the-simulated-card), which is no Gaudi.",
@@ -34,7 +34,7 @@ def load() -> dict[str, Any]:
 
 
 def cells(table: dict[str, Any], family: str, device: str) -> dict[str, str]:
-    """Feature -> test, or "refused: ..."; those of the family that it is like are its own, too."""
+    """Feature -> test, or "refused: ..."; cells of the family that it resembles are its own, too."""
     entry = table["families"][family]
     like = table["families"].get(entry.get("like"), {})
     return {**like.get("refused", {}), **entry.get("refused", {}), **entry.get(device, {})}
@@ -52,7 +52,7 @@ def _features(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _section(table: dict[str, Any], device: str) -> Iterator[str]:
-    """Families of which a test on the device exists, and whether there are others."""
+    """Lists families with a test on the device, and whether there are others."""
     name, how = DEVICES[device]
     tested = [family for family, entry in table["families"].items() if device in entry]
     others = "" if len(tested) == len(table["families"]) else " The other families are unknown."

@@ -50,10 +50,11 @@ def fetch(version: str, cache: Path = CACHE) -> Path:
 
 
 def download(version: str, folder: Path) -> Path:
-    """Has pip download the source distribution into `folder`, checked against the hash of the index; returns its path.
+    """Makes pip download the source distribution into `folder`, checked against the hash of the index; returns its
+    path.
 
-    pip asks a build backend for the metadata. vLLM's would run its setup.py, and need torch and compilers: the stand-in
-    returns what the archive says.
+    pip gets the metadata from a build backend. vLLM's would run its setup.py, and need torch and compilers; the
+    stand-in returns the archive's metadata.
     """
     stand_in = folder / "stand-in" / "setuptools"
     stand_in.mkdir(parents=True)
@@ -65,7 +66,7 @@ def download(version: str, folder: Path) -> Path:
         *("--no-build-isolation", "--no-binary", "vllm", "--dest", str(archives), f"vllm=={version}"),
     ]
     path = os.pathsep.join(filter(None, (str(stand_in.parent), os.environ.get("PYTHONPATH"))))
-    # pip's own lines and progress go where messages belong: the caller's output may be read by a program
+    # pip's own lines and progress go to stderr: the caller's output may be read by a program
     run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=STDERR, check=False)
     found = sorted(archives.glob("vllm-*.tar.gz")) if archives.is_dir() else []
     if run.returncode or len(found) != 1:
@@ -77,9 +78,9 @@ def download(version: str, folder: Path) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpacks the files and folders of a tar archive, no links, below `folder`; returns the one folder that is in it.
+    """Unpacks the files and folders of a tar archive, no links, below `folder`; returns its single folder.
 
-    Raises `SourcesError` if an entry would lie elsewhere, or if there is more than one folder at the top.
+    Raises `SourcesError` if an entry would be elsewhere, or if there is more than one folder at the top.
     """
     with tarfile.open(archive) as tar:
         # like tarfile's filter "data", which Python 3.11.2 lacks

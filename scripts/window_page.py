@@ -2,7 +2,7 @@
 
 usage: python -m scripts.window_page [FILE]
 
-FILE: what `make test-window` wrote; it becomes docs/window.json. Without it the table is made from docs/window.json.
+FILE: the output of `make test-window`; it becomes docs/window.json. Without it the table is made from docs/window.json.
 """
 
 from __future__ import annotations

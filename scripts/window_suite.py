@@ -1,4 +1,4 @@
-"""The small suite for pairs of vLLM and torch, from requirements/window.toml, and what a run of it found."""
+"""The small suite for pairs of vLLM and torch, from requirements/window.toml, and the results of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 @dataclass(frozen=True)
 class Suite:
-    """Pairs and what they stand for; parts and their tests; tests that a part leaves out."""
+    """Pairs with their descriptions; parts and their tests; tests that a part leaves out."""
 
     pairs: dict[str, str]
     parts: dict[str, list[str]]
@@ -30,7 +30,7 @@ class Suite:
         return [test for part in parts for test in self.parts[part]] + ignored
 
     def part_of(self, nodeid: str) -> str:
-        """The part that names this test, its file or its folder. Raises KeyError where none does."""
+        """The part that names this test, its file or its folder. Raises KeyError if none does."""
         for part, tests in self.parts.items():
             if any(nodeid == test or nodeid.startswith((f"{test}/", f"{test}::", f"{test}[")) for test in tests):
                 return part
@@ -44,9 +44,9 @@ def load() -> Suite:
 
 @dataclass
 class PairResult:
-    """What a run found on one pair: versions, and for each part how many tests passed, failed and were skipped.
+    """The results of a run on one pair: versions, and for each part how many tests passed, failed and were skipped.
 
-    failed: names of the tests that failed, and what stopped the run if it found no tests at all.
+    failed: names of failed tests, or the error that stopped the run if it found no tests at all.
     """
 
     vllm: str
@@ -65,7 +65,7 @@ class PairResult:
 
 
 def read_report(path: Path, suite: Suite, result: PairResult) -> None:
-    """Adds to `result` what pytest wrote to its JUnit file (family `xunit1`, which names the files of tests)."""
+    """Adds to `result` the content of pytest's JUnit file (family `xunit1`, which names the files of tests)."""
     counts: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(path).iter("testcase"):
         nodeid = _nodeid(case)
@@ -78,7 +78,7 @@ def read_report(path: Path, suite: Suite, result: PairResult) -> None:
 
 def _nodeid(case: ElementTree.Element) -> str:
     path = case.get("file") or ""
-    if not path:  # a file that could not be collected has its path for a name
+    if not path:  # a file that could not be collected has its path as a name
         return (case.get("name") or case.get("classname") or "").replace(".", "/") + ".py"
     # a test in a class has the class behind the module
     module = path.removesuffix(".py").replace("/", ".")

@@ -26,7 +26,7 @@ progress = Console(stderr=True)
 def compared(tree: SourceTree, baseline: SourceTree, table: Table | None = None) -> tuple[list[Finding], int]:
     """Findings in a version's sources, and the number of rows.
 
-    baseline: the version by whose types the code is read. table: None takes what the code uses of the baseline.
+    baseline: the version whose types are used to read the code. table: None takes the uses of the baseline.
     """
     uses = find_uses(our_sources(), baseline)
     rows = Rows([(baseline, uses)]).contracts() if table is None else table
@@ -34,7 +34,7 @@ def compared(tree: SourceTree, baseline: SourceTree, table: Table | None = None)
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Prints what differs; returns 1 if something does not work any more."""
+    """Prints the differences; returns 1 if some use no longer works."""
     with progress.status("Reading vLLM and the code that uses it"):
         tree = sources_of(options.vllm)
         baseline = sources_of(options.against) if options.against else installed_sources() or tree
@@ -47,7 +47,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def refresh(options: argparse.Namespace) -> int:
-    """Writes the table of what the code uses of these versions; returns 1 if the code does not work with one."""
+    """Writes the table of the code's uses of these versions; returns 1 if the code does not work with one."""
     with progress.status("Reading vLLM and the code that uses it") as status:
         trees = [sources_of(named) for named in options.vllm]
         ours = our_sources()

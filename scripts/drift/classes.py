@@ -1,4 +1,4 @@
-"""Classes as sources have them: bases, members, what is abstract, and how they are constructed."""
+"""Classes in sources: bases, members, abstract ones, and how they are constructed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Member:
     """A name that a class has.
 
     owner: full name of the class that defines it. annotation: its type, a property's result; None if it has none.
-    value: what is assigned. maker: the method that assigns it to `self`.
+    value: the assigned value. maker: the method that assigns it to `self`.
     """
 
     owner: str
@@ -52,12 +52,12 @@ class Member:
 
     @property
     def text(self) -> str:
-        """What the member is, in one line."""
+        """Describes the member in one line."""
         if self.kind == "method" and isinstance(self.node, FUNCTIONS):
             return ("async " if isinstance(self.node, ast.AsyncFunctionDef) else "") + text_of(self.node)
         typed = unquoted(self.annotation)
         type_ = "" if typed is None else f": {ast.unparse(typed)}"
-        # whether a field has a default tells who must give it; values of attributes are no contract
+        # a default of a field decides whether callers must pass it; values of attributes are not a contract
         return self.kind + type_ + (" = ..." if self.kind == "field" and self.value is not None else "")
 
 
@@ -92,7 +92,7 @@ class Class:
         found: dict[str, Class] = {}
         for base in self.bases:
             for one in base.family:
-                # what several bases share comes behind all of them
+                # a base shared by several comes after all of them
                 found.pop(one.name, None)
                 found[one.name] = one
         return [self, *found.values()]
@@ -142,7 +142,7 @@ class Class:
                         yield Member(self.name, target.attr, "attribute", self.module, node, typed, value, method)
 
     def member(self, name: str) -> Member | None:
-        """The member of this name, its own or inherited; the one with a type, if a subclass gives it a value only."""
+        """The member of this name, own or inherited; the one with a type, if a subclass only assigns a value."""
         found = [one.own_members[name] for one in self.family if name in one.own_members]
         typed = (one for one in found if one.kind != "attribute" or one.annotation is not None)
         return next(typed, found[0]) if found else None
@@ -179,7 +179,7 @@ class Class:
 
     @property
     def _constructing(self) -> Class | None:
-        """The class of the family that says how instances are made: by a constructor, or by its fields."""
+        """Returns the class of the family that defines how instances are made: by a constructor, or by its fields."""
         return next((one for one in self.family if CONSTRUCTOR in one.own_members or one.is_data), None)
 
     def _fields(self) -> Iterator[tuple[str, bool, bool]]:
@@ -200,14 +200,14 @@ class Class:
 
     @property
     def text(self) -> str:
-        """What the class is, in one line: its bases, and what is abstract in it."""
+        """Describes the class in one line: its bases, and its abstract members."""
         bases = ", ".join(ast.unparse(base) for base in self.node.bases)
         abstract = ", ".join(sorted(self.missing()))
         return f"class({bases})" + (f", abstract: {abstract}" if abstract else "")
 
     @property
     def constructor_text(self) -> str | None:
-        """The constructor as it is written; for a dataclass its fields."""
+        """Returns the constructor as written; for a dataclass, its fields."""
         one = self._constructing
         if one is None:
             return None
@@ -249,7 +249,9 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast.e
 
 
 def named(tree: SourceTree, module: Module, node: ast.expr) -> str | None:
-    """The full name of what an expression such as `config.VllmConfig` names in a module; None if it names nothing."""
+    """Returns the full name of the object that an expression such as `config.VllmConfig` names in a module; None if
+    there is none.
+    """
     if isinstance(node, ast.Subscript):
         return named(tree, module, node.value)
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""What differs between the table and one version of vLLM, and whether this package's code still works with it."""
+"""Finds differences between the table and one version of vLLM, and whether this package's code still works with it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Table = Mapping[tuple[str, str], Contract]
 class Finding:
     """One difference.
 
-    is_broken: the code does not work with it. kind: vanished, moved, changed or abstract. says: the difference, and
-    what to do, as a sentence. was, now: signatures or types. places: uses, as file:line and how.
+    is_broken: the code does not work with it. kind: vanished, moved, changed or abstract. says: a sentence with the
+    difference and the remedy. was, now: signatures or types. places: uses, as file:line and how.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 class Comparison:
-    """Compares the table with a version. uses: of the code, which say where a name is used, and how it is called."""
+    """Compares the table with a version. uses: the code's uses of names, with places and calls."""
 
     def __init__(self, table: Table, version: Version, uses: Uses) -> None:
         self._table, self._version, self._uses = table, version, uses
@@ -112,7 +112,7 @@ class Comparison:
         return [name for name in same if get_close_matches(row.member, [name], cutoff=0.3)][:3]
 
     def _problems(self, row: Contract, now: Described) -> Iterator[str]:
-        """Why the code does not work with the name as it is now."""
+        """Yields why the code does not work with the name in the version."""
         was, is_now = _kind(row.what[-1]), _kind(now.text)
         if was != is_now and "function" in (was, is_now):
             yield f"It was a {was}, and is a {is_now} now"
@@ -129,7 +129,7 @@ class Comparison:
                 yield f"{use.place} calls it in a way that it does not take: {problem}"
 
     def _class(self, ours: Class) -> Iterator[Finding]:
-        """What a class of this package lacks, and which of its methods cannot take vLLM's calls."""
+        """Yields members that a class of this package lacks, and methods that cannot take vLLM's calls."""
         called = ours.name.removeprefix(f"{OURS}.")
         bases = [one.name for one in ours.family if one.name.startswith(f"{VLLM}.")]
         theirs = [class_ for name in bases if (class_ := self._version.class_(name)) is not None]
@@ -156,7 +156,7 @@ class Comparison:
 
 
 def _refusal(use: Use, now: Described) -> str | None:
-    """Why a call is refused. A method that is called by its class is given `self`, too."""
+    """Returns why a call is refused. A method that is called by its class is given `self`, too."""
     assert use.call is not None
     assert now.signature is not None
     problem = use.call.problem(now.signature)
@@ -166,7 +166,7 @@ def _refusal(use: Use, now: Described) -> str | None:
 
 
 def _overriding(ours: Class) -> dict[str, tuple[Signature, str]]:
-    """Methods of a class of this package: their parameters without `self`, and where they are."""
+    """Returns the methods of a class of this package: their parameters without `self`, and their places."""
     found = {}
     for name, member in ours.own_members.items():
         if member.signature is not None and not (name.startswith("__") and name.endswith("__")):
@@ -188,7 +188,7 @@ def _is_derived(row: Contract) -> bool:
 
 
 def _alike(name: str, names: Iterable[str]) -> list[str]:
-    """Names of the same words in another order, else those with almost the same letters."""
+    """Returns names of the same words in another order, otherwise names with almost the same letters."""
     words, known = sorted(name.split("_")), sorted(names)
     same = [one for one in known if sorted(one.split("_")) == words]
     return same or get_close_matches(name, known, n=2, cutoff=0.75)
@@ -216,7 +216,7 @@ def parsed(text: str) -> Signature | None:
 
 
 def _difference(was: str, now: str) -> str:
-    """How two texts of the table differ, in words."""
+    """Describes how two texts of the table differ."""
     before, after = parsed(was), parsed(now)
     if before is None or after is None:
         return "Its type, or what it is, has changed"

@@ -46,27 +46,27 @@ class Scope:
 
 
 Seen = Callable[[Member | Place, ast.expr], None]
-"""Is told each member or name that an expression uses, and the expression."""
+"""A callback for each member or name that an expression uses, and the expression."""
 
 
 class Inference:
     """Types of expressions in one tree.
 
-    seen: told of what is used, as often as an expression is looked at. quiet: one that tells nobody, whose results are
-    taken over.
+    seen: called for each use, as often as an expression is visited. quiet: an inference without callbacks, whose
+    results are reused.
     """
 
     def __init__(self, tree: SourceTree, seen: Seen | None = None, quiet: Inference | None = None) -> None:
         self.tree = tree
         self.annotations = Annotations(tree)
         self._seen = seen or (lambda member, node: None)
-        # what a variable or a member is does not count as used by whoever reads it
+        # the definition of a variable or a member does not count as a use by its readers
         self.quiet: Inference = quiet or self
         self._busy: set[tuple[str, str]] = set() if quiet is None else quiet._busy
         self._members: dict[tuple[str, str, tuple[Types, ...]], Types] = {} if quiet is None else quiet._members
 
     def types(self, node: ast.expr | None, scope: Scope) -> Types:
-        """What an expression may be."""
+        """Returns the possible types of an expression."""
         if node is None:
             return UNKNOWN
         known = getattr(self, f"_{type(node).__name__}", None)
@@ -84,7 +84,7 @@ class Inference:
         return UNKNOWN if name is None else self.of_name(name, node)
 
     def of_name(self, name: str, node: ast.expr | None = None) -> Types:
-        """The type of what a full name stands for: a module, a class, a function or a variable."""
+        """Returns the type of the object of a full name: a module, a class, a function or a variable."""
         if not self.tree.owns(name):
             return UNKNOWN
         class_ = class_at(self.tree, name)
@@ -349,7 +349,7 @@ class Inference:
         return inner
 
     def bind(self, target: ast.expr, types: Types, scope: Scope, *, replaces: bool = True) -> None:
-        """Gives the names of a target their types. replaces: what the name was before does not count."""
+        """Binds the names of a target to their types. replaces: earlier types of the name do not count."""
         if isinstance(target, ast.Name):
             if replaces:
                 scope.names[target.id] = types

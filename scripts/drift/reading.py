@@ -12,7 +12,7 @@ from scripts.drift.source_tree import FUNCTIONS, Module, Place
 from scripts.drift.types import UNKNOWN, Type, Types, elements, parameters_of, substituted
 
 Found = Callable[[Member | Place | Class, ast.expr, bool], None]
-"""Is told what is used (a class: it is constructed), the expression, and whether it is written."""
+"""A callback for a use (a class: its construction), the expression, and whether it is written."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -23,7 +23,7 @@ _BINDING = (
 
 
 class Reading(ast.NodeVisitor):
-    """Visits a module's code, with the types of its names. found: told of each use."""
+    """Visits a module's code, with the types of its names. found: called for each use."""
 
     def __init__(self, module: Module, quiet: Inference, found: Found) -> None:
         self._tree, self._module, self._found = quiet.tree, module, found
@@ -41,7 +41,7 @@ class Reading(ast.NodeVisitor):
         self._found(member, node, is_written)
 
     def _block(self, body: list[ast.stmt]) -> None:
-        """Statements of one scope: first what their names are, then what they use."""
+        """Visits the statements of one scope: first their names, then their uses."""
         binding = [node for statement in body for node in _of_scope(statement) if isinstance(node, _BINDING)]
         # twice, so that a name of a loop's end is known at its beginning
         for node in (*binding, *binding):
@@ -55,7 +55,7 @@ class Reading(ast.NodeVisitor):
         yield
         self._scope = outer
 
-    # what names are
+    # types of names
 
     def _bind_node(self, node: ast.AST) -> None:
         quiet, scope = self._quiet, self._scope
@@ -99,7 +99,7 @@ class Reading(ast.NodeVisitor):
         own = self._scope.own_class
         return UNKNOWN if own is None else _instances(self._quiet.of_name(own.name))
 
-    # what they use
+    # uses
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for base in (*node.bases, *node.decorator_list):
@@ -176,7 +176,7 @@ class Reading(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _called(self, name: str, node: ast.Call) -> None:
-        """Functions are told with their call; members are, too, in `Uses`, by the expression that reads them."""
+        """Reports functions with their call; `Uses` reports members by the expression that reads them."""
         place = self._tree.find(name)
         if place is not None and isinstance(place.node, FUNCTIONS):
             self._found(place, node, False)
@@ -190,7 +190,7 @@ class Reading(ast.NodeVisitor):
             if isinstance(member.node, FUNCTIONS):
                 self._expect_parameters(node, member.node, member.module, skip=not member.is_static)
 
-    # parameters of lambdas, by where they are given
+    # parameters of lambdas, by their places
 
     def _expect(self, node: ast.expr, types: Types) -> None:
         if not types:
@@ -262,7 +262,7 @@ def _methods(node: ast.ClassDef) -> Iterator[ast.stmt]:
 
 
 def _of_scope(node: ast.AST) -> Iterator[ast.AST]:
-    """A statement and what is inside, without the bodies of functions and classes."""
+    """Yields a statement and its parts, without the bodies of functions and classes."""
     yield node
     if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
         return

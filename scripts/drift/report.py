@@ -29,7 +29,7 @@ def as_json(findings: Sequence[Finding], named: str, rows: int) -> str:
 
 
 def print_report(findings: Sequence[Finding], named: str, rows: int, console: Console) -> None:
-    """Prints the findings by what has happened to the name; the last line counts them."""
+    """Prints the findings by kind of change; the last line counts them."""
     for line in _lines(findings):
         console.print(line, soft_wrap=True, highlight=False)
     broken = sum(finding.is_broken for finding in findings)

@@ -14,7 +14,7 @@ BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a call. Those behind a star are not known: one may stand for any number."""
+    """Arguments of a call. Arguments after a star are unknown: one may stand for any number."""
 
     positional: int
     keywords: tuple[str, ...]
@@ -28,10 +28,10 @@ class Call:
         return cls(len(node.args) - len(stars), keywords, bool(stars), len(keywords) < len(node.keywords))
 
     def problem(self, signature: Signature) -> str | None:
-        """Why a function with this signature cannot be called so; None if it can."""
+        """Returns why a function with this signature cannot be called this way; None if it can."""
         parameters = list(signature.parameters.values())
         if self.has_star or self.has_stars:
-            # what the stars bring may be what is missing
+            # the starred arguments may include the missing ones
             parameters = [one.replace(default=_DEFAULT) if one.kind not in ANY_NUMBER else one for one in parameters]
             signature = Signature(parameters)
         try:
@@ -79,7 +79,7 @@ def signature_of_fields(fields: Iterable[tuple[str, bool, bool]]) -> Signature:
 
 
 def text_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """A signature as it is written, without the quotes of types: `(self, request: Request) -> int`."""
+    """Returns a signature as written, without the quotes of types: `(self, request: Request) -> int`."""
     plain = _WithoutQuotes().visit(ast.parse(ast.unparse(_header(node))))
     text = ast.unparse(plain).removesuffix(":\n    pass")
     return text[text.index("(") :]
@@ -106,7 +106,7 @@ class _WithoutQuotes(ast.NodeTransformer):
 
 
 def unquoted(annotation: ast.expr | None) -> ast.expr | None:
-    """A type that stands in quotes, parsed; any other as it is."""
+    """Parses a quoted type; returns any other unchanged."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         try:
             return ast.parse(annotation.value, mode="eval").body
@@ -142,7 +142,7 @@ def refused_calls(base: Signature, ours: Signature) -> list[str]:
     more = [one for one in mine if one.name not in base.parameters and one.kind not in ANY_NUMBER]
     number = len([one for one in base.parameters.values() if one.kind in BY_PLACE])
     if any(one.kind in ANY_NUMBER for one in base.parameters.values()):
-        # what it is given is not known
+        # its arguments are unknown
         return problems
     for one in more:
         extra = one.kind is Parameter.KEYWORD_ONLY or places.index(one) >= number

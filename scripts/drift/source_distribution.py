@@ -17,7 +17,7 @@ _VERSION = re.compile(r"\d+(\.\d+)+\w*")
 
 
 class SourcesError(Exception):
-    """Sources that cannot be read. The message says what to give instead."""
+    """Raised for sources that cannot be read. The message tells what to pass instead."""
 
 
 class NoIndexError(SourcesError):
@@ -87,7 +87,9 @@ def _kept(file: Path, target: Path) -> Path:
 
 
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """Writes a Python file of the package into `folder`; leaves out all else, as links and paths that lead away."""
+    """Writes a Python file of the package into `folder`; skips everything else, such as links and paths that lead
+    outside.
+    """
     parts = Path(member.name).parts
     if not member.isreg() or not member.name.endswith(".py") or parts[1:2] != (VLLM,) or ".." in parts:
         return

@@ -1,4 +1,4 @@
-"""Python packages as sources: modules, what their names are bound to, and where a name is defined."""
+"""Python packages as sources: modules, the bindings of their names, and where a name is defined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Place:
-    """A definition, and the module that it stands in.
+    """A definition, and its module.
 
     name: its full name; a method's has its class before it.
     """
@@ -29,7 +29,7 @@ class Place:
 class Module:
     """One source file.
 
-    imports: what its imported names stand for, at any depth of `if` and `try`; several for a name that is tried in
+    imports: the full names of its imported names, at any depth of `if` and `try`; several for a name that is tried in
     several places.
     """
 
@@ -79,7 +79,7 @@ class Module:
 
 
 def imported_names(module: Module, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """For each name that an import binds the full name that it stands for; for a star the module."""
+    """Returns the full name for each name that an import binds; for a star, the module."""
     for alias in node.names:
         if isinstance(node, ast.Import):
             top = alias.name.partition(".")[0]
@@ -117,7 +117,7 @@ class SourceTree:
                 parts = file.relative_to(folder).with_suffix("").parts
                 parts = parts[:-1] if parts[-1] == "__init__" else parts
                 module = ".".join((name, *parts))
-                # a folder may stand for a part of the package
+                # a folder may be a part of the package
                 if self._file(module) == file:
                     yield module, file
 
@@ -144,7 +144,7 @@ class SourceTree:
         return next((file for file in found if file.is_file()), None)
 
     def find(self, name: str) -> Place | None:
-        """Where a full name is defined, through imports of other modules; None if it is not there."""
+        """Finds where a full name is defined, through imports of other modules; None if it does not exist."""
         return self._find(name, frozenset())
 
     def _find(self, name: str, seen: frozenset[str]) -> Place | None:

@@ -1,4 +1,4 @@
-"""The rows of `contracts.toml`: made from what the code uses and from the sources of supported versions."""
+"""The rows of `contracts.toml`: made from the code's uses and the sources of supported versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DERIVES = ("derives",)
 
 @dataclass(frozen=True)
 class Described:
-    """A name as one version has it. text: as in the table. signature: None if it cannot be called, or is not known."""
+    """A name in one version. text: its text in the table. signature: None if it cannot be called, or is not known."""
 
     text: str
     kind: str
@@ -105,7 +105,7 @@ def describe_member(member: Member) -> Described:
 
 
 class Rows:
-    """Makes the rows. versions: oldest first, each with what the code uses by its types."""
+    """Makes the rows. versions: oldest first, each with the code's uses by its types."""
 
     def __init__(self, versions: Sequence[tuple[SourceTree, Uses]]) -> None:
         self._trees = [tree for tree, _ in versions]
@@ -118,7 +118,7 @@ class Rows:
                 self._alternatives[name] = self._alternatives.get(name, frozenset()) | others
 
     def contracts(self) -> dict[tuple[str, str], Contract]:
-        """All rows, sorted. Names that no version has are left out: `unknown` has those."""
+        """Returns all rows, sorted, without names that no version has, which are in `unknown`."""
         self._imported = [self._contract(key) for key in sorted(self.uses) if not key[1]]
         known = [contract for contract in self._imported if contract is not None]
         self._versions = [Version(tree, known) for tree in self._trees]

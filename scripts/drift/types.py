@@ -13,8 +13,8 @@ from scripts.drift.source_tree import FUNCTIONS, Module, SourceTree
 class Type:
     """One type. kind: an instance of a class, a class, a function, a module, a container or a type variable.
 
-    name: of class, function, module or variable. args: of a container what is in it; of a mapping keys and values; of a
-    callable its parameters and its result; of an instance what a generic class stands for.
+    name: of class, function, module or variable. args: of a container its elements; of a mapping keys and values; of a
+    callable its parameters and its result; of an instance the arguments of a generic class.
     """
 
     kind: str
@@ -23,7 +23,7 @@ class Type:
 
 
 Types = frozenset[Type]
-"""What an expression may be; empty if it is not known."""
+"""The possible types of an expression; empty if unknown."""
 
 UNKNOWN: Types = frozenset()
 _ITEMS = frozenset(
@@ -70,7 +70,7 @@ def mapping(keys: Types, values: Types) -> Types:
 
 
 def elements(types: Types) -> Types:
-    """What one gets by iterating."""
+    """Returns the types of elements from iterating."""
     found: set[Type] = set()
     for one in types:
         if one.kind == "tuple":
@@ -104,14 +104,14 @@ def parameters_of(class_: Class) -> list[str]:
 
 
 class Annotations:
-    """Types from annotations, in the module that they stand in."""
+    """Types from annotations, in their module."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
         self._busy: set[str] = set()
 
     def types(self, node: ast.expr | None, module: Module, self_type: Types = UNKNOWN) -> Types:
-        """What an annotation says. self_type: what `Self` stands for."""
+        """Returns the types of an annotation. self_type: the type of `Self`."""
         node = unquoted(node)
         if isinstance(node, ast.BinOp):
             return self.types(node.left, module, self_type) | self.types(node.right, module, self_type)
@@ -165,7 +165,7 @@ class Annotations:
         if isinstance(place.node, FUNCTIONS) or not isinstance(value, ast.expr):
             return UNKNOWN
         if isinstance(value, ast.Call):
-            # a variable that stands for its class or its bound, too, until it is replaced
+            # a variable that also stands for its class or its bound until it is replaced
             bound = next((one.value for one in value.keywords if one.arg == "bound"), None)
             is_variable = last_name(value.func) == "TypeVar"
             variable = frozenset({Type("variable", place.name)}) if is_variable else UNKNOWN

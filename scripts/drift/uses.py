@@ -1,4 +1,4 @@
-"""What this package's code uses of vLLM: names it imports, and members it overrides, calls, reads and writes."""
+"""Finds the code's uses of vLLM: names it imports, and members it overrides, calls, reads and writes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _NOT_THERE = ("ImportError", "ModuleNotFoundError", "AttributeError")
 class Use:
     """One use of one name.
 
-    name: full name of what is imported, or of the class whose member is used. member: empty for an imported name.
-    how: imports, derives, overrides, calls, constructs, reads or writes. is_guarded: the code goes on without it.
+    name: full name of the imported object, or of the class whose member is used. member: empty for an imported name.
+    how: imports, derives, overrides, calls, constructs, reads or writes. is_guarded: the code works without it.
     by: the class and method that override.
     """
 
@@ -132,7 +132,7 @@ def _imports(tree: SourceTree, module: Module, where: str, guards: Guards) -> It
 
 
 def _through_ours(tree: SourceTree, name: str) -> str:
-    """What a name of this package is imported from."""
+    """Returns the origin of a name that this package re-exports."""
     for _ in range(9):
         owner, _, last = name.rpartition(".")
         module = tree.module(owner) if owner.partition(".")[0] in (OURS, TOOLS) else None
@@ -165,7 +165,7 @@ def _use(
 
 
 def _derived(class_: Class, where: str) -> Iterator[Use]:
-    """The bases of a class of this package, and what it overrides of them."""
+    """Returns the bases of a class of this package, and the members that it overrides."""
     ours = [one for one in class_.family if not _is_vllm(one.name)]
     theirs = [one for one in class_.family if _is_vllm(one.name)]
     for base in class_.bases:
@@ -184,7 +184,7 @@ def _derived(class_: Class, where: str) -> Iterator[Use]:
 
 
 class Guards:
-    """Uses that a module's code can do without, by the ways in which code asks what is there."""
+    """Uses that a module's code can do without, by the ways in which code checks for a name."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -195,7 +195,7 @@ class Guards:
         for node in ast.walk(module.tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self.imports.append(node)
-                # those in functions, too
+                # including those in functions
                 module.bind_import(node)
             elif isinstance(node, (ast.Call, ast.Compare)):
                 self._asked |= _asked_names(node)
@@ -237,7 +237,7 @@ class Guards:
 
 
 def _tried_parts(node: ast.Try | ast.If | ast.IfExp) -> list[ast.AST]:
-    """What runs only if something is there, or only if it is not."""
+    """Returns the parts that run only if a name exists, or only if it does not."""
     if isinstance(node, ast.Try):
         tries = any(_catches_missing(one) for one in node.handlers)
         return [*node.body, *node.handlers, *node.orelse] if tries else []

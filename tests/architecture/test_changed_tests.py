@@ -68,7 +68,7 @@ def test_tools_are_used_by_their_room_and_by_what_imports_them(
     found = chosen(repository, capsys)
     assert found == {
         "tests/graphs/test_mix.py": f"uses {file}",
-        "tests/traffic/test_steps.py": f"is of the room of {file}",
+        "tests/traffic/test_steps.py": f"is in the room of {file}",
         RULES: "reads the whole code",
     }
 
@@ -77,7 +77,7 @@ def test_code_is_used_by_its_room_and_by_what_imports_it(repository: Path, capsy
     (repository / "vllm_gaudi_ucm/batch/plan.py").write_text("def plan(): return 1\n")
     assert chosen(repository, capsys) == {
         "tests/engine/test_serving.py": "uses vllm_gaudi_ucm/batch/plan.py",
-        "tests/batch/test_plan.py": "is of the room of vllm_gaudi_ucm/batch/plan.py",
+        "tests/batch/test_plan.py": "is in the room of vllm_gaudi_ucm/batch/plan.py",
         SERVED: "runs an engine",
         RULES: "reads the whole code",
     }

@@ -316,7 +316,7 @@ def test_a_mix_is_asked_of_a_server_with_the_limits_given(capsys: pytest.Capture
     assert value["limits"]["max_num_seqs"] == value["logits"][-1] == 8
     assert value["padding"]["maximum_steps"] <= 5, "of 5,000"
     assert cli.main(["plan", "--mix", "agentic", "--num-blocks", "40"]) == 2
-    assert "beside the prefixes of the mix" in capsys.readouterr().err
+    assert "besides the prefixes of the mix" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_exits_with_1_or_says_why(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ MOST_LINEAR = 4.0
 
 
 def draw(records: Sequence[StepRecord], padding: Padding | None, title: str, path: Path) -> None:
-    """Write the picture; raises a ValueError where matplotlib is missing."""
+    """Writes the picture; raises a ValueError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -110,7 +110,7 @@ def draw(records: Sequence[StepRecord], padding: Padding | None, title: str, pat
 
 
 def _draw_sizes(axes: Axes, records: Sequence[StepRecord], padding: Padding | None, blocks: str) -> None:
-    """Steps as dots coloured by phase, buckets as squares, lighter where no step ran in them."""
+    """Draws steps as dots coloured by phase, buckets as squares, lighter if no step ran in them."""
     widest, highest = 1, 1
     for phase, totals in PhaseSummary(records).ranked():
         mine = [record.bucket for record in records if record.bucket.phase == phase]
@@ -127,7 +127,7 @@ def _draw_sizes(axes: Axes, records: Sequence[StepRecord], padding: Padding | No
                     places[:, 0], places[:, 1], s=34, marker="s", facecolors="none", edgecolors=colour, label=label
                 )
                 widest, highest = max(widest, places[:, 0].max()), max(highest, places[:, 1].max())
-    # room for a mark; what matplotlib chooses on such axes cuts them
+    # room for a mark; matplotlib's own limits on such axes cut them
     axes.set_xlim(0.8, widest * 1.25)
     axes.set_ylim(-0.5, highest * 1.5)
     axes.set_xscale("log", base=2)
@@ -244,7 +244,7 @@ def _scatter(records: Sequence[StepRecord], padding: Padding | None, axis: int, 
 
 
 def _buckets(padding: Padding) -> list[tuple[ForwardShape, str, str]]:
-    """(bucket, colour, what it did), those in use last: they are drawn over the others."""
+    """Returns (bucket, colour, description), buckets in use last: they are drawn over the others."""
     unused = [(shape, "#aaa", "no steps") for shape in padding.unused()]
     return unused + [
         (shape, "#000", f"{counted(steps, 'step')}, padded / true {ratio:.2f}")

@@ -1,4 +1,4 @@
-"""`gaudi-ucm demo`: a mixed load through the real engine, and what the phases of its steps say about it."""
+"""`gaudi-ucm demo`: runs a mixed load through the real engine, and shows the phases of its steps."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace, load: Sequence[DemoRequest], log: Path) -> DemoResult:
-    """Start the engine, serve the load, stop the engine; progress goes to stderr."""
+    """Starts the engine, serves the load, stops the engine; progress goes to stderr."""
     print(f"loading {args.model} ...", file=sys.stderr)
     start = time.perf_counter()
     level = "INFO" if args.verbose else "ERROR"

@@ -23,12 +23,12 @@ KV_CACHE_BYTES = 2**30
 
 
 class DemoError(ValueError):
-    """The demo cannot run; the message names the option, what was found and what to do."""
+    """Raised if the demo cannot run; the message names the option, what was found and what to do."""
 
 
 @dataclass
 class Answer:
-    """What came back for one request so far."""
+    """The output of one request so far."""
 
     request: DemoRequest
     texts: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ def check_model(model: Path) -> int:
 
 
 def check_workers(model: Path, workers: int) -> None:
-    """Raises a ValueError that names the option where `workers` cannot share the heads of the model."""
+    """Raises a ValueError that names the option if `workers` cannot share the heads of the model."""
     if workers != 1:
         read_model(model)[1].shard(workers)
 
@@ -133,7 +133,7 @@ async def serve(
 
 
 async def _render(engine: AsyncLLM, request: DemoRequest) -> Any:
-    """The engine's input for a chat, through the model's chat template where it has one."""
+    """Returns the engine's input for a chat, through the model's chat template if it has one."""
     tokenizer: Any = engine.get_tokenizer()
     messages = [{"role": role, "content": content} for role, content in request.messages]
     if getattr(tokenizer, "chat_template", None):

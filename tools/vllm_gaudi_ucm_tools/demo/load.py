@@ -65,7 +65,7 @@ class DemoRequest:
 
     @property
     def question(self) -> str:
-        """What the user asked."""
+        """The user's question."""
         return self.messages[-1][1]
 
 

@@ -23,7 +23,7 @@ MARKER = "complete.json"
 
 
 class FetchModelError(RuntimeError):
-    """The demo model could not be fetched, verified or converted; the message says what to do."""
+    """Raised if the demo model could not be fetched, verified or converted; the message tells what to do."""
 
 
 def fetch_demo_model(output: Path, console: Console | None = None) -> Path:
@@ -77,7 +77,9 @@ def _is_complete(output: Path) -> bool:
 
 
 def _refuse_foreign_folder(output: Path) -> None:
-    """Only a missing or empty folder, or a damaged conversion of ours, may be replaced."""
+    """Refuses a folder with other content: only a missing or empty one, or a damaged conversion of ours, may be
+    replaced.
+    """
     if not output.exists():
         return
     if not output.is_dir():
@@ -165,7 +167,7 @@ def _mark_complete(converted: Path) -> None:
 
 
 def _move_into_place(converted: Path, output: Path, scratch: Path) -> None:
-    """One rename; a damaged earlier conversion is moved aside first and goes with the scratch folder."""
+    """Moves the folder by one rename; a damaged earlier conversion is moved aside first, into the scratch folder."""
     if output.exists():
         output.rename(scratch / "replaced")
     converted.rename(output)
@@ -179,7 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetches the model and prints its folder on standard output; 1 and one message where that fails."""
+    """Fetches the model and prints its folder on standard output; returns 1 and prints one message if that fails."""
     try:
         print(fetch_demo_model(args.output))
     except FetchModelError as error:

@@ -1,4 +1,4 @@
-"""What `gaudi-ucm demo` found, for people and as JSON."""
+"""The findings of `gaudi-ucm demo`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _rule(title: str) -> Rule:
 
 
 def _trim(text: str, lines: int) -> str:
-    """At most `lines` lines of LINE characters, line breaks kept, with an ellipsis where something is left out."""
+    """Returns at most `lines` lines of LINE characters, with line breaks, and an ellipsis if text is left out."""
     wrapped = [line for paragraph in text.split("\n") for line in textwrap.wrap(paragraph, LINE - 4)]
     if len(wrapped) > lines:
         wrapped[lines - 1] += " ..."

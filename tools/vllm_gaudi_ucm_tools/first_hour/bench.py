@@ -1,4 +1,4 @@
-"""What a probe works with: the device, the mode, sizes, and a way to say what it finds."""
+"""The bench of a probe: the device, the mode, sizes, and a way to report findings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_SHAPES = 4096
 
 
 class Say(Protocol):
-    """Tells the process that writes the report."""
+    """Reports a finding to the process that writes the report."""
 
     def __call__(self, kind: str, **values: Any) -> None: ...
 
@@ -44,13 +44,13 @@ class Attempt:
 
 
 class Bench:
-    """Of one process.
+    """The bench of one process.
 
     Args:
-        say: tells the report.
+        say: reports a finding.
         kind: `hpu`, `cuda` or `cpu`.
         mode: `stock`, `eager`, `compile` or `lazy`.
-        case: which of the probe's cases, "" where it has none.
+        case: the probe's case, "" if it has none.
         sizes: `small` or `full`.
         model: folder of the model to serve, "" for a small random one.
         folder: an empty folder for what the probe writes.
@@ -71,9 +71,10 @@ class Bench:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Around the probe: the bridge is loaded, and a shape too many for Dynamo is an error, not an eager call.
+        """A context around the probe: loads the bridge, and makes a shape too many for Dynamo an error, not an eager
+            call.
 
-        Raises Refused where lazy mode is asked of a torch that must refuse it, and does.
+        Raises Refused if torch refuses lazy mode, as it should.
         """
         if self.kind == "hpu":
             with loading(self.mode):
@@ -85,13 +86,13 @@ class Bench:
 
     @cached_property
     def torch_device(self) -> torch.device:
-        """Where tensors are made."""
+        """The device of tensors."""
         return self.device.torch_device()
 
-    # what is found
+    # findings
 
     def claim(self, name: str, found: object, expected: object, ok: bool | None = None) -> bool:
-        """Something that is known in advance; `ok` where equality does not decide."""
+        """Reports a value that is known in advance; `ok` if equality does not decide."""
         holds = found == expected if ok is None else ok
         self._say("claim", name=name, found=str(found), expected=str(expected), ok=bool(holds))
         return bool(holds)
@@ -123,9 +124,9 @@ class Bench:
         return full if self.full else small
 
     def region(self, function: F, **options: Any) -> F:
-        """The function as the mode runs it: compiled, or as it is; in lazy mode each call is a recipe.
+        """Returns the function as the mode runs it: compiled, or unchanged; in lazy mode each call is a recipe.
 
-        options: of `torch.compile`, beside a static compilation.
+        options: of `torch.compile`, in addition to a static compilation.
         """
         if self.mode == "compile":
             found = {"dynamic": False, **options}
@@ -155,7 +156,7 @@ class Bench:
         return shortest
 
     def timed(self, call: Callable[[], object]) -> float:
-        """Seconds of one call, the first one included: what a compilation costs."""
+        """Returns the seconds of one call, including the first: the cost of a compilation."""
         self.device.synchronize()
         begin = time.perf_counter()
         call()
@@ -163,7 +164,7 @@ class Bench:
         return time.perf_counter() - begin
 
     def compilations(self, call: Callable[[], object]) -> int:
-        """Recipes that a call compiles; where the device compiles none, graphs of Dynamo."""
+        """Returns the recipes that a call compiles; if the device compiles none, the graphs of Dynamo."""
         before = self._compiled()
         call()
         self.device.synchronize()
@@ -175,9 +176,10 @@ class Bench:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     def device_seconds(self, call: Callable[[], object], times: int = 20) -> float | None:
-        """Of one call, between two events of the device around some of them; None if it has no such events.
+        """Returns the seconds of one call, between two events of the device around several calls; None if it has no
+        events.
 
-        The host launches all of them first: where it is slower than the device, its time is in the figure.
+        The host launches all of them first: if it is slower than the device, its time counts.
         """
         if self.kind == "cpu":
             return None
@@ -191,7 +193,7 @@ class Bench:
         return float(begin.elapsed_time(end)) / 1e3 / times
 
     def peak_memory(self, call: Callable[[], object]) -> int | None:
-        """Bytes that were in use at most while a call ran, beyond those before it; None if nobody counts."""
+        """Returns the peak of bytes in use during a call, beyond those before it; None if they are not counted."""
         if self.kind == "cpu":
             call()
             return None
@@ -204,7 +206,7 @@ class Bench:
         return int(counter.max_memory_allocated() - before)
 
     def used_memory(self) -> int:
-        """Bytes of the device in use, as its driver says."""
+        """Returns the bytes of the device in use, according to its driver."""
         memory = self.device.memory()
         return memory.total - memory.free
 
@@ -232,7 +234,7 @@ def one_line(error: BaseException) -> str:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest error over the largest value; infinite where something is not finite."""
+    """Returns the largest error over the largest value; infinite if a value is not finite."""
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     if not bool(torch.isfinite(found).all()):
         return math.inf

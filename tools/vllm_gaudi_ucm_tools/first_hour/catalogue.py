@@ -11,7 +11,7 @@ QUESTIONS = {
     1: "Host microseconds per decode step in compile mode, and what guards cost after skip_guard_eval_unsafe",
     2: "Whether what was read of the bridge at 1.19 (one recipe slot, offsets as keys, m in bf16) still holds",
     3: "When an aliased index_copy_ is dropped, and whether stacked caches trigger it",
-    4: "Which integer torch.where is compiled wrongly",
+    4: "Cases of integer torch.where that are compiled wrongly",
     5: "The meaning of -1 and of indices out of range in gather and scatter kernels",
     6: "Whether the maximum that the fused kernel returns is the one used inside it",
     7: "Compile seconds as a function of nodes and of shapes; whether buckets compile in parallel",
@@ -25,7 +25,7 @@ QUESTIONS = {
     15: "Several hosts, and collectives of ranks that miss a bucket: hang, error or timeout",
     16: "What Gaudi software 1.24.2 changed: its build, input reuse and KV writes, emptying the host cache",
 }
-"""What cannot be known without a card. Probes name these numbers; docs/gaudi.md has the same table."""
+"""Questions that only a card can answer. Probes name these numbers; docs/gaudi.md has the same table."""
 
 PROBES: tuple[Probe, ...] = (
     Probe(

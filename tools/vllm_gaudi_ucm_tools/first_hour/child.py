@@ -1,6 +1,6 @@
 """The process of one probe: `python -m vllm_gaudi_ucm_tools.first_hour.child FD REQUEST`.
 
-It writes one JSON object a line to the file descriptor, as soon as it knows something, so that a crash loses nothing.
+It writes one JSON object per line to the file descriptor, as soon as it has a result, so that a crash loses nothing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STACKS_AT = 0.9  # of the time limit: the stacks of a process that hangs
 
 
 class DoesNotApply(Exception):
-    """The question has no meaning on this machine; the text says why."""
+    """Raised if the question has no meaning on this machine; the text gives the reason."""
 
 
 class Refused(Exception):
-    """The mode is refused, as it must be here; the text says by what."""
+    """Raised if the mode is refused, as it must be here; the text tells what refuses it."""
 
 
 def main(descriptor: int, request: dict[str, Any]) -> int:
-    """Runs the function that the request names and says how it ended. 0, whatever the probe found."""
+    """Runs the function that the request names and reports how it ended. Returns 0, whatever the probe found."""
     os.set_inheritable(descriptor, False)
     _die_first()
     die_with(request["parent"])
@@ -58,7 +58,7 @@ def main(descriptor: int, request: dict[str, Any]) -> int:
 
 
 def run(say: Say, request: Mapping[str, Any]) -> None:
-    """Runs the function, and says how it ended, whatever it raises."""
+    """Runs the function, and reports how it ended, even after an exception."""
     try:
         module, _, name = request["function"].partition(":")
         with loading(request["bench"]["mode"]):
@@ -67,7 +67,7 @@ def run(say: Say, request: Mapping[str, Any]) -> None:
         bench = Bench(say, **request["bench"])
         probe = vars(importlib.import_module(f"{PROBES}.{module}"))[name]
         if request["function"] == MACHINE:
-            probe(bench)  # also where the bridge cannot be loaded
+            probe(bench)  # also if the bridge cannot be loaded
         else:
             with bench.started():
                 probe(bench)
@@ -90,10 +90,10 @@ def is_upstream_torch() -> bool:
 
 @contextlib.contextmanager
 def loading(mode: str) -> Iterator[None]:
-    """Around what loads torch, and the bridge with it. Raises Refused where lazy mode is refused, as it must be.
+    """A context for loading torch, and the bridge with it. Raises Refused if lazy mode is refused, as it must be.
 
-    torch loads the bridge by itself and hides the bridge's own error as the cause of another; a bridge that is not
-    there, or that lacks a library, refuses nothing.
+    torch loads the bridge by itself and hides the bridge's own error as the cause of another; a missing bridge, or one
+    that lacks a library, is not a refusal.
     """
     try:
         yield
@@ -107,7 +107,7 @@ def loading(mode: str) -> Iterator[None]:
 
 
 def _die_first() -> None:
-    """Where memory runs out the system ends this process, not the one that writes the report."""
+    """Makes the system end this process, not the one that writes the report, if memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -132,7 +132,7 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # the module's own exceptions must be those that probes raise
+    # exceptions must be those of the module, which probes raise
     from vllm_gaudi_ucm_tools.first_hour import child
 
     child.main(int(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""`gaudi-ucm first-hour`: what this machine does, probe by probe, and a report to send.
+"""`gaudi-ucm first-hour`: probes this machine, and writes a report to send.
 
 Exit codes: 0 when it ran to its end, whatever the probes found (findings are in the report); 2 for wrong usage; 130
 after Ctrl-C, with a report of what ran. `--json` prints the report's object: `schema`, `device`, `machine`, `verdicts`,
@@ -99,7 +99,7 @@ def _modes(chosen: str | None) -> list[Any]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Before the first probe: ValueError for what would fail after the last one."""
+    """Raises ValueError before the first probe for errors that would appear after the last one."""
     for option, value in (("--time-limit", args.time_limit), ("--serve-minutes", args.serve_minutes)):
         if value is not None and not 0 < value < 1e6:
             raise ValueError(f"{option} {value}: expected a number above 0 and below a million")
@@ -127,7 +127,7 @@ def _signals_interrupt() -> Iterator[None]:
 
 
 def _run(hour: Any) -> Any:
-    """With a bar on stderr, which names the probe that runs."""
+    """Runs the probes with a bar on stderr, which names the current one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(hour.units))

@@ -9,13 +9,13 @@ from typing import Any
 
 
 class Fallbacks:
-    """Prints as nothing where there were none."""
+    """Operators that fell back; prints as an empty string if there were none."""
 
     def __init__(self) -> None:
         self.text = ""
 
     def read(self, stats: list[tuple[str, Any]]) -> None:
-        """Takes over what the metric counted."""
+        """Reads the counts of the metric."""
         counted = dict(stats)
         if counted.get("TotalNumber"):
             self.text = f" ({counted['TotalNumber']} on the host: {counted.get('FallbackOps', '')})"
@@ -26,7 +26,7 @@ class Fallbacks:
 
 @contextmanager
 def fallbacks(kind: str) -> Iterator[Fallbacks]:
-    """Counts what falls back inside; nothing where the device, or its build, has no such metric."""
+    """Counts fallbacks inside the context; none if the device, or its build, has no such metric."""
     found = Fallbacks()
     with ExitStack() as stack:
         metric: Any = None

@@ -1,4 +1,4 @@
-"""Runs the probes one after the other, each in a process of its own, and keeps what they found."""
+"""Runs the probes one after the other, each in a process of its own, and keeps their findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sizes = Literal["auto", "small", "full"]
 MACHINE_LIMIT_S = 120.0
 LAZY_REFUSED = "refused, as expected: probe 1 saw that this torch refuses lazy mode"
 LAZY_PROBE = 1
-# Loading a model needs no network, an engine stays in its probe's process, and no report goes anywhere.
+# Loading a model needs no network, an engine stays in its probe's process, and no usage report is sent.
 ALWAYS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -33,7 +33,7 @@ LAZY_MODE: dict[Mode, str | None] = {"stock": None, "eager": "0", "compile": "0"
 
 @dataclass(frozen=True)
 class Options:
-    """Of a run.
+    """Options of a run.
 
     sizes: `auto` is full on an accelerator, small on a CPU. model: a folder, or None for a small random model.
     time_limit: seconds of each process instead of its probe's own. minutes: how long probe 24 serves.
@@ -49,7 +49,7 @@ class Options:
 
 @dataclass
 class Findings:
-    """Of a run: the machine, a row for each process, files that probes wrote, and whether a person ended it."""
+    """Findings of a run: the machine, a row for each process, files that probes wrote, and whether a user ended it."""
 
     device: str
     machine: dict[str, Any]
@@ -80,7 +80,7 @@ class Hour:
         self.units = list(units(options.probes, self.findings.device, options.modes))
 
     def run(self, on_begin: Callable[[Unit], None], on_end: Callable[[Result], None]) -> Findings:
-        """All probes, whatever becomes of them; a KeyboardInterrupt ends with those that ran."""
+        """Runs all probes, even after failures; a KeyboardInterrupt ends with the probes that ran."""
         try:
             self._run_all(on_begin, on_end)
         except KeyboardInterrupt:  # between two processes
@@ -100,7 +100,7 @@ class Hour:
             on_end(result)
 
     def close(self) -> None:
-        """Removes what the probes wrote."""
+        """Removes the files that the probes wrote."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _result(self, unit: Unit, lazy_is_refused: bool) -> Result:
@@ -144,7 +144,7 @@ class Hour:
 
 
 def _device(found: object) -> str:
-    """The device that the plugin chose; where that is none, or could not be asked, what looks likeliest."""
+    """Returns the device that the plugin chose; if it chose none, or failed, the likeliest one."""
     if isinstance(found, str) and found in DEVICES:
         return found
     choice = envs.device_choice()

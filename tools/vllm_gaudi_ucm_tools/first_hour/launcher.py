@@ -29,10 +29,10 @@ def run_apart(request: Mapping[str, Any], changes: Mapping[str, str | None], lim
     """Starts `child.py` with a request and waits for its end.
 
     The process is new (nothing is forked), leads a session of its own, and gets SIGTERM, then SIGKILL, with all of its
-    children when `limit_s` seconds have passed. What it says comes through pipes, so that a full disk loses nothing.
+    children when `limit_s` seconds have passed. Its results come through pipes, so that a full disk loses nothing.
 
-    request: as JSON; see `child.py`. changes: environment variables to set, or to remove (None).
-    KeyboardInterrupt ends the process, and is told by `Ending.interrupted`.
+    request: sent as JSON; see `child.py`. changes: environment variables to set, or to remove (None). KeyboardInterrupt
+    ends the process, and sets `Ending.interrupted`.
     """
     begin = time.monotonic()
     try:
@@ -96,7 +96,7 @@ class _Talk:
                 self.events.append(event)
 
     def end(self, gently: bool) -> None:
-        """Ends what is left of the process and of its children."""
+        """Ends the process and its children, as far as they still run."""
         if gently:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -107,7 +107,7 @@ class _Talk:
             thread.join(DRAIN_S)
 
     def _signal(self, number: int) -> None:
-        # the group outlives its leader where a child of it does
+        # the group outlives its leader if a child of it does
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 

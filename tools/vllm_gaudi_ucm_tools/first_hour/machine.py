@@ -1,4 +1,4 @@
-"""What is recorded before the probes: the card's own report, software, flavour of torch, allowed environment."""
+"""Records before the probes: the card's own report, software, build of torch, allowed environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ TOOL_LIMIT_S = 30
 
 
 def describe(ending: Ending) -> dict[str, Any]:
-    """ending: of the process that read what only an import can tell; whatever it could not read is missing."""
+    """Describes the machine. ending: of the process that reads values which need an import; values that it could not
+    read are missing.
+    """
     found = {event["name"]: event["value"] for event in ending.events if event["kind"] == "note"}
     end = next((event for event in ending.events if event["kind"] == "end"), None)
     failed = end is None or end["status"] != "done"
@@ -32,7 +34,7 @@ def describe(ending: Ending) -> dict[str, Any]:
 
 
 def _tool(name: str) -> str | None:
-    """What a tool prints, None if it is not installed."""
+    """Returns a tool's output; None if it is not installed."""
     path = shutil.which(name)
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""Operators of a region after AOT, counted while it is compiled: what the device's compiler is given."""
+"""Counts a region's operators after AOT, while it is compiled: the input of the device's compiler."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vllm_gaudi_ucm_tools.op_cost.node_count import count_graph
 class CountedRegion:
     """A function that is compiled when it is called, once: a second compilation would find the recipes of the first.
 
-    operators: in all of its graphs, views not counted. error: why they could not be counted, "" where they were.
-    seconds: that counting took, which are none of the compilation's.
+    operators: in all of its graphs, views not counted. error: why they could not be counted, "" if they were. seconds:
+        time of counting, not included in the compilation's.
     """
 
     def __init__(self, bench: Bench, function: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ class CountedRegion:
         self._run = torch.compile(function, backend=backend, dynamic=False)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Without gradients."""
+        """Calls the function without gradients."""
         with torch.no_grad():
             return self._run(*inputs)
 

@@ -1,4 +1,4 @@
-"""Writes a report: JSON, page and archive. What cannot be written is named, and the others are written."""
+"""Writes a report: JSON, page and archive. Files that cannot be written are named, and the others are written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report(findings: Findings, options: Options, scrubber: Scrubber) -> dict[str
 
 
 def scrubber(options: Options, findings: Findings, output: Path) -> Scrubber:
-    """For this run: its folders have names of their own, versions of packages are no addresses."""
+    """The scrubber of this run: its folders have names of their own, and versions of packages are not addresses."""
     folders = {output.resolve(): "<output>"}
     if options.model is not None:
         folders[options.model.resolve()] = "<model>"
@@ -51,7 +51,7 @@ def scrubber(options: Options, findings: Findings, output: Path) -> Scrubber:
 
 
 def write(found: Mapping[str, Any], files: Mapping[str, Path], clean: Scrubber, output: Path) -> dict[str, str]:
-    """The files of a report in a folder: name to "" where it was written, else to what went wrong."""
+    """Writes the files of a report to a folder. Returns name to "" if it was written, otherwise to the error."""
     texts = {JSON: _text(lambda: json.dumps(found, indent=2)), PAGE: _text(lambda: page(found))}
     outcome = {name: error for name, (_, error) in texts.items()}
     contents = {name: text.encode() for name, (text, error) in texts.items() if not error}
@@ -92,7 +92,7 @@ def _text(make: Callable[[], str]) -> tuple[str, str]:
 
 
 def _write(path: Path, content: bytes) -> str:
-    """ "" or what went wrong: a full disk costs one file, not the others."""
+    """Writes a file; returns "" or the error: a full disk costs one file, not the others."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ figure { display: inline-block; margin: .5em; }
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """report: as `outputs.report` gives it, which has nothing private."""
+    """Returns the page. report: from `outputs.report`, which has no private data."""
     return "\n".join(_page(report))
 
 

@@ -1,4 +1,4 @@
-"""Plots of a report, as SVG inside of its page. Without matplotlib there are none, and the page says so."""
+"""Plots of a report, as SVG inside its page. Without matplotlib there are none, and the page tells it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST_TITLE, LONGEST_LABEL = 80, 40
 
 
 def why_no_plots() -> str:
-    """ "" where plots can be drawn."""
+    """Returns why plots cannot be drawn; "" if they can."""
     if importlib.util.find_spec("matplotlib") is not None:
         return ""
     return "No plots: matplotlib is not installed (pip install 'vllm-gaudi-ucm[tools]'). The JSON has all points."

@@ -1,4 +1,4 @@
-"""Takes out of a report what says whose machine it is: names, folders, addresses, secrets."""
+"""Removes from a report data that identifies the machine: names, folders, addresses, secrets."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Scrubber:
     """Replaces private parts of texts.
 
     Args:
-        folders: path to what it is called instead, such as `{Path("/srv/model"): "<model>"}`.
-        versions: texts that look like addresses and are none.
+        folders: path to its replacement, such as `{Path("/srv/model"): "<model>"}`.
+        versions: texts that look like addresses but are not.
     """
 
     def __init__(self, folders: Mapping[Path, str] | None = None, versions: Iterable[str] = ()) -> None:
@@ -48,7 +48,7 @@ class Scrubber:
         self._names = [(_word(name), called) for name, called in _own_names().items()]
 
     def text(self, text: str) -> str:
-        """The text without what is private."""
+        """Returns the text without private data."""
         for term, called in self._terms:
             text = text.replace(term, called)
         text = _URL_USER.sub("<user>@", text)
@@ -96,7 +96,7 @@ def _own_folders() -> dict[Path, str]:
 
 
 def _own_names() -> dict[str, str]:
-    """Of this host and this user, where they would tell something."""
+    """Returns the names of this host and this user, if they are specific."""
     host = socket.gethostname()
     names = {host: "<host>", host.partition(".")[0]: "<host>"}
     with contextlib.suppress(OSError, KeyError):  # a container without an entry for its user

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 Mode = Literal["stock", "eager", "compile", "lazy"]
-"""How operators run. `stock`: PT_HPU_LAZY_MODE is not set; `lazy` exists on Gaudi alone."""
+"""How operators run. `stock`: PT_HPU_LAZY_MODE is not set; `lazy` exists only on Gaudi."""
 
 DEVICES = ("hpu", "cuda", "cpu")
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -17,15 +17,15 @@ ALL_MODES: tuple[Mode, ...] = ("eager", "compile", "lazy")
 
 @dataclass(frozen=True)
 class Probe:
-    """What is asked, what is known of the answer, and where it is asked.
+    """A probe: its question, the known part of the answer, and where it applies.
 
-    expected: what is known, for a person.
+    expected: the known part, as text.
     function: `module:function` in `first_hour/probes`.
     modes: each is a process of its own, as is each of the `cases`, so that a crash in one leaves the others.
-    devices: where the question has a meaning.
+    devices: devices on which the question has a meaning.
     questions: numbers of the open questions (`QUESTIONS` of the catalogue) that it answers.
     limit_s: seconds after which a process is ended.
-    falls_back: what runs outside of the compiled graph is what it asks for, and no error.
+    falls_back: operators outside the compiled graph are the subject of the probe, not an error.
     """
 
     number: int
@@ -41,7 +41,7 @@ class Probe:
 
     @property
     def expectation(self) -> str:
-        """What is known, and the questions that are open."""
+        """Returns the known part, and the open questions."""
         if not self.questions:
             return self.expected
         numbers = ", ".join(map(str, self.questions))
@@ -63,7 +63,7 @@ class Unit(NamedTuple):
 
 
 def units(probes: Collection[Probe], device: str, modes: Collection[Mode]) -> Iterator[Unit]:
-    """The processes of these probes on a device; one unit stands for a probe that does not apply there."""
+    """Returns the processes of these probes on a device; one unit stands for a probe that does not apply there."""
     for probe in probes:
         if device not in probe.devices:
             yield Unit(probe, probe.modes[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-WEIGHT = 0.2  # so large that logits are apart
+WEIGHT = 0.2  # large enough to keep logits apart
 EMBEDDING = 1.0
 
 
@@ -39,7 +39,7 @@ def write_model(folder: Path, full: bool) -> Path:
 
 
 def vocabulary(folder: Path) -> int:
-    """Tokens of a model, of its config.json; ValueError where it does not say."""
+    """Returns the vocabulary size in a model's config.json; raises ValueError if it is missing."""
     found = json.loads((folder / "config.json").read_text())
     size = found.get("vocab_size")
     if not isinstance(size, int):

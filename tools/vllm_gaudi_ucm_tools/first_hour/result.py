@@ -1,4 +1,4 @@
-"""What a probe found: its claims, answers and measurements, and the verdict that follows."""
+"""The result of a probe: its claims, answers and measurements, and the verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_FOUND = 600  # characters of a cell
 
 
 class Verdict(StrEnum):
-    """What a row of the report says."""
+    """The verdict in a row of the report."""
 
     AS_EXPECTED = "as expected"
     DIFFERS = "differs"
@@ -31,8 +31,8 @@ class Verdict(StrEnum):
 class Ending:
     """How a process ended.
 
-    status: its exit status, negative for a signal; None if it was ended, by the time limit or by a person.
-    events: what it had said until then. log: the end of what it printed. seconds: how long it ran.
+    status: its exit status, negative for a signal; None if it was ended by the time limit or by a user.
+    events: its findings until then. log: the end of its output. seconds: how long it ran.
     """
 
     status: int | None
@@ -135,7 +135,7 @@ def _said(events: Sequence[Event]) -> list[str]:
 
 
 def how_it_died(status: int) -> str:
-    """For a person: a process without a last word."""
+    """Describes a process that ended without a final report."""
     import signal
 
     if status >= 0:

@@ -29,7 +29,7 @@ Region = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a layer."""
+    """The heads of a layer."""
 
     heads: int = 8
     kv_heads: int = 2
@@ -67,7 +67,7 @@ class Step:
 
     @property
     def shape(self) -> ForwardShape:
-        """Of a bucket that is a little larger than the step."""
+        """Returns the shape of a bucket that is a little larger than the step."""
         unique = 0 if self.plan.unique is None else len(self.plan.unique.blocks)
         exact = true_shape(self.plan, unique).forward
         sizes = (size + PADS if size else 0 for size in (exact.shared_blocks, exact.unique_blocks))
@@ -137,19 +137,19 @@ def bucket_inputs(tensors: BucketTensors, flat: Tensor, shape: ForwardShape) -> 
 
 
 def new_tokens(step: Step) -> tuple[Tensor, Tensor]:
-    """Keys and values of the step's rows [rows, kv_heads, dim]: what the caches hold at their slots."""
+    """Returns keys and values of the step's rows [rows, kv_heads, dim], which the caches hold at their slots."""
     slots = torch.from_numpy(np.asarray(step.plan.slots, np.int64))
     keys, values = (cache.flatten(0, 1)[slots] for cache in (step.key_cache, step.value_cache))
     return keys, values
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """With rows of zeros at its end."""
+    """Pads a tensor with rows of zeros at its end."""
     return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
 
 
 def seen_by(step: Step) -> list[tuple[Tensor, Tensor]]:
-    """The keys and values [tokens, kv_heads, dim] that each row must see: those of its request up to itself."""
+    """The keys and values [tokens, kv_heads, dim] that each row must see: its request's tokens up to the row."""
     found: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * step.plan.num_rows
     for place, request in enumerate(step.plan.requests):
         first = int(step.plan.query_start[place])
@@ -165,9 +165,9 @@ def seen_by(step: Step) -> list[tuple[Tensor, Tensor]]:
 
 
 def oracle(step: Step) -> tuple[Tensor, float]:
-    """float64 [rows, heads, dim], and the error that an honest computation in the step's dtype may have.
+    """Returns float64 [rows, heads, dim], and the error that a correct computation in the step's dtype may have.
 
-    The error: twice that of a plain softmax in this dtype, and an epsilon band.
+    The error is twice the error of a plain softmax in this dtype, plus an epsilon band.
     """
     exact, plain, largest = [], [], 1.0
     groups = step.heads.heads // step.heads.kv_heads

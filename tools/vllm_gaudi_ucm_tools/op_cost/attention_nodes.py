@@ -1,4 +1,6 @@
-"""Nodes of one layer's attention in a bucket, by the implementation for Gaudi, which decide what compiling it takes."""
+"""Counts the nodes of one layer's attention in a bucket, by the implementation for Gaudi, which determine its compile
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from vllm_gaudi_ucm_tools.op_cost.row import META, bucket_parts, layer_nodes
 
 
 def attention_nodes(shape: ForwardShape, limits: Limits, model: ModelSpec, most_rows: int = 1) -> NodeCount:
-    """What attention of a layer is in a bucket, on `meta` tensors without fused kernels; see `layer_nodes`.
+    """Returns the nodes of a layer's attention in a bucket, on `meta` tensors without fused kernels; see `layer_nodes`.
 
-    What chooses the selected blocks is not in it. most_rows: of a request with chosen blocks.
+    Choosing the selected blocks is not included. most_rows: most rows of a request with chosen blocks.
     """
     parts = shape_parts(shape, limits, most_rows)
     return layer_nodes(parts, shape.query_len, limits.num_blocks, limits.block_size, model)
 
 
 def shape_parts(shape: ForwardShape, limits: Limits, most_rows: int = 1) -> AttentionParts:
-    """The parts of a bucket, with selected blocks where it has some."""
+    """Returns the parts of a bucket, with selected blocks if it has some."""
     parts = bucket_parts(shape.with_selected(0), limits)
     if not shape.selected_blocks:
         return parts

@@ -1,4 +1,4 @@
-"""How many operators a region is for Gaudi's graph compiler: traced and functionalised as torch.compile does it."""
+"""Counts the operators of a region for Gaudi's graph compiler: traced and functionalised as by torch.compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# What AOT autograd makes of a reshape that needs no copy.
+# The result of AOT autograd for a reshape that needs no copy.
 _VIEWS = frozenset(("aten::_unsafe_view", "aten::alias", "aten::detach"))
 
 
@@ -55,7 +55,7 @@ def count_nodes(run: Callable[..., Any], *args: Any) -> NodeCount:
         found = run(*tree_unflatten(filled, structure))
         return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
 
-    # else make_fx has a mode of its own for each node, with the text of the whole stack
+    # otherwise make_fx has a mode of its own for each node, with the text of the whole stack
     shared = TracingContext(FakeTensorMode())
     with torch.inference_mode(False), torch.no_grad(), tracing(shared):
         functional = torch.func.functionalize(of_tensors, remove="mutations")
@@ -82,7 +82,7 @@ def count_graph(graph: torch.fx.Graph) -> NodeCount:
 
 
 class _Lives:
-    """From which node to which one each tensor lives. Views live as long as what they are views of."""
+    """The first and last node of each tensor's life. Views live as long as their base."""
 
     def __init__(self) -> None:
         self._maker: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -99,7 +99,7 @@ class _Lives:
         self._count += 1
 
     def alias(self, node: torch.fx.Node) -> None:
-        """What reads and makes nothing; inputs have no maker."""
+        """Registers an alias, which neither reads nor makes a tensor; inputs have no maker."""
         self._read(node)
         makers = [self._maker[one] for one in node.all_input_nodes if one in self._maker]
         if makers:

@@ -1,4 +1,4 @@
-"""`gaudi-ucm op-cost`: FLOPs and bytes of attention's operators on Gaudi beside the least that a step needs."""
+"""`gaudi-ucm op-cost`: compares FLOPs and bytes of attention's operators on Gaudi with the least that a step needs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ BATCHES = {
 
 
 def least_work(plan: UnifiedPlan, model: ModelSpec) -> Work:
-    """What no implementation can do without, in one layer.
+    """Returns the least work of any implementation, in one layer.
 
     Each (row, token) pair is multiplied twice; each token of the cache, each new token and each row is read, and each
     result is written, once.
@@ -97,7 +97,7 @@ def _work(model: ModelSpec, rows: int, pairs: int, tokens: int) -> Work:
 
 
 MOST_BUCKETS = 8
-# What the named batches take of the limits; the others say what buckets there are.
+# Limits that the named batches use; the others decide which buckets exist.
 BATCH_LIMITS = ("block_size", "max_model_len")
 
 

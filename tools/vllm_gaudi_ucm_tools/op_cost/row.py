@@ -1,4 +1,6 @@
-"""One line of `gaudi-ucm op-cost`: a layer's attention by one implementation, beside the least that the step needs."""
+"""One line of `gaudi-ucm op-cost`: a layer's attention by one implementation, compared with the least that the step
+needs.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ _library.impl("fused_sdpa", _sdpa_shape, "Meta")
 
 @register_flop_formula(torch.ops.gaudi_ucm_op_cost.fused_sdpa)
 def _sdpa_flops(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, out_shape: Any = None, **_: Any) -> int:
-    """Of shapes: [batch, heads, rows, dim], [batch, kv_heads, keys, dim]."""
+    """Returns the FLOPs for shapes [batch, heads, rows, dim], [batch, kv_heads, keys, dim]."""
     batch, heads, rows, dim = q
     return int(2 * batch * heads * rows * k[2] * (dim + v[3])) // (2 if is_causal else 1)
 
@@ -93,7 +95,7 @@ class LayerCost:
         return self.by_device["gaudi2"].work.flops
 
     def bytes(self, device: str) -> float:
-        """To and from the device's memory."""
+        """Returns the bytes to and from the device's memory."""
         return self.by_device[device].work.bytes
 
     def seconds(self, device: str) -> float:
@@ -102,7 +104,7 @@ class LayerCost:
 
     @classmethod
     def of(cls, stream: OperatorTrace) -> LayerCost:
-        """The operators on each card, with as much on the chip as it has."""
+        """Computes the cost on each card, with the on-chip memory that it has."""
         return cls({name: StreamCost.of(stream, chip.on_chip) for name, chip in CHIPS.items()})
 
 
@@ -118,7 +120,7 @@ def bucket_parts(shape: ForwardShape, limits: Limits) -> AttentionParts:
 
 
 class LayerTensors(NamedTuple):
-    """What one layer's attention reads and writes, without memory."""
+    """The tensors that one layer's attention reads and writes, without memory."""
 
     query: Tensor
     key: Tensor
@@ -161,9 +163,10 @@ def layer_cost(
 def layer_nodes(
     parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelSpec, *, fused: bool = False
 ) -> NodeCount:
-    """The nodes of a layer's attention in a graph for Gaudi, without those of `plan_nodes`. See `LayerTensors.of`.
+    """Returns the nodes of a layer's attention in a graph for Gaudi, without those of `plan_nodes`. See
+    `LayerTensors.of`.
 
-    A selected part is a choice of the layer's own. fused: with the card's kernel where a step is prompts alone.
+    A selected part is the layer's own choice. fused: with the card's kernel if a step has only prompts.
     """
     spec = _spec(model)
     ready = prepare(parts, block_size, implementation="hpu")
@@ -180,7 +183,7 @@ def layer_nodes(
 
 
 def plan_nodes(parts: AttentionParts, block_size: int) -> NodeCount:
-    """The nodes of what a step's layers have in common, which is a graph of its own."""
+    """Returns the nodes of the plan that a step's layers share, which is a graph of its own."""
     return count_nodes(lambda parts: prepare(parts, block_size, implementation="hpu").plan, parts)
 
 
@@ -190,9 +193,9 @@ Progress = Callable[[float], None]
 @dataclass(frozen=True)
 class OpCostRow:
     """form: `step` for the true shape, `bucket` for static ones, `unbounded` for a bucket without max prompt tiles.
-    steps: how many ran in it, None without traffic.
+    steps: number of steps that ran in it, None without traffic.
 
-    least: what the step needs; of a bucket with traffic the mean of its steps, without it a step that fills it.
+    least: the least work of the step; for a bucket with traffic, the mean of its steps; without, a step that fills it.
     """
 
     name: str
@@ -245,10 +248,10 @@ class OpCostRow:
 def batch_rows(
     batches: Sequence[Batch], model: ModelSpec, block_size: int, max_model_len: int | None, progress: Progress
 ) -> list[OpCostRow]:
-    """Each batch at its true shape and in a bucket of exactly its sizes, by each implementation.
+    """Returns a row for each batch at its true shape and in a bucket of exactly its sizes, by each implementation.
 
-    max_model_len: tokens of a request, which is what bounds how far back rows look in a bucket that does not; None: the
-        batch's longest.
+    max_model_len: tokens of a request, which bounds how far back rows look if the bucket does not; None: the batch's
+        longest.
     """
     rows: list[OpCostRow] = []
     for done, batch in enumerate(batches):
@@ -271,7 +274,7 @@ def batch_rows(
 def bucket_rows(
     buckets: BucketSet, steps: Steps | None, model: ModelSpec, most: int, progress: Progress
 ) -> list[OpCostRow]:
-    """The buckets that cost the most: by traffic if there is any, else the largest ones."""
+    """Returns the buckets that cost the most: by traffic if there is any, otherwise the largest ones."""
     limits = buckets.limits
     chosen = _largest(buckets, model) if steps is None else _used(buckets, steps, model)
     rows: list[OpCostRow] = []
@@ -285,13 +288,13 @@ def bucket_rows(
 
 
 def _largest(buckets: BucketSet, model: ModelSpec) -> list[tuple[ForwardShape, int | None, Work]]:
-    """(bucket, None, what a step needs that fills it), the most FLOPs first."""
+    """Returns (bucket, None, the least work of a step that fills it), the most FLOPs first."""
     full = [(shape, None, _full(shape, buckets.limits, model)) for shape in buckets.forward]
     return sorted(full, key=lambda item: -item[2].flops)
 
 
 def _used(buckets: BucketSet, steps: Steps, model: ModelSpec) -> list[tuple[ForwardShape, int | None, Work]]:
-    """(bucket, steps, mean of what they need), the most modelled work first."""
+    """Returns (bucket, steps, the mean of their least work), the most modelled work first."""
     found, shapes = buckets.assign(steps.shapes), steps.forward
     used: list[tuple[ForwardShape, int | None, Work]] = []
     for index in np.unique(found):

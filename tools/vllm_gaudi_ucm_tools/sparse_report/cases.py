@@ -1,4 +1,4 @@
-"""What `gaudi-ucm sparse-report` compares: a method, a summary and a ratio each, and the configuration of each."""
+"""The cases that `gaudi-ucm sparse-report` compares: a method, a summary, a ratio and a configuration each."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def make_cases(
     min_tokens: int | None = None,
     config: Path | None = None,
 ) -> list[Case]:
-    """Dense first, then every method with every summary at every ratio, the smallest first.
+    """Returns the cases: dense first, then every method with every summary at every ratio, the smallest first.
 
     Args:
         methods: known names; SparseMethodError names the nearest otherwise.
         ratios: parts of the context's full blocks.
         summaries: kinds; None: each method's own.
         min_tokens: shortest sparse context; None: each method's own.
-        config: YAML or JSON file with the sections of `ucm_sparse_config`, whose other options hold.
+        config: YAML or JSON file with the sections of `ucm_sparse_config`, whose other options apply.
 
     Raises:
-        ValueError: an option that cannot be used; UcmConfigError where it is a method's.
+        ValueError: an option that cannot be used; UcmConfigError if it is a method's.
     """
     for ratio in ratios:
         if not 0.0 < ratio <= 1.0:
@@ -66,7 +66,7 @@ def make_cases(
     kinds: Sequence[str | None] = summaries or [None]
     grid = itertools.product(dict.fromkeys(methods), dict.fromkeys(kinds), sorted(set(ratios)))
     for method, summary, ratio in grid:
-        # the methods are measured, where they are no faster than dense, too
+        # the methods are measured even if they are no faster than dense
         always = {"sparse_steps": "always"}
         changes = {"sparse_ratio": ratio, "summary": summary, "min_tokens": min_tokens, **always}
         given = {name: value for name, value in changes.items() if value is not None}
@@ -75,7 +75,7 @@ def make_cases(
 
 
 def _case(method: str, sections: Mapping[str, Any], given: Mapping[str, Any]) -> Case:
-    # first: its error names the nearest method, that of an unknown section would not
+    # first: its error names the nearest method; the error of an unknown section would not
     UcmSparseFactory.method_class(method)
     section = {**sections.get(method, {}), **given}
     ucm = {"ucm_sparse_method": method, "ucm_sparse_config": {**sections, method: section}}
@@ -85,7 +85,7 @@ def _case(method: str, sections: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def check_length(cases: Sequence[Case], tokens: int, block_size: int, source: str) -> None:
-    """Raises ValueError where a prompt of this length is dense in some case. source: what to call it."""
+    """Raises ValueError if a prompt of this length is dense in some case. source: its name in the message."""
     for case in cases:
         if case.options is None or block_budget(tokens, block_size, case.options) is not None:
             continue

@@ -1,4 +1,6 @@
-"""The engine of `gaudi-ucm sparse-report`: one request at a time, in this process, where its attention can be seen."""
+"""The engine of `gaudi-ucm sparse-report`: one request at a time, in this process, so that its attention can be
+observed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SPARE_BLOCKS = 4
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the engines of a report have in common. device: hpu, cuda or cpu. max_model_len: of prompt and answer."""
+    """Settings that the engines of a report share. device: hpu, cuda or cpu. max_model_len: of prompt and answer."""
 
     model: Path
     device: str
@@ -38,7 +40,7 @@ class EngineSettings:
 
 @dataclass
 class Reply:
-    """An answer and its times. likeliest: the model's own choice at each place, where logprobs were asked for."""
+    """An answer and its times. likeliest: the model's own choice at each place, if logprobs were requested."""
 
     first_token_s: float
     tokens: list[int] = field(default_factory=list)
@@ -50,10 +52,10 @@ class SparseEngine:
     """vLLM's engine with our platform; a context manager, because only one lives at a time.
 
     Args:
-        settings: of the report.
+        settings: settings of the report.
         ucm: the plugin's options.
-        true_shapes: without graphs, and able to follow forced tokens: what `runner` shows is then what happens. Else
-            as a server would run.
+        true_shapes: without graphs, and able to follow forced tokens: `runner` then shows the actual steps. Otherwise
+            it runs like a server.
     """
 
     def __init__(self, settings: EngineSettings, ucm: Mapping[str, Any], true_shapes: bool) -> None:

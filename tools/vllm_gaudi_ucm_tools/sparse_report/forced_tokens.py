@@ -1,4 +1,4 @@
-"""Makes a request follow given tokens, whatever the model would say: its logprobs still tell what that was."""
+"""Makes a request follow given tokens, whatever the model would choose; its logprobs still tell its choice."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ ROUNDS = 2
 class Agreement:
     """Shares of the decoded tokens, the first of the answer left out: it comes from the prompt, which is dense.
 
-    prefix: equal to dense up to the first difference. everywhere: equal at the same place. followed: what the model
-    would say next where it is given the dense answer so far.
+    prefix: equal to dense up to the first difference. everywhere: equal at the same place. followed: the model's next
+    token, given the dense answer so far.
     """
 
     prefix: float = 1.0
@@ -42,11 +42,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured of a case.
+    """The measurements of a case.
 
-    tokens: of the free answer. prefill_tokens_per_s: of the whole prompt. dense_tokens_per_s: decode of a request that
-    is dense, in the same engine. recall, best: by layer, the attention mass of the attended blocks and of the best
-    choice of as many. attended: share of the context's tokens.
+    tokens: tokens of the free answer. prefill_tokens_per_s: speed of the whole prompt. dense_tokens_per_s: decode of a
+    request that is dense, in the same engine. recall, best: by layer, the attention mass of the attended blocks and of
+    the best choice of as many. attended: share of the context's tokens.
     """
 
     case: Case
@@ -61,7 +61,7 @@ class Measurement:
 
     @property
     def speedup(self) -> float:
-        """Of decode steps, over those of a dense request."""
+        """Speed of decode steps, relative to those of a dense request."""
         return self.decode_tokens_per_s / self.dense_tokens_per_s
 
     @property
@@ -88,7 +88,7 @@ def measure(
     max_tokens: int,
     on_step: Callable[[], None],
 ) -> Measurement:
-    """Starts an engine for the case, and another without graphs where the device uses graphs.
+    """Starts an engine for the case, and another without graphs if the device uses graphs.
 
     prompt: token ids. max_tokens: of the answer, at least 3. on_step: called after every step of an engine.
     """
@@ -122,7 +122,7 @@ def measure(
 
 
 def _decode_tokens_per_s(*replies: Reply) -> float:
-    """From the median step: a machine that others use stalls now and then."""
+    """Computes the speed from the median step, because a shared machine stalls now and then."""
     return 1.0 / median(seconds for reply in replies for seconds in reply.step_s)
 
 

@@ -65,7 +65,7 @@ class RecallRecorder:
 
     @contextmanager
     def watching(self, method: UcmSparseBase) -> Iterator[None]:
-        """Records while the block runs; method: in the role WORKER. Its hooks do what they did."""
+        """Records while the block runs; method: in the role WORKER. Its hooks work as before."""
         begin, attention = method.execute_begin, method.attention_begin
 
         def execute_begin(step: Any) -> None:

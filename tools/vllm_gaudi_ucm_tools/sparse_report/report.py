@@ -1,4 +1,4 @@
-"""What `gaudi-ucm sparse-report` found, as tables and as JSON."""
+"""The findings of `gaudi-ucm sparse-report`, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 120
-# layers of a table beside each other
+# layers of a table side by side
 LAYER_COLUMNS = 9
 HEADINGS = (
     *("ratio", "tokens\nattended", "recall\nmean", "recall\nlowest", "best\nmean"),
@@ -73,7 +73,7 @@ class SparseReport:
 
 
 def case_name(case: Case, summaries: bool) -> str:
-    """Method, and summary where several are compared."""
+    """Returns the method, and the summary if several are compared."""
     return f"{case.method} {case.summary}" if summaries and case.summary else case.method
 
 
@@ -151,14 +151,14 @@ def write_text(report: SparseReport, path: Path) -> None:
         report.write(file)
 
 
-# Okabe and Ito's colours: told apart with any colour vision.
+# Okabe and Ito's colours, which can be distinguished with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
-# lines that lie upon each other stay visible
+# overlapping lines stay visible
 STYLES = ("-", "--", ":", "-.")
 
 
 def figure_class() -> Any:
-    """matplotlib's Figure, used without pyplot; ValueError where it is missing."""
+    """matplotlib's Figure, used without pyplot; raises ValueError if it is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every case, one engine after the other; what cannot work raises ValueError before the first."""
+    """Measures every case, one engine after the other; raises ValueError before the first for options that cannot
+    work.
+    """
     _check_outputs(args)
     _check_sizes(args)
     cases = make_cases(args.methods, args.ratios, args.summaries, args.min_tokens, args.config)
@@ -112,12 +114,12 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _output_files(prefix: str) -> tuple[Path, Path]:
-    """Of the tables and the picture."""
+    """Returns the files of the tables and the picture."""
     return Path(f"{prefix}.txt"), Path(f"{prefix}.png")
 
 
 def _read_prompt(args: argparse.Namespace) -> tuple[list[int], int]:
-    """The token ids of the text, cut to what fits, and the context length to serve with."""
+    """Returns the token ids of the text, cut to fit, and the context length to serve with."""
     if not (args.model / "config.json").is_file():
         raise ValueError(
             f"MODEL: {args.model} holds no config.json; expected the folder of a model in Hugging Face format; "

@@ -143,9 +143,9 @@ class Prefix:
 class Request:
     """One turn of a session.
 
-    tokens: prompt and outputs so far; computed: those whose K/V are in the cache; remaining: outputs to come.
+    tokens: prompt and outputs so far; computed: tokens whose K/V are in the cache; remaining: outputs to come.
     depth: leading blocks that belong to the prefix; held: blocks of its own.
-    cached: leading blocks that the turn before may have left in the cache.
+    cached: leading blocks that the previous turn may have left in the cache.
     """
 
     client: int
@@ -176,11 +176,11 @@ class Simulation:
         self._prefixes = [
             Prefix(self.mix.prefix_length.draw(self._rng) // limits.block_size) for _ in range(self.mix.prefixes)
         ]
-        # Prefixes stay in the cache; what is left is for the requests' own blocks, block 0 being the dummy block.
+        # Prefixes stay in the cache; the rest is for the requests' own blocks, block 0 being the dummy block.
         self._free = limits.num_blocks - 1 - sum(prefix.blocks for prefix in self._prefixes)
         if self._free < 2:
             raise ValueError(
-                f"num_blocks is {limits.num_blocks}, which leaves {self._free} blocks beside the prefixes of the mix; "
+                f"num_blocks is {limits.num_blocks}, which leaves {self._free} blocks besides the prefixes of the mix; "
                 "expected at least 2"
             )
         self._longest = min(limits.max_model_len, self._free * limits.block_size)
@@ -258,7 +258,7 @@ class Simulation:
             else:
                 batch.append(self._scheduled(request, new))
                 budget -= new
-        # vLLM preempts from the end, so what it takes away was never scheduled in this step.
+        # vLLM preempts from the end, so a preempted request was never scheduled in this step.
         while self.waiting and budget and not preempted and len(self.running) < self.mix.limits.max_num_seqs:
             request = self.waiting[0]
             self._hit(request)
@@ -310,7 +310,7 @@ class Simulation:
         request.held = request.computed = request.depth = 0
 
     def _finish(self, batch: list[Scheduled]) -> None:
-        """Write back what a step computed; finished requests make room and their clients think."""
+        """Writes back the results of a step; finished requests free their blocks, and their clients think."""
         size = self.mix.limits.block_size
         for entry in batch:
             request = entry.request

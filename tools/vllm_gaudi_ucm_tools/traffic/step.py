@@ -27,7 +27,7 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a phase log says of a step, its times apart."""
+    """The counts of a step in a phase log, without its times."""
 
     bucket: Bucket
     requests: int
@@ -58,7 +58,7 @@ class StepCounts:
 class _PrefixUse:
     """Blocks of one prefix in use: by the deepest, the second deepest, and the deepest request of many rows.
 
-    tokens: those of the deepest request's context that lie in the prefix.
+    tokens: tokens of the deepest request's context that are in the prefix.
     """
 
     first: int = 0

@@ -79,7 +79,7 @@ def mix_within(args: argparse.Namespace, name: str) -> Mix:
 
 
 def write_trace(args: argparse.Namespace) -> tuple[PhaseSummary, dict[str, object]]:
-    """Writes the log and gives its totals and its header."""
+    """Writes the log and returns its totals and its header."""
     mix = mix_within(args, args.mix)
     name, _ = read_model(args.model)
     header = {"model": name, "device": args.device, "mix": args.mix, "seed": args.seed, "modelled": True}

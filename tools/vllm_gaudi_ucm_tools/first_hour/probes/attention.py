@@ -1,4 +1,4 @@
-"""Probe 25: attention of the `hpu` implementation beside the float64 oracle, in buckets."""
+"""Probe 25: attention of the `hpu` implementation compared with the float64 oracle, in buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes 1 and 2, and what is recorded before all others: the card, its software, torch.accelerator."""
+"""Probes 1 and 2, and the record made before all others: the card, its software, torch.accelerator."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def _call(name: str) -> str:
 
 
 def machine(bench: Bench) -> None:
-    """Not a probe: what a reader of the report must know of the software. Each line by itself, as any may fail."""
+    """Not a probe: records the software for a reader of the report. Each line is guarded separately, because any may
+    fail.
+    """
     for name, read in (
         ("packages", _packages),
         ("torch", lambda: torch.__version__),

@@ -32,7 +32,7 @@ def collectives(bench: Bench) -> None:
 
 
 def between_two(bench: Bench) -> None:
-    """Starts both processes; what rank 0 says is the probe's."""
+    """Starts both processes; the findings of rank 0 are the probe's."""
     endings: dict[int, Ending] = {}
     threads = [
         threading.Thread(target=lambda rank=rank: endings.update({rank: _start(bench, rank)})) for rank in range(WORLD)
@@ -92,7 +92,9 @@ def rank(bench: Bench) -> None:
 
 
 def _layer(bench: Bench, mine: int) -> None:
-    """As in a layer of a model in two parts: a product, the sum of both parts, and what follows. Recipes of it."""
+    """Runs a layer as in a model in two parts: a product, the sum of both parts, and the next product. Returns its
+    recipes.
+    """
     a, b = torch.eye(16) * (1 + mine), torch.full((16, 16), 2.0)
 
     def layer(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def _to_device(bench: Bench, size: int, pinned: bool) -> None:
 
 
 def _overlap(bench: Bench) -> None:
-    """A copy on a stream of its own beside products; 1 is no overlap."""
+    """Times a copy on a stream of its own during products; 1 is no overlap."""
     n = bench.pick(256, 4096)
     a = bench.random(n, n, dtype=torch.bfloat16)
     host = torch.zeros(bench.pick(MIB, 64 * MIB), dtype=torch.uint8)

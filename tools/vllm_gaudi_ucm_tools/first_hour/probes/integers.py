@@ -16,7 +16,7 @@ SHAPES = ((7,), (64, 33), (8, 128, 16))
 
 
 def where_and_norm(bench: Bench) -> None:
-    """Probe 10: every pattern by itself, so that the report names those that are wrong."""
+    """Probe 10: every pattern separately, so that the report names the wrong ones."""
     wrong = []
     for dtype in (torch.int32, torch.int64):
         for shape in SHAPES:

@@ -1,4 +1,4 @@
-"""Probes 8, 16, 17 and 26: layers as regions. What compiles, how often, how long, and what a call costs the host."""
+"""Probes 8, 16, 17 and 26: layers as regions: what compiles, how often, how long, and the host's cost of a call."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _counts(run: CountedRegion, length: int) -> bool:
 
 
 class _Sizes:
-    """Of attention's layer in the probes here."""
+    """Sizes of attention's layer in these probes."""
 
     def __init__(self, bench: Bench) -> None:
         self.heads = bench.pick(Heads(4, 2, 16, 16), Heads(32, 8, 128, 128))
@@ -170,7 +170,7 @@ class _Sizes:
         self.tensors = bucket_tensors(self.limits, bench)
 
     def inputs(self, bench: Bench, shape: ForwardShape) -> tuple[Any, ...]:
-        """Of a bucket without any step in it: pads only, as in a warm-up."""
+        """Returns the inputs of a bucket without a step: only pads, as in a warm-up."""
         heads, rows = self.heads, shape.query_len
         new = [bench.random(rows, n, heads.dim, dtype=torch.bfloat16) for n in (heads.heads, *[heads.kv_heads] * 2)]
         cache = (self.limits.num_blocks * heads.block_size, heads.kv_heads, heads.dim)
@@ -183,7 +183,7 @@ class _Sizes:
 
 
 class _Cost(NamedTuple):
-    """Of compiling one bucket and running it once. peak: bytes beyond those in use before, None if unknown."""
+    """The cost of compiling one bucket and running it once. peak: bytes beyond those in use before, None if unknown."""
 
     nodes: float
     seconds: float
@@ -191,7 +191,7 @@ class _Cost(NamedTuple):
 
 
 def _compile_cost(bench: Bench, sizes: _Sizes, shape: ForwardShape) -> list[_Cost]:
-    """Nodes and seconds of one bucket, none where it does not compile."""
+    """Returns nodes and seconds of one bucket; none if it does not compile."""
     name = f"{shape.phase} q{shape.query_len} s{shape.shared_blocks} u{shape.unique_blocks}"
     inputs = sizes.inputs(bench, shape)
     torch._dynamo.reset()

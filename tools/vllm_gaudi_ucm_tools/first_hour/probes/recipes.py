@@ -1,4 +1,4 @@
-"""Probes 3, 4 and 15: what compiles a recipe again, and compile-only mode."""
+"""Probes 3, 4 and 15: causes of recompilation, and compile-only mode."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ def _left_on(setting: Any, run: Any, x: Tensor, expected: Tensor) -> bool:
     except ZeroDivisionError:
         pass
     after = attempt(lambda: torch.equal(run(x).cpu(), expected))
-    # entered and never left: leaving would restore what the exception has left behind
+    # entered and never left: leaving would restore the state that the exception has left behind
     setting(COMPILE_ONLY, False).__enter__()
     return not after.ok or not after.value

@@ -65,14 +65,14 @@ class Server:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Frees the device's memory."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
 
 
 def tokens(bench: Bench) -> None:
-    """Probe 27: every token beside the logits of the same model on the host, after the same tokens."""
+    """Probe 27: compares every token with the logits of the same model on the host, after the same tokens."""
     server = Server(bench)
     prompts = server.prompts(4, bench.pick(24, 200))
     answers = server.generate(prompts, bench.pick(8, 32))
@@ -84,7 +84,7 @@ def tokens(bench: Bench) -> None:
     logits = torch.cat(exact)
     on_device, on_host = torch.tensor(list(chain(*answers))), torch.cat(rough).argmax(1)
     missing, allowed = (float(_below_best(logits, chosen).mean()) for chosen in (on_device, on_host))
-    # twice what the host loses in bf16, and a little where it loses nothing: few tokens are near ties
+    # twice the host's loss in bf16, and a little if it loses nothing: few tokens are near ties
     budget = 2 * allowed + 0.003 * float(logits.std())
     bench.claim("logit of a token below the best, mean", f"{missing:.3g}", f"at most {budget:.3g}", missing <= budget)
     equal = float((logits.argmax(1) == on_device).float().mean())
@@ -92,7 +92,7 @@ def tokens(bench: Bench) -> None:
 
 
 def _below_best(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """How far the logits of these tokens are below the best of their rows, float32 [rows]."""
+    """Returns how far the logits of these tokens are below the best of their rows, float32 [rows]."""
     return logits.amax(1) - logits.gather(1, tokens[:, None]).flatten()
 
 
@@ -167,7 +167,7 @@ def steady(bench: Bench) -> None:
 
 
 def _profile(bench: Bench, call: Callable[[], object]) -> torch.profiler.profile:
-    """A call under the profiler, with the device's own activities where torch knows any."""
+    """Profiles a call, with the device's own activities if torch knows any."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     known = torch.profiler.supported_activities()
     activities += [one for one in known if one.name in (bench.kind.upper(), "HPU") and one not in activities]
@@ -178,7 +178,7 @@ def _profile(bench: Bench, call: Callable[[], object]) -> torch.profiler.profile
 
 
 def _device_seconds(profile: torch.profiler.profile) -> float:
-    """Of all kernels; 0 where the profiler saw none."""
+    """Returns the seconds of all kernels; 0 if the profiler saw none."""
     return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
 
 

@@ -76,7 +76,7 @@ def _ours(bench: Bench, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _fused(bench: Bench, mode: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What the fused kernel returns, and whether its halves may be merged."""
+    """Checks the results of the fused kernel, and whether its halves may be merged."""
     call = bench.region(lambda q, k, v: torch.ops.hpu.sdpa_recomp_fwd(q, k, v, None, 0.0, q.shape[-1] ** -0.5, *flags))
     flags: tuple[Any, ...] = (False, True, mode, None, "left")
     found = attempt(lambda: call(q, k, v))
@@ -98,7 +98,7 @@ def _fused(bench: Bench, mode: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _which_maximum(bench: Bench, mode: str, top: Tensor, inverse: Tensor, exact_top: Tensor, exact_sum: Tensor) -> None:
-    """Whether the sum was taken about the rounded maximum that is returned, or about the exact one."""
+    """Finds out whether the sum refers to the rounded maximum that is returned, or to the exact one."""
     total, rounded = 1 / inverse.cpu().double(), top.cpu().double()
     about_rounded = relative_error(total, exact_sum * torch.exp(exact_top - rounded))
     about_exact = relative_error(total, exact_sum)
@@ -142,7 +142,7 @@ def _edges(bench: Bench, mode: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _window_and_sinks(bench: Bench, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What newer builds add to FusedSDPA, by the names of its arguments there: `window_size` and `sinks`."""
+    """Checks additions of newer builds to FusedSDPA, by the names of its arguments: `window_size` and `sinks`."""
     rows = q.shape[-2]
     k, v = k[..., :rows, :].clone(), v[..., :rows, :].clone()
     window = rows // 4

@@ -1,4 +1,4 @@
-"""Probes 30 and 31: what is said to be new in Gaudi software 1.24.2, which may hold for 1.24.1 as well."""
+"""Probes 30 and 31: features documented as new in Gaudi software 1.24.2, which may exist in 1.24.1 as well."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def write_steps(bench: Bench) -> None:
 
 
 def host_cache(bench: Bench) -> None:
-    """Probe 31: a process of its own, because the call is said to end it when the interpreter tidies up."""
+    """Probe 31: a process of its own, because the call reportedly ends it when the interpreter exits."""
     command = [sys.executable, "-c", EMPTY_HOST_CACHE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
     last = (done.stderr.strip().splitlines() or ["nothing"])[-1]

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm_tools.first_hour.bench import Bench, attempt
 HEADS, DIM = 8, 128
 ROWS = 64
 GROWTH = 4
-MOST_GROWTH = 2.0  # of the time, where the cache is GROWTH times as large
+MOST_GROWTH = 2.0  # of the time, if the cache is GROWTH times as large
 Write = Callable[..., Any]
 
 
@@ -113,7 +113,7 @@ def _kept(cache: Tensor, slots: Tensor, new: Tensor) -> str:
 
 
 def _judge(bench: Bench, name: str, cache: Tensor, slots: Tensor, new: Tensor) -> None:
-    """The rows hold what was written, and the others what they held."""
+    """Checks that the rows hold the written values, and the others their old ones."""
     kept = _kept(cache, slots, new)
     written = int(cache.cpu().flatten(1).any(1).sum())
     bench.claim(name, f"{kept}, {written} rows written", f"kept, {ROWS} rows written")
