@@ -107,5 +107,5 @@ def test_every_example_is_short_tested_and_named(name: str) -> None:
     lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 125
     assert f'"{name}"' in Path(__file__).read_text(encoding="utf-8")
-    for page in ("README.md", "docs/examples.md"):
+    for page in ("README.md", "docs/getting-started.md"):
         assert f"examples/{name}" in (ROOT / page).read_text(encoding="utf-8"), page
