@@ -15,7 +15,6 @@ WORDS = 1200
 # Longer than they should be. A page that becomes short enough leaves this list; no page joins it.
 LONG = {
     "architecture.md",
-    "guides/quantisation.md",
 }
 # Written by a script, or out of docstrings.
 GENERATED = {*MADE, "conformance.md", "models.md"}
