@@ -13,7 +13,6 @@ GUIDES = {
     "stores",
     "speculation",
     "static-shapes",
-    "phase-log",
     "metrics",
     "kv-transfer",
     "prefetch",

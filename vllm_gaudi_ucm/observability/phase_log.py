@@ -1,6 +1,6 @@
 """The phase log: one JSON line per step (`ucm.phase_log`), and running totals by phase that are always kept.
 
-The line format is described in docs/guides/phase-log.md; `PhaseLogReader` is its only reader.
+The line format is described in docs/guides/metrics.md; `PhaseLogReader` is its only reader.
 """
 
 from __future__ import annotations
