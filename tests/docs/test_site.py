@@ -15,7 +15,6 @@ GUIDES = {
     "static-shapes",
     "metrics",
     "kv-transfer",
-    "prefetch",
 }
 
 

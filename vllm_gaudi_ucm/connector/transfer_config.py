@@ -29,7 +29,7 @@ class ConnectorOptions(Section):
         json_schema_extra={WORDS: "a store (docs/guides/stores.md)"},
     )
     prefetch: PrefetchOptions = Field(
-        default=PrefetchOptions(), description="The engine that loads blocks: see docs/guides/prefetch.md."
+        default=PrefetchOptions(), description="The engine that loads blocks: see docs/guides/kv-transfer.md."
     )
     load_deadline: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=10.0,
