@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -657,6 +657,15 @@ def test_stages_know_the_layers_of_a_model_that_says_them(tmp_path: Path) -> Non
         assert found.scheduler_config.disable_hybrid_kv_cache_manager is False
     with pytest.raises(UnsupportedFeatureError, match="OffloadingConnector with stages of 3, 2 layers"):
         start(uneven, pipeline_parallel_size=2, kv_offloading_size=1)
+
+
+def test_stages_offload_in_a_configuration_without_a_model() -> None:
+    """One table is kept where no model says how many layers a stage has."""
+    options = {"parallel_config": ParallelConfig(pipeline_parallel_size=2)}
+    made = VllmConfig(cache_config=CacheConfig(kv_offloading_size=1), **options)
+    assert made.kv_transfer_config is not None
+    assert made.kv_transfer_config.kv_connector == "OffloadingConnector"
+    assert made.scheduler_config.disable_hybrid_kv_cache_manager is True
 
 
 def test_the_hybrid_manager_is_on(llama: Path) -> None:

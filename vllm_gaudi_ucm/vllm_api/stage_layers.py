@@ -82,8 +82,9 @@ def block_layers(vllm_config: VllmConfig, found: Sequence[int]) -> list[int]:
 
 
 def _stages(vllm_config: VllmConfig) -> list[range]:
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    total = vllm_config.model_config.get_total_num_hidden_layers()
+    stages, model = vllm_config.parallel_config.pipeline_parallel_size, vllm_config.model_config
+    # a configuration without a model has no layers
+    total = 0 if model is None else model.get_total_num_hidden_layers()
     return [range(*get_pp_indices(total, stage, stages)) for stage in range(stages)]
 
 
