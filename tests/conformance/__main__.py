@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     work = options.work.resolve()
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    # a table in a log has names of files whole
+    width = None if sys.stdout.isatty() else 160
+    console = Console(width=width, soft_wrap=True, highlight=False, markup=False)
     tree = make_tree(sources, work / installed)
     hub = make_hub(work / "hub", ROOT)
     variables = environment(hub, plugin=not options.without_plugin)

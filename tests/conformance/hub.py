@@ -52,6 +52,7 @@ MODELS: Mapping[str, Callable[[Path, Path], None]] = {
     "facebook/opt-350m": _OPT,
     "Qwen/Qwen3-0.6B": _QWEN3,
     "Qwen/Qwen3-1.7B": _QWEN3,
+    "Qwen/Qwen2-1.5B-Instruct": _QWEN2,
     "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2,
     "Qwen/Qwen1.5-7B": partial(_shape, family="qwen2", max_position_embeddings=32768),
     "Qwen/Qwen2.5-VL-3B-Instruct": partial(_shape, family="qwen2", max_position_embeddings=32768),
@@ -59,6 +60,7 @@ MODELS: Mapping[str, Callable[[Path, Path], None]] = {
     "meta-llama/Llama-3.2-1B": _LLAMA,
     "meta-llama/Llama-3.2-1B-Instruct": _demo,
     "hmellor/tiny-random-LlamaForCausalLM": _LLAMA,
+    "google/gemma-3-1b-it": partial(_shape, family="gemma3_text", architectures=["Gemma3ForCausalLM"]),
     "gpt2": _GPT2,
     "openai-community/gpt2": _GPT2,
 }

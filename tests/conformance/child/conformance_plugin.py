@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,26 @@ def _message(report: Any) -> str:
     if not crash and lines:
         lines = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")][-1:] or lines[-1:]
     return " ".join(lines)[:400] or getattr(report, "wasxfail", "")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """Has vLLM's fixture of a process group take the platform's backend: it knows Gloo and NCCL alone, by device."""
+    names = fixturedef.func.__globals__
+    begin = names.get("init_distributed_environment")
+    if fixturedef.argname == "dist_init" and not hasattr(begin, "__wrapped__"):
+        names["init_distributed_environment"] = _on_the_platform(begin)
+
+
+def _on_the_platform(begin: Callable[..., None]) -> Callable[..., None]:
+    @wraps(begin)
+    def begun(**given: Any) -> None:
+        # not while vLLM looks for its platform
+        from vllm.platforms import current_platform
+
+        begin(**{**given, "backend": current_platform.dist_backend})
+
+    return begun
 
 
 @pytest.hookimpl(tryfirst=True)
