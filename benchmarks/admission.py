@@ -1,8 +1,8 @@
-"""The three rules of admission under memory pressure: preemptions, tokens computed again, memory, answers per second.
+"""Both rules of admission under memory pressure: preemptions, tokens computed again, memory, answers per second.
 
 `python -m benchmarks.admission [--mix chat ...] [--steps N] [--json FILE] [--plot FILE]`. The requests and the clock of
 `gaudi-ucm trace`, whose KV cache has a part of its blocks (`--blocks`); the rules are those that a server uses. Each
-client asks for the longest answer of its mix (`max_tokens`) and gets one of the mix's lengths. A fourth row is greedy,
+client asks for the longest answer of its mix (`max_tokens`) and gets one of the mix's lengths. A third row is greedy,
 where nothing that was preempted is computed again: no rule can gain more than that by avoiding preemptions.
 """
 
@@ -21,23 +21,21 @@ from rich.table import Table
 
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.cli.output import report_console
-from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
-from vllm_gaudi_ucm.scheduler.admission_rules import make_rule
-from vllm_gaudi_ucm.scheduler.future_blocks import Footprint
+from vllm_gaudi_ucm.scheduler.future_blocks import Footprint, peak_blocks
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Prefix, Request, Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RULES = ("greedy", "exact", "predicted")
+RULES = ("greedy", "exact")
 BOUND = "greedy, kept"
 """Greedy, where a preempted request keeps what it has computed, in no time."""
 PRESSURE = {"chat": 0.1, "batch": 0.1, "agentic": 0.2, "long-context": 0.3}
 """Share of a mix's KV cache with which requests wait most of the time."""
 SEEDS = 3
-COLOURS = {"greedy": "#D55E00", "exact": "#0072B2", "predicted": "#009E73"}
+COLOURS = {"greedy": "#D55E00", "exact": "#0072B2"}
 
 
 @dataclass
@@ -85,8 +83,6 @@ class AdmittingSimulation(Simulation):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.result = Result("", self.rule)
-        options = SchedulerConfig(admission="greedy" if self.rule == BOUND else self.rule)
-        self._rule = make_rule(options, self.mix.limits.block_size, in_step=True)
         self._room = self._free
         self._output: dict[int, int] = {}
         # tokens that a preempted request had computed
@@ -115,8 +111,7 @@ class AdmittingSimulation(Simulation):
             missing = -(-request.tokens // self.mix.limits.block_size) - request.depth - request.held
             if missing > self._free:
                 return False
-            footprints = [self._footprint(one) for one in (*self.running, request)]
-            if self._rule is not None and self.running and self._rule.peak(footprints) > self._room:
+            if self.rule == "exact" and self.running and self._peak(request) > self._room:
                 return False
         if not super()._allocate(request, new):
             return False
@@ -129,6 +124,11 @@ class AdmittingSimulation(Simulation):
         if self.rule == BOUND:
             request.computed = max(request.computed, self._lost.get(id(request), 0))
 
+    def _peak(self, request: Request) -> int:
+        """Blocks that `request` and all that run will need at one time."""
+        footprints = [self._footprint(one) for one in (*self.running, request)]
+        return peak_blocks(footprints, self.mix.limits.block_size)
+
     def _footprint(self, request: Request) -> Footprint:
         generated = self._output[id(request)] - request.remaining
         size, rows = self.mix.limits.block_size, self.mix.limits.max_num_batched_tokens
@@ -136,19 +136,15 @@ class AdmittingSimulation(Simulation):
         delay = -(-(request.tokens - request.computed) // rows)
         own = request.tokens - request.depth * size
         left = self.mix.output.high - generated
-        return Footprint(range(first, first + request.held), own, left, delay, generated)
+        return Footprint(range(first, first + request.held), own, left, delay)
 
     def _preempt(self, request: Request) -> None:
         self.result.preemptions += 1
         self._lost[id(request)] = request.computed
-        if self._rule is not None:
-            self._rule.preempted()
         super()._preempt(request)
 
     def _leave(self, request: Request) -> None:
         length = self._output.pop(id(request))
-        if self._rule is not None:
-            self._rule.ended(length, bool(self.waiting))
         self.result.answers += 1
         self.result.tokens += length
         super()._leave(request)

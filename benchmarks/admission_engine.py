@@ -30,7 +30,7 @@ from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Mix
 if TYPE_CHECKING:
     from vllm import LLM
 
-SIDES = (*((rule, "recompute") for rule in RULES), ("greedy", "swap"), ("predicted", "swap"))
+SIDES = (*((rule, "recompute") for rule in RULES), ("greedy", "swap"))
 """`ucm.scheduler.admission` and `ucm.preemption.mode`."""
 SMALL = {
     "vocab_size": 2048,

@@ -1,4 +1,4 @@
-"""The benchmark of admission: its server under the three rules, its figures and its picture."""
+"""The benchmark of admission: its server under both rules, its figures and its picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks import admission
 
 
-def test_exact_never_preempts_and_predicted_starts_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exact_never_preempts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     arguments = ["--mix", "batch", "--blocks", "0.15", "--steps", "600", "--seeds", "1"]
     arguments += ["--json", str(figures), "--plot", str(picture)]
@@ -18,9 +18,8 @@ def test_exact_never_preempts_and_predicted_starts_more(tmp_path: Path, capsys: 
     found = {one["rule"]: one for one in json.loads(figures.read_text())}
     assert found["greedy"]["preemptions"] > 5
     assert found["exact"]["preemptions"] == found["exact"]["computed_again"] == 0
-    assert found["predicted"]["preemptions"] < found["greedy"]["preemptions"] / 5
-    assert found["exact"]["memory"] + 0.1 < found["predicted"]["memory"] < found["greedy"]["memory"]
+    assert found["exact"]["memory"] + 0.1 < found["greedy"]["memory"]
     assert found["greedy, kept"]["preemptions"] > 5
     assert found["greedy, kept"]["computed_again"] == 0
     assert picture.stat().st_size > 10_000
-    assert "predicted" in capsys.readouterr().out
+    assert "greedy, kept" in capsys.readouterr().out

@@ -118,13 +118,11 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.allow_untested_vllm": ([True, False], [1, "yes", None], "true or false"),
     "ucm.distributed.check_ranks": ([True, False], [1, "on", None], "true or false"),
     "ucm.scheduler.admission": (
-        ["greedy", "exact", "predicted"],
+        ["greedy", "exact"],
         ["fcfs", True, None],
-        'one of "greedy", "exact", "predicted"',
+        'one of "greedy", "exact"',
     ),
     "ucm.scheduler.async_scheduling": (["auto", True, False], [1, "on", None], '"auto" or true or false'),
-    "ucm.scheduler.preemption_rate": ([0.001, 1.0], [0.0, 1.1, "0.1"], "number, above 0 and at most 1"),
-    "ucm.scheduler.least_output": ([0, 512], [-1, 1.5, None], "integer, at least 0"),
     "ucm.kv_cache.granularity": (["block", "token"], ["slot", 1, None], 'one of "block", "token"'),
     "ucm.kv_cache.max_total_token_num": ([None], [0, 1.5, True], "integer, at least 1 or null"),
     "ucm.preemption.mode": (
@@ -336,3 +334,15 @@ def test_slots_for_tokens_and_what_they_exclude() -> None:
     ):
         with pytest.raises(UcmConfigError, match=key):
             resolve_config({"ucm": options})
+
+
+def test_removed_rule_of_admission_says_what_to_use() -> None:
+    section = {"admission": "predicted", "preemption_rate": 0.1, "least_output": 16}
+    with pytest.raises(UcmConfigError) as caught:
+        resolve_config({"ucm": {"scheduler": section}})
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys == [f"ucm.scheduler.{name}" for name in section]
+    assert "ucm.scheduler.admission: found 'predicted', expected 'exact'" in str(caught.value)
+    assert "ucm.preemption.mode 'swap'" in str(caught.value)
+    with pytest.raises(UcmConfigError, match=r"ucm\.scheduler\.least_output: found 16, expected no such key"):
+        resolve_config({"ucm": {"scheduler": {"least_output": 16}}})

@@ -204,7 +204,7 @@ def _draw_cache(draws: Draws, setting: Setting) -> None:
             setting.options["num_gpu_blocks_override"] = 1 + blocks + spare
         _draw_block_rules(draws, setting)
     setting.words += ["tight"] if tight else []
-    admission = draws.choose("admission", ("greedy", "exact", "predicted"), (4, 1, 1))
+    admission = draws.choose("admission", ("greedy", "exact"), (4, 2))
     setting.ucm["scheduler"]["admission"] = admission
     setting.words += [f"{admission} admission"] if admission != "greedy" else []
 

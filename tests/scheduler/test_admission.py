@@ -9,7 +9,6 @@ import pytest
 
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.admission import Admission
-from vllm_gaudi_ucm.scheduler.admission_rules import Exact
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 
@@ -23,8 +22,8 @@ def admission(num_drafts: int = 0) -> Admission:
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
     groups = SimpleNamespace(whole=1, most=lambda *of_request: ())
-    rule = Exact(4, in_step=not num_drafts)
-    return Admission(cast(Any, scheduler), rule, MemoryTotals(), cast(Any, groups), steps_ahead=1)
+    in_step = not num_drafts
+    return Admission(cast(Any, scheduler), MemoryTotals(), cast(Any, groups), in_step=in_step, steps_ahead=1)
 
 
 def request(tokens: int, outputs: int, computed: int, in_flight: int = 0, max_tokens: int = 20) -> Any:
@@ -57,4 +56,4 @@ def test_drafts_have_room_whatever_was_right(in_flight: int) -> None:
 
 def test_more_drafts_in_flight_than_an_answer_takes() -> None:
     found = admission(3)._footprint(request(10, 19, 14, in_flight=4), [1], [[]], 0)
-    assert (found.tokens, found.left, found.generated) == (11 + 9, 0, 20)
+    assert (found.tokens, found.left) == (11 + 9, 0)

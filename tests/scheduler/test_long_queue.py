@@ -15,7 +15,6 @@ from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler
 OPTIONS: dict[str, dict[str, Any]] = {
     "swap": {"preemption": {"mode": "swap", "host_memory": 1 << 20}},
     "exact": {"scheduler": {"admission": "exact"}},
-    "predicted": {"scheduler": {"admission": "predicted"}},
     "partial hits": {"kv_cache": {"partial_hits": True}},
     "compaction": {"kv_cache": {"compaction": True}},
     "exact, partial hits": {"scheduler": {"admission": "exact"}, "kv_cache": {"partial_hits": True}},

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint
+from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint, peak_blocks
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_lists
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
-    from vllm_gaudi_ucm.scheduler.admission_rules import AdmissionRule
     from vllm_gaudi_ucm.scheduler.group_blocks import GroupBlocks
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheBlocks, KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
-ASKED_AGAIN = 4
-"""Steps after which a rule that changes with time is asked the same again: an answer takes a third of a millisecond."""
-_ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-
 
 class Admission:
-    """Says whether a waiting request may begin beside those that have blocks.
+    """Lets a waiting request begin when the KV cache holds it and all that run, each with all of its `max_tokens`.
 
     First come, first served is vLLM's and stays: a request that may not begin yet holds up those behind it. One that
     is alone always begins.
 
     Args:
         scheduler: vLLM's; read only.
-        rule: how many blocks requests will need.
         totals: takes the answers that were no.
         groups: of the KV cache.
+        in_step: see `peak_blocks`.
         steps_ahead: that are scheduled before the tokens of the one before are known. An end that is known so late
             costs no block: the last token of an answer, which counts here, is never computed.
     """
@@ -40,17 +35,16 @@ class Admission:
     def __init__(
         self,
         scheduler: Scheduler,
-        rule: AdmissionRule,
         totals: MemoryTotals,
         groups: GroupBlocks,
         *,
+        in_step: bool,
         steps_ahead: int = 0,
     ) -> None:
         self._steps_ahead = steps_ahead
         self._scheduler = scheduler
-        self._rule = rule
+        self._in_step = in_step
         self._refused: tuple[object, ...] | None = None
-        self._repeated = 0
         self._totals = totals
         self._groups = groups
 
@@ -73,9 +67,8 @@ class Admission:
         shared = hit_tokens // self._scheduler.block_size
         found = [] if hits is None else self._groups.wholes([group[:shared] for group in hits.blocks])
         asked = request.request_id, shared, *(one.request_id for one in active)
-        # only an end of some request makes much room at once; tokens that others generate tell a little each
-        self._repeated = self._repeated + 1 if asked == self._refused else 0
-        if asked != self._refused or (self._rule.changes and self._repeated % ASKED_AGAIN == 0):
+        # only the end of a request makes room
+        if asked != self._refused:
             self._refused = None if self._fits(request, active, manager, found) else asked
         self._totals.admission_waits += self._refused is not None
         return self._refused is None
@@ -85,16 +78,6 @@ class Admission:
         table is read, which lists only these."""
         known = self._scheduler.requests
         return [known[name] for name, blocks in kv_block_lists(manager, 0).items() if blocks and name in known]
-
-    def ended(self, request: Request) -> None:
-        """A request has finished."""
-        if request.status in _ENDED_BY_ITSELF:
-            self._rule.ended(request.num_output_tokens, self._refused is not None)
-
-    def preempted(self, requests: Collection[str]) -> None:
-        """These had to give their blocks to others."""
-        for _ in requests:
-            self._rule.preempted()
 
     def _fits(self, request: Request, active: list[Request], manager: KVCacheManager, hits: list[int]) -> bool:
         tables = [manager.get_blocks(one.request_id).blocks for one in active]
@@ -114,7 +97,8 @@ class Admission:
         held = {block.block_id for own in tables for blocks in own for block in blocks if not block.is_null}
         # of requests that are gone: a connector still reads them
         others = used - len(held)
-        return others + self._rule.peak(future) < pool.num_gpu_blocks
+        peak = peak_blocks(future, self._scheduler.block_size, in_step=self._in_step)
+        return others + peak < pool.num_gpu_blocks
 
     def _footprint(
         self, request: Request, blocks: list[int], tables: Sequence[Sequence[KVCacheBlock]], delay: int
@@ -132,7 +116,7 @@ class Admission:
         chunk = scheduler.max_num_scheduled_tokens * scheduler.parallel_config.pipeline_parallel_size
         windows = self._groups.most(request, ahead, chunk, tables)
         whole = self._groups.whole
-        return Footprint(blocks, tokens + ahead, max(most, 0), delay, generated=generated, whole=whole, windows=windows)
+        return Footprint(blocks, tokens + ahead, max(most, 0), delay, whole=whole, windows=windows)
 
     def _delays(self, requests: list[Request]) -> list[int]:
         """Steps at most until each has computed its prompt, the first ones first, beside a token of each other."""

@@ -18,7 +18,6 @@ class Footprint(NamedTuple):
         requests share is in each of them.
     tokens: of its context as it is, those included that are still to be computed.
     left: tokens that it will generate at most. delay: steps at most until it generates the first.
-    generated: tokens of its answer so far.
     whole: groups that keep whole contexts. windows: for each other group the most blocks that it will have at a time.
         Of these all count for each request, shared or not: one that goes on leaves them to the others.
     """
@@ -27,7 +26,6 @@ class Footprint(NamedTuple):
     tokens: int
     left: int
     delay: int = 0
-    generated: int = 0
     whole: int = 1
     windows: tuple[int, ...] = ()
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.memory.swaps import Swaps
     from vllm_gaudi_ucm.protocol.memory_orders import BlockMoves, MemoryTotals
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
-    from vllm_gaudi_ucm.scheduler.admission import Admission
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
@@ -128,7 +127,6 @@ class MemorySteps(SchedulerPart):
         totals: what has happened.
         compaction: moves blocks before a step is scheduled; None: it is off.
         swaps: of preempted requests; None: they are computed again.
-        admission: is told who was preempted; None: greedy.
     """
 
     def __init__(
@@ -137,13 +135,11 @@ class MemorySteps(SchedulerPart):
         totals: MemoryTotals,
         compaction: Compaction | None = None,
         swaps: Swaps | None = None,
-        admission: Admission | None = None,
     ) -> None:
         super().__init__(scheduler)
         self.totals = totals
         self.compaction = compaction
         self._swaps = swaps
-        self._admission = admission
         self._moves: list[BlockMoves] = []
 
     def before_schedule(self, reset: Collection[str]) -> None:
@@ -160,8 +156,6 @@ class MemorySteps(SchedulerPart):
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
         if self.compaction is not None:
             self.totals.count_density(self.compaction.density)
-        if self._admission is not None:
-            self._admission.preempted(set(scheduler_output.preempted_req_ids or ()) - set(reset))
         orders = MemoryOrders(msgspec.structs.replace(self.totals), moves=self._moves)
         if self._swaps is not None:
             outs, ins = self._swaps.take_orders()

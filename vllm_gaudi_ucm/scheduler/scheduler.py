@@ -75,8 +75,6 @@ class UcmScheduler(Scheduler):
         return partial is not None and partial.passes_over(request, seats)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self.block_rules.admission is not None:
-            self.block_rules.admission.ended(request)
         if self.block_rules.swaps is not None:
             self.block_rules.swaps.ended(request.request_id)
         return super()._free_request(request, *args, **kwargs)

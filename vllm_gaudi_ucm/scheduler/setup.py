@@ -20,7 +20,6 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.admission import Admission
-from vllm_gaudi_ucm.scheduler.admission_rules import make_rule
 from vllm_gaudi_ucm.scheduler.choice_cost import register_choice_cost
 from vllm_gaudi_ucm.scheduler.group_blocks import GroupBlocks
 from vllm_gaudi_ucm.scheduler.parts import (
@@ -132,16 +131,14 @@ def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals)
 
 def _admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Admission | None:
     """None with `greedy`, which is vLLM's."""
-    options = config.scheduler
+    if config.scheduler.admission == "greedy":
+        return None
     # with drafts, or several batches in flight, requests generate different numbers of tokens in the same time
     in_step = scheduler.num_spec_tokens == 0 and not scheduler.use_pp
-    rule = make_rule(options, scheduler.block_size, in_step=in_step)
-    if rule is None:
-        return None
-    logger.info("Admission %s: a request waits until the KV cache has room for its answer.", options.admission)
+    logger.info("Admission %s: a request waits until the KV cache has room for its answer.", config.scheduler.admission)
     groups = GroupBlocks(scheduler.kv_cache_manager, scheduler.block_size)
     ahead = int(bool(scheduler.scheduler_config.async_scheduling))
-    return Admission(scheduler, rule, totals, groups, steps_ahead=ahead)
+    return Admission(scheduler, totals, groups, in_step=in_step, steps_ahead=ahead)
 
 
 def make_parts(
@@ -151,7 +148,7 @@ def make_parts(
     config = resolve_config(scheduler.vllm_config.additional_config)
     parts: list[SchedulerPart] = []
     if rules.give_orders:
-        parts.append(MemorySteps(scheduler, rules.totals, compaction, rules.swaps, rules.admission))
+        parts.append(MemorySteps(scheduler, rules.totals, compaction, rules.swaps))
     if warms_by_order(scheduler.vllm_config, config):
         parts.append(WarmUpSteps(scheduler, sigterm_notice()))
     sparse = _sparse_steps(scheduler, config)
