@@ -331,9 +331,31 @@ def test_slots_for_tokens_and_what_they_exclude() -> None:
         ({"kv_cache": {"max_total_token_num": 4096}}, "ucm.kv_cache.max_total_token_num"),
         ({"kv_cache": by_token, "ucm_sparse_method": "GSA"}, "ucm.ucm_sparse_method"),
         ({"kv_cache": by_token, "attention": {"contiguous_pa": True}}, "ucm.attention.contiguous_pa"),
+        ({"kv_cache": {**by_token, "compaction": True}}, "ucm.kv_cache.compaction: found true, expected false with"),
+        ({"kv_cache": by_token, "preemption": {"mode": "swap"}}, "ucm.preemption.mode: found 'swap', expected"),
     ):
         with pytest.raises(UcmConfigError, match=key):
             resolve_config({"ucm": options})
+
+
+def test_options_that_exclude_each_other_are_named_together() -> None:
+    """Memory mode, which excludes every policy of the KV cache's blocks."""
+    off = {
+        "partial_hits": "ucm.kv_cache.partial_hits: found true, expected false with ucm.memory_mode",
+        "compaction": "ucm.kv_cache.compaction: found true, expected false with ucm.memory_mode",
+        "admission": "ucm.scheduler.admission: found 'exact', expected 'greedy' with ucm.memory_mode",
+        "mode": "ucm.preemption.mode: found 'auto', expected 'recompute' with ucm.memory_mode",
+    }
+    policies = {
+        "kv_cache": {"partial_hits": True, "compaction": True},
+        "scheduler": {"admission": "exact"},
+        "preemption": {"mode": "auto"},
+    }
+    with pytest.raises(UcmConfigError) as caught:
+        resolve_config({"ucm": {"ucm_sparse_method": "GSA", "memory_mode": {"enabled": True}, **policies}})
+    assert len(caught.value.problems) == len(off)
+    assert all(sentence in str(caught.value) for sentence in off.values())
+    assert resolve_config({"ucm": policies}).scheduler.admission == "exact"
 
 
 def test_removed_rule_of_admission_says_what_to_use() -> None:

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from vllm_gaudi_ucm.config.exclusions import TOKEN_SLOTS, excluded_options
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig, strategy_section
 from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
 from vllm_gaudi_ucm.config.sections import (
@@ -78,46 +79,13 @@ def check_memory_mode(
 ROOT = "ucm"
 
 
-def check_granularity(config: UcmConfig) -> None:
-    """Raises `UcmConfigError` for what a KV cache of single tokens excludes, and for its option without it."""
-    kv_cache, found = config.kv_cache, []
-    if kv_cache.granularity == "block":
-        if kv_cache.max_total_token_num is not None:
-            key = f"{ROOT}.kv_cache.max_total_token_num"
-            wanted = f"null without {ROOT}.kv_cache.granularity 'token'; --num-gpu-blocks-override counts blocks"
-            found.append(Problem(key, str(kv_cache.max_total_token_num), wanted))
-    else:
-        beside = f"with {ROOT}.kv_cache.granularity 'token'"
-        if config.ucm_sparse_method is not None:
-            wanted = f"null {beside}: a sparse method chooses blocks, and there are none"
-            found.append(Problem(f"{ROOT}.ucm_sparse_method", repr(config.ucm_sparse_method), wanted))
-        if config.attention.contiguous_pa is True:
-            wanted = f"'auto' or false {beside}: rows share what attention reads as a block"
-            found.append(Problem(f"{ROOT}.attention.contiguous_pa", "true", wanted))
-        if kv_cache.partial_hits:
-            wanted = f"false {beside}, which shares prefixes to the token without copies"
-            found.append(Problem(f"{ROOT}.kv_cache.partial_hits", "true", wanted))
-        if kv_cache.compaction:
-            wanted = f"false {beside}: each slot would be a move of its own"
-            found.append(Problem(f"{ROOT}.kv_cache.compaction", "true", wanted))
-        if config.preemption.swaps:
-            wanted = f"'recompute' {beside}: each slot would be a copy of its own"
-            found.append(Problem(f"{ROOT}.preemption.mode", repr(config.preemption.mode), wanted))
-    if found:
-        raise UcmConfigError(found)
-
-
-def refuse_others(config: UcmConfig) -> None:
-    """Raises `UcmConfigError` for what decides over blocks, too, beside memory mode."""
-    beside = "with ucm.memory_mode, where blocks leave the device and come back"
-    found: list[Problem] = []
-    if config.scheduler.admission != "greedy":
-        found.append(Problem(f"{ROOT}.scheduler.admission", repr(config.scheduler.admission), f"'greedy' {beside}"))
-    for option, is_on in config.kv_cache.switches.items():
-        if is_on:
-            found.append(Problem(f"{ROOT}.kv_cache.{option}", "true", f"false {beside}"))
-    if config.preemption.swaps:
-        found.append(Problem(f"{ROOT}.preemption.mode", repr(config.preemption.mode), f"'recompute' {beside}"))
+def check_policies(config: UcmConfig) -> None:
+    """Raises `UcmConfigError` for options that exclude each other, and for `max_total_token_num` without slots."""
+    found = list(excluded_options(config))
+    slots = config.kv_cache.max_total_token_num
+    if slots is not None and not TOKEN_SLOTS.is_on(config):
+        wanted = f"null without {TOKEN_SLOTS.words}; --num-gpu-blocks-override counts blocks"
+        found.append(Problem(f"{ROOT}.kv_cache.max_total_token_num", str(slots), wanted))
     if found:
         raise UcmConfigError(found)
 
@@ -190,8 +158,7 @@ class UcmConfig(Section):
             self.ucm_sparse_config.options(self.ucm_sparse_method, f"{ROOT}.ucm_sparse_config")
         if self.memory_mode.enabled:
             check_memory_mode(self.memory_mode, self.ucm_sparse_method, self.ucm_sparse_config, f"{ROOT}.memory_mode")
-            refuse_others(self)
-        check_granularity(self)
+        check_policies(self)
         return self
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,23 +27,6 @@ if TYPE_CHECKING:
 _MODE = "with ucm.memory_mode"
 
 
-def refuse_without_prefix_cache(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for `partial_hits` where nothing is kept that could be hit."""
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise UnsupportedFeatureError("ucm.kv_cache.partial_hits without a prefix cache", "--no-enable-prefix-caching")
-
-
-def refuse_beside_swaps(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for a KV connector: which blocks a resumed request gets is its decision, too, and
-    with a store in host memory it has a copy of them already."""
-    _refuse_connector(vllm_config, "with ucm.preemption.mode swap or auto")
-
-
-def refuse_beside_compaction(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for a KV connector: it keeps ids of blocks that it reads and writes on its own."""
-    _refuse_connector(vllm_config, "with ucm.kv_cache.compaction")
-
-
 def keeps_one_block_table(vllm_config: VllmConfig, config: UcmConfig) -> bool:
     """True if vLLM's hybrid KV-cache manager has to be off, beside what knows one block table for all layers: windows
     are then computed as ever, and their KV cache takes what full attention takes. vLLM does so itself beside connectors
@@ -100,12 +83,6 @@ def _connector_names(vllm_config: VllmConfig) -> list[str]:
     """Also that of `--kv-offloading-size`, which vLLM sets later."""
     names = [one.name for one in configured_connectors(vllm_config.kv_transfer_config) if one.name is not None]
     return names if vllm_config.cache_config.kv_offloading_size is None else [*names, OFFLOADING]
-
-
-def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:
-    transfer, offloaded = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
-    if transfer is not None or offloaded is not None:
-        raise UnsupportedFeatureError(f"a KV connector {beside}", _asked_by(transfer))
 
 
 def _asked_by(transfer: KVTransferConfig | None) -> str:

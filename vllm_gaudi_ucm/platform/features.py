@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_ucm.config.exclusions import OF_ENGINE as EXCLUDED
 from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
@@ -21,6 +22,9 @@ from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+
+    from vllm_gaudi_ucm.config.exclusions import Option
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 
 def _above_one(size: int) -> int | None:
@@ -297,42 +301,25 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
 )
 
 
-def _connector(config: VllmConfig) -> str | None:
-    # vLLM sets the connector of --kv-offloading-size later
-    if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector:
-        return config.kv_transfer_config.kv_connector
-    return "OffloadingConnector" if config.cache_config.kv_offloading_size is not None else None
-
-
-_TOKENS = "with ucm.kv_cache.granularity 'token'"
-
-OF_TOKENS: tuple[Feature[VllmConfig], ...] = (
-    Feature(
-        f"the KV connector {{found}} {_TOKENS}",
-        "--kv-transfer-config or --kv-offloading-size",
-        "stores keep blocks",
-        _connector,
-    ),
-    Feature(
-        f"a number of blocks {_TOKENS}",
-        "--num-gpu-blocks-override {found}",
-        "there are no blocks; `ucm.kv_cache.max_total_token_num` counts slots",
-        lambda c: c.cache_config.num_gpu_blocks_override,
-    ),
+OF_POLICIES: tuple[tuple[Option, Feature[VllmConfig]], ...] = tuple(
+    (row.policy, Feature(row.name, row.asked_by, row.why, row.found)) for row in EXCLUDED
 )
+"""A policy of the KV cache's blocks, and what it excludes."""
 
-REFUSED: tuple[Feature[Any], ...] = (*OF_ENGINE, *OF_MODEL, *OF_SPECULATION, *OF_DRAFT_MODEL, *OF_TOKENS)
+REFUSED: tuple[Feature[Any], ...] = (
+    *OF_ENGINE,
+    *OF_MODEL,
+    *OF_SPECULATION,
+    *OF_DRAFT_MODEL,
+    *(feature for _, feature in OF_POLICIES),
+)
 """The table in docs/support.md; a test compares them."""
 
 
-def refuse_unsupported(vllm_config: VllmConfig, *, by_token: bool = False) -> None:
-    """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for.
-
-    by_token: each token has a slot of its own in the KV cache.
-    """
+def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
+    """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
     asked = list(_asked(OF_ENGINE, vllm_config))
-    if by_token:
-        asked += _asked(OF_TOKENS, vllm_config)
+    asked += _asked([feature for policy, feature in OF_POLICIES if policy.is_on(config)], vllm_config)
     if vllm_config.speculative_config is not None:
         asked += _asked_by_speculation(vllm_config.speculative_config)
     if vllm_config.model_config is not None:

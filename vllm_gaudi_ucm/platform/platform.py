@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from vllm.platforms import Platform, PlatformEnum
 
+from vllm_gaudi_ucm.config.exclusions import POLICIES, TOKEN_SLOTS
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
 from vllm_gaudi_ucm.decisions.bucket_choice import step_memory
@@ -35,15 +36,12 @@ from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
 from vllm_gaudi_ucm.platform.checks import check_places, check_prompt, check_request
 from vllm_gaudi_ucm.platform.combinations import (
     keeps_one_block_table,
-    refuse_beside_compaction,
     refuse_beside_latents,
     refuse_beside_memory_mode,
     refuse_beside_ranks,
     refuse_beside_shared_experts,
-    refuse_beside_swaps,
     refuse_device_ids,
     refuse_older_ray_executor,
-    refuse_without_prefix_cache,
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
 from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
@@ -176,19 +174,12 @@ class UcmPlatform(Platform):
             need_our_scheduler(vllm_config, "ucm.graphs.warm_up 'idle' with several workers")
         if config.ucm_sparse_method is not None:
             need_our_scheduler(vllm_config, "ucm.ucm_sparse_method")
-        if config.scheduler.admission != "greedy":
-            need_our_scheduler(vllm_config, "ucm.scheduler.admission")
-        if config.kv_cache.partial_hits:
-            refuse_without_prefix_cache(vllm_config)
-            need_our_scheduler(vllm_config, "ucm.kv_cache.partial_hits")
-        if config.preemption.swaps:
-            refuse_beside_swaps(vllm_config)
-            need_our_scheduler(vllm_config, "ucm.preemption.mode")
-        if config.kv_cache.compaction:
-            refuse_beside_compaction(vllm_config)
-            need_our_scheduler(vllm_config, "ucm.kv_cache.compaction")
-        if config.kv_cache.granularity == "token" and cls._has_static_shapes(vllm_config, config):
-            need_our_scheduler(vllm_config, "ucm.kv_cache.granularity 'token' at static shapes")
+        for policy in POLICIES:
+            # vLLM's own scheduler gives slots at true shapes
+            if policy is not TOKEN_SLOTS and policy.is_on(config):
+                need_our_scheduler(vllm_config, policy.key)
+        if TOKEN_SLOTS.is_on(config) and cls._has_static_shapes(vllm_config, config):
+            need_our_scheduler(vllm_config, f"{TOKEN_SLOTS.words} at static shapes")
             keep_tile_of_slots(vllm_config, cls._tile(vllm_config))
         if config.memory_mode.enabled:
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
@@ -216,7 +207,7 @@ class UcmPlatform(Platform):
         if slots is not None and cache.num_gpu_blocks_override == slots + 1:
             # set here: vLLM makes copies of its configuration, each of which comes here
             cache.num_gpu_blocks_override = None
-        refuse_unsupported(vllm_config, by_token=config.kv_cache.granularity == "token")
+        refuse_unsupported(vllm_config, config)
         if slots is not None:
             cache.num_gpu_blocks_override = slots + 1
 

@@ -1,0 +1,173 @@
+"""The table of what excludes what among the policies of the KV cache's blocks, other options, and vLLM's features.
+
+Refusals at start and the matrix of docs/memory.md are read from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_gaudi_ucm.options.errors import Problem
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from vllm.config import VllmConfig
+
+
+class Option(NamedTuple):
+    """An option that is switched on, or not.
+
+    Args:
+        title: its name in docs.
+        key: its place in the configuration.
+        off: its values that switch it off.
+        words: its name in a refusal of something else.
+    """
+
+    title: str
+    key: str
+    off: tuple[Any, ...]
+    words: str
+
+    def value(self, config: BaseModel) -> Any:
+        """Its value in a whole configuration."""
+        found: Any = config
+        for name in self.key.split(".")[1:]:
+            found = getattr(found, name)
+        return found
+
+    def is_on(self, config: BaseModel) -> bool:
+        return self.value(config) not in self.off
+
+
+PARTIAL_HITS = Option("partial hits", "ucm.kv_cache.partial_hits", (False,), "ucm.kv_cache.partial_hits")
+SWAP = Option("swap", "ucm.preemption.mode", ("recompute",), "ucm.preemption.mode swap or auto")
+ADMISSION = Option("admission", "ucm.scheduler.admission", ("greedy",), "ucm.scheduler.admission exact")
+COMPACTION = Option("compaction", "ucm.kv_cache.compaction", (False,), "ucm.kv_cache.compaction")
+TOKEN_SLOTS = Option("slots for tokens", "ucm.kv_cache.granularity", ("block",), "ucm.kv_cache.granularity 'token'")
+POLICIES = (PARTIAL_HITS, SWAP, ADMISSION, COMPACTION, TOKEN_SLOTS)
+"""Options that decide which blocks requests get: the columns of the matrix."""
+
+MEMORY_MODE = Option("memory mode", "ucm.memory_mode.enabled", (False,), "ucm.memory_mode")
+SPARSE = Option("sparse methods", "ucm.ucm_sparse_method", (None,), "ucm.ucm_sparse_method")
+CONTIGUOUS = Option(
+    "contiguous reads", "ucm.attention.contiguous_pa", ("auto", False), "ucm.attention.contiguous_pa true"
+)
+
+
+class OptionExclusion(NamedTuple):
+    """Two options of ours that exclude each other.
+
+    Args:
+        refused: the option that the refusal names.
+        beside: the option that excludes it.
+        why: the reason.
+    """
+
+    refused: Option
+    beside: Option
+    why: str
+
+    def problem(self, config: BaseModel) -> Problem | None:
+        """What to change in a configuration that has both; None if it does not."""
+        if not (self.refused.is_on(config) and self.beside.is_on(config)):
+            return None
+        off = " or ".join(map(_shown, self.refused.off))
+        wanted = f"{off} with {self.beside.words}: {self.why}"
+        return Problem(self.refused.key, _shown(self.refused.value(config)), wanted)
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else json.dumps(value)
+
+
+_BLOCKS_LEAVE = "blocks leave the device and come back"
+
+OF_OPTIONS = (
+    *(OptionExclusion(policy, MEMORY_MODE, _BLOCKS_LEAVE) for policy in POLICIES),
+    OptionExclusion(SPARSE, TOKEN_SLOTS, "a sparse method chooses blocks, and there are none"),
+    OptionExclusion(CONTIGUOUS, TOKEN_SLOTS, "rows share what attention reads as a block"),
+    OptionExclusion(PARTIAL_HITS, TOKEN_SLOTS, "it shares prefixes to the token without copies"),
+    OptionExclusion(COMPACTION, TOKEN_SLOTS, "each slot would be a move of its own"),
+    OptionExclusion(SWAP, TOKEN_SLOTS, "each slot would be a copy of its own"),
+)
+
+
+def excluded_options(config: BaseModel) -> Iterator[Problem]:
+    """Every option of a whole configuration that another one excludes."""
+    for exclusion in OF_OPTIONS:
+        problem = exclusion.problem(config)
+        if problem is not None:
+            yield problem
+
+
+class EngineExclusion(NamedTuple):
+    """A policy, and a feature or flag of vLLM that it excludes or needs.
+
+    Args:
+        policy: the option of ours.
+        title: the row of the matrix in docs/memory.md; empty for a flag, which has none.
+        name, asked_by, why, found: as in a row of `platform.features`.
+    """
+
+    policy: Option
+    title: str
+    name: str
+    asked_by: str
+    why: str
+    found: Callable[[VllmConfig], object]
+
+
+def _connector(config: VllmConfig) -> str | None:
+    # vLLM sets the connector of --kv-offloading-size later
+    if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector:
+        return config.kv_transfer_config.kv_connector
+    return "OffloadingConnector" if config.cache_config.kv_offloading_size is not None else None
+
+
+_CONNECTORS, _CONNECTOR_FLAGS = "KV connectors", "--kv-transfer-config or --kv-offloading-size"
+
+OF_ENGINE = (
+    EngineExclusion(
+        TOKEN_SLOTS,
+        _CONNECTORS,
+        f"the KV connector {{found}} with {TOKEN_SLOTS.words}",
+        _CONNECTOR_FLAGS,
+        "stores keep blocks",
+        _connector,
+    ),
+    EngineExclusion(
+        TOKEN_SLOTS,
+        "",
+        f"a number of blocks with {TOKEN_SLOTS.words}",
+        "--num-gpu-blocks-override {found}",
+        "there are no blocks; `ucm.kv_cache.max_total_token_num` counts slots",
+        lambda c: c.cache_config.num_gpu_blocks_override,
+    ),
+    EngineExclusion(
+        PARTIAL_HITS,
+        "prefix cache",
+        f"{PARTIAL_HITS.words} without a prefix cache",
+        "--no-enable-prefix-caching",
+        "nothing is kept that a request could hit",
+        lambda c: not c.cache_config.enable_prefix_caching,
+    ),
+    EngineExclusion(
+        SWAP,
+        _CONNECTORS,
+        f"a KV connector with {SWAP.words} ({{found}})",
+        _CONNECTOR_FLAGS,
+        "it decides which blocks a resumed request gets, too; with a store in host memory it has a copy of them",
+        _connector,
+    ),
+    EngineExclusion(
+        COMPACTION,
+        _CONNECTORS,
+        f"a KV connector with {COMPACTION.words} ({{found}})",
+        _CONNECTOR_FLAGS,
+        "it keeps ids of blocks that it reads and writes on its own",
+        _connector,
+    ),
+)
