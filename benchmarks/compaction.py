@@ -24,10 +24,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.block_policies.compaction import CompactionPolicy
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
-from vllm_gaudi_ucm.scheduler.setup import BlockRules
 
 RULES = ("vLLM", "contiguous first", "compaction")
 COLOURS = ("#D55E00", "#E69F00", "#0072B2")
@@ -46,8 +46,9 @@ class Churn:
         self.manager = KVCacheManager(config, 2 * LONGEST, BLOCK, BLOCK, enable_caching=False)
         self.totals, self.compaction = MemoryTotals(), None
         if rule != RULES[0]:
-            self.manager = ours = BlockManager.of(self.manager, BlockRules(None, None, None, True, self.totals))
-            self.compaction = ours.compaction if rule == RULES[2] else None
+            policy = CompactionPolicy(self.totals)
+            self.manager = BlockManager.of(self.manager, [policy])
+            self.compaction = policy.compaction if rule == RULES[2] else None
         self.num_blocks = num_blocks
         self.live: list[Request] = []
         self.rng = random.Random(0)

@@ -98,7 +98,7 @@ def measure(model: Path, mode: str, requests: int, length: int) -> Run:
     seconds = time.perf_counter() - begin
     core: Any = llm.llm_engine.engine_core
     scheduler = core.engine_core.scheduler
-    swapped = 0 if mode == "recompute" else scheduler.block_rules.totals.swapped_out
+    swapped = 0 if mode == "recompute" else scheduler.block_policies.totals.swapped_out
     # each answer but its last token, and each prompt, is computed once
     again = sum(counted) - requests * (2 * length - 1)
     preemptions = counted.preemptions

@@ -66,7 +66,7 @@ class Watched:
 
     @property
     def moves(self) -> int:
-        moves: int = self.engine.core.scheduler.block_rules.totals.moves
+        moves: int = self.engine.core.scheduler.block_policies.totals.moves
         return moves
 
     def serve(self, asked: Sequence[Asked]) -> list[Answer | None]:

@@ -58,7 +58,7 @@ class Poisoned(Engine):
 
     def is_held(self, number: int) -> bool:
         """Whether its tokens are known, so that it may be copied."""
-        partial = self.core.scheduler.block_rules.partial
+        partial = self.core.scheduler.block_policies.named("partial hits")
         return partial is not None and partial.holds(self.core.scheduler.kv_cache_manager.block_pool.blocks[number])
 
     def check(self) -> None:
@@ -67,11 +67,12 @@ class Poisoned(Engine):
 
     @property
     def swaps(self) -> Swaps | None:
-        return self.core.scheduler.block_rules.swaps
+        policy = self.core.scheduler.block_policies.named("swap")
+        return None if policy is None else policy.swaps
 
     @property
     def totals(self) -> MemoryTotals:
-        return self.core.scheduler.block_rules.totals
+        return self.core.scheduler.block_policies.totals
 
     def check_all_free(self) -> None:
         """Nothing is left of any request, in host memory either."""

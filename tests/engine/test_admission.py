@@ -37,7 +37,7 @@ def test_exact_never_preempts(tiny_llama: Path, wanted: dict[str, list[int]], ca
             engine.check_idle()
             preemptions[rule] = engine.preemptions
             if rule == "exact":
-                assert engine.core.scheduler.block_rules.totals.admission_waits
+                assert engine.core.scheduler.block_policies.totals.admission_waits
     assert preemptions["greedy"] > 0, "else there is nothing to avoid"
     assert preemptions["exact"] == 0
 

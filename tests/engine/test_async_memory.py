@@ -60,7 +60,7 @@ def test_blocks_move_and_are_copied(tiny_llama: Path, wanted: list[Answer], kind
         watched = Watched(engine)
         assert_served(watched.serve(MANY), wanted)
         assert engine.preemptions
-        totals = engine.core.scheduler.block_rules.totals
+        totals = engine.core.scheduler.block_policies.totals
         assert totals.copies
         memory = engine.runner.parts.memory
         assert memory is not None
@@ -106,7 +106,7 @@ def test_exact_admission_never_preempts(tiny_llama: Path, roomy: Engine, with_dr
         params = [greedy_params(length) for length in admitted.LENGTHS]
         found = admitted.serve(engine, params)
         assert found == {f"r{index}": answer.tokens for index, answer in enumerate(answers)}
-        assert engine.core.scheduler.block_rules.totals.admission_waits
+        assert engine.core.scheduler.block_policies.totals.admission_waits
         assert engine.preemptions == 0
         for _ in range(3):
             engine.step()

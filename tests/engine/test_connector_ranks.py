@@ -292,8 +292,8 @@ def test_orders_reach_both_ranks(tiny_llama: Path) -> None:
     with Ranked(tiny_llama, ucm, **small) as engine:
         answers = engine.staggered(asked, [2 * index for index in range(len(asked))], 40)
         assert_same(answers, wanted)
-        rules = engine.core.scheduler.block_rules
-        totals, swaps = rules.totals, rules.swaps
+        rules = engine.core.scheduler.block_policies
+        totals, swaps = rules.totals, rules.named("swap").swaps
         assert engine.preemptions > 2
         assert totals.swapped_in > 2
         assert totals.recomputed_tokens == 0

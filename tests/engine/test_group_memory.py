@@ -108,7 +108,7 @@ def test_blocks_move_down_in_every_group(model: Path, reference: ReferenceModel,
         engine.greedy(prompts()[1:3], 2)
         reference.assert_greedy(prompts(), served(engine))
         assert engine.totals.moves > 5
-        engine.core.scheduler.kv_cache_manager._runs.check_integrity()
+        engine.core.scheduler.block_policies.named("compaction").runs.check_integrity()
         engine.check_idle()
 
 
@@ -155,7 +155,7 @@ def test_two_workers(gemma: Path) -> None:
     with EngineOfWorkers(gemma, ucm, tensor_parallel_size=2, num_gpu_blocks_override=22, **OPTIONS) as engine:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
         found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
-        assert engine.core.scheduler.block_rules.totals.swapped_in > 2
+        assert engine.core.scheduler.block_policies.totals.swapped_in > 2
     ReferenceModel(gemma, "eager").assert_greedy(prompts(), found)
 
 

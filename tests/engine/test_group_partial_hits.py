@@ -87,7 +87,7 @@ def test_no_answer_changes(model: Path, reference: ReferenceModel, name: str) ->
         groups = len(engine.core.scheduler.kv_cache_config.kv_cache_groups)
         assert groups > 1
         reference.assert_greedy(ASKED, engine.staggered(ASKED, ARRIVALS, LENGTH))
-        copies = engine.core.scheduler.block_rules.totals.copies
+        copies = engine.core.scheduler.block_policies.totals.copies
         assert copies
         assert copies % groups == 0
         assert engine.preemptions or name == "exact admission"
@@ -116,7 +116,7 @@ def test_what_one_group_has_given_away_is_computed(model: Path, reference: Refer
     with Poisoned(model, ON, **OPTIONS, **TUNED) as engine:
         reference.assert_greedy([first], engine.greedy([first], LENGTH))
         manager = engine.core.scheduler.kv_cache_manager
-        held = manager._partial._blocks._held
+        held = engine.core.scheduler.block_policies.named("partial hits").partial._blocks._held
         windows = [one.block for one in held.values() if one.place[0] != 0]
         assert windows
         manager.evict_blocks({block.block_id for block in windows})
@@ -133,7 +133,7 @@ def test_a_draft_model(model: Path, reference: ReferenceModel) -> None:
     with Poisoned(model, ON, **OPTIONS, **TUNED, speculative_config=drafts) as engine:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
         reference.assert_greedy(ASKED, engine.staggered(ASKED, ARRIVALS, LENGTH))
-        assert engine.core.scheduler.block_rules.totals.copies
+        assert engine.core.scheduler.block_policies.totals.copies
         end(engine)
 
 
@@ -148,7 +148,7 @@ def test_windows_of_any_size(window: int, tmp_path: Path) -> None:
         with Poisoned(folder, ON, **OPTIONS) as engine:
             found = engine.staggered(ASKED, ARRIVALS, LENGTH)
             ReferenceModel(folder, "eager").assert_greedy(ASKED, found)
-            assert engine.core.scheduler.block_rules.totals.copies
+            assert engine.core.scheduler.block_policies.totals.copies
             end(engine)
 
 
@@ -160,6 +160,6 @@ def test_beside_our_connector(model: Path, reference: ReferenceModel, tmp_path: 
         with Poisoned(model, ON, **OPTIONS, **TUNED, kv_transfer_config=stored) as engine:
             assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
             reference.assert_greedy(ASKED, engine.staggered(ASKED, ARRIVALS, LENGTH // 2))
-            assert engine.core.scheduler.block_rules.totals.copies
+            assert engine.core.scheduler.block_policies.totals.copies
             assert engine.runner.parts.transfer._ours.worker_side.loads.counts.loaded_blocks or not is_second
             end(engine)

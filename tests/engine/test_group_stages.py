@@ -93,16 +93,16 @@ def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode
     with stages(model, ucm, num_gpu_blocks_override=blocks) as engine:
         engine.on_workers(poison)
         reference.assert_greedy(prompts(), served(engine))
-        rules = engine.core.scheduler.block_rules
+        rules = engine.core.scheduler.block_policies
         assert rules.totals.swapped_in > 2
         assert rules.totals.recomputed_tokens == 0
         assert engine.most_in_flight == 2
         # keys and values of two heads of 16 float32 each
         page = 2 * BLOCK * 2 * 16 * 4
         count = SWAP["preemption"]["host_memory"] // (page * sum(layers))
-        assert rules.swaps._slots.count == count
+        assert rules.named("swap").swaps._slots.count == count
         assert engine.on_workers(host_slots) == [(count, page * number) for number in layers]
-        rules.swaps.check_integrity()
+        rules.named("swap").swaps.check_integrity()
         engine.step()
         engine.check_idle()
 

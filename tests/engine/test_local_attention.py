@@ -84,7 +84,7 @@ def test_preemption_under_a_window(mode: str, tmp_path: Path) -> None:
     with Engine(model, ucm, num_gpu_blocks_override=22, disable_hybrid_kv_cache_manager=True, **OPTIONS) as engine:
         answers = engine.greedy(PROMPTS[3:], 64)
         assert engine.preemptions
-        assert mode == "recompute" or engine.core.scheduler.block_rules.totals.swapped_in
+        assert mode == "recompute" or engine.core.scheduler.block_policies.totals.swapped_in
     ReferenceModel(model).assert_greedy(PROMPTS[3:], answers)
 
 

@@ -148,7 +148,7 @@ def on_the_card(model: str) -> dict[str, Any]:
 
         memory.begin_step = counting  # type: ignore[method-assign]
         answers = engine.staggered(ALIKE, [0] + [6] * (len(ALIKE) - 1), 48)
-        totals = engine.core.scheduler.block_rules.totals
+        totals = engine.core.scheduler.block_policies.totals
         return {
             "tokens": [answer.tokens for answer in answers],
             "compiled": card.compilations - warm,

@@ -58,7 +58,7 @@ def wanted(tiny_llama: Path) -> Iterator[list[Answer]]:
 
 def check(engine: Engine, answers: list[Answer], wanted: list[Answer]) -> None:
     assert_same(answers, wanted)
-    assert engine.core.scheduler.block_rules.totals.copies
+    assert engine.core.scheduler.block_policies.totals.copies
     for _ in range(3):
         engine.step()
     engine.check_idle()
@@ -89,7 +89,7 @@ def test_beside_our_connector(tiny_llama: Path, wanted: list[Answer], tmp_path: 
         stored = transfer(file_store(tmp_path))
         with Engine(tiny_llama, ON, max_model_len=256, kv_transfer_config=stored) as engine:
             assert_same(engine.staggered(ASKED, ARRIVALS, LENGTH), wanted)
-            assert engine.core.scheduler.block_rules.totals.copies
+            assert engine.core.scheduler.block_policies.totals.copies
             for _ in range(3):
                 engine.step()
             engine.check_idle()
@@ -217,7 +217,7 @@ def on_the_card(model: str) -> dict[str, Any]:
 
         warm = card.compilations
         answers = engine.staggered(ASKED[:8], ARRIVALS[:8], LENGTH)
-        totals = engine.core.scheduler.block_rules.totals
+        totals = engine.core.scheduler.block_policies.totals
         return {
             "tokens": [answer.tokens for answer in answers],
             "copies": totals.copies,

@@ -118,13 +118,13 @@ def test_swaps_while_steps_are_in_flight(pipeline: EngineOfWorkers, expected: Ex
     """Each stage copies blocks of its layers when it comes to the step; where host memory is full, requests are
     computed again."""
     assert_same(pipeline.greedy(GROWING, GROWN), expected.grown)
-    rules = pipeline.core.scheduler.block_rules
-    assert rules.swaps._slots.count == 10
+    rules = pipeline.core.scheduler.block_policies
+    assert rules.named("swap").swaps._slots.count == 10
     assert rules.totals.swapped_in > 20
     assert 0 < rules.totals.swap_refusals < pipeline.preemptions
     assert rules.totals.recomputed_tokens > 0
-    assert rules.swaps.cost.rates.are_known
-    rules.swaps.check_integrity()
+    assert rules.named("swap").swaps.cost.rates.are_known
+    rules.named("swap").swaps.check_integrity()
 
 
 def test_aborts(pipeline: EngineOfWorkers, expected: Expected) -> None:
@@ -178,15 +178,15 @@ def test_each_stage_chooses_for_its_layers(tmp_path: Path, in_process: None) -> 
         assert_same(engine.greedy(PROMPTS[:2], OUTPUTS), expected)
         assert engine.on_workers(_choices) == [([0, 0], 0), ([None], 2)]
         assert engine.preemptions == 0
-        rules = engine.core.scheduler.block_rules
+        rules = engine.core.scheduler.block_policies
         # 4 GiB of both stages, one of two layers and one of one
-        assert rules.swaps._slots.count == (4 << 30) // (3 * BLOCK_BYTES // 2)
+        assert rules.named("swap").swaps._slots.count == (4 << 30) // (3 * BLOCK_BYTES // 2)
         engine.greedy(GROWING, GROWN)
         assert engine.most_in_flight == 2
         assert engine.preemptions > 5
         assert rules.totals.swapped_in > 10
         assert rules.totals.recomputed_tokens == 0
-        rules.swaps.check_integrity()
+        rules.named("swap").swaps.check_integrity()
         first, last = engine.on_workers(_selected)
         assert first == last
         assert first["modes"]["SELECT"] > 100

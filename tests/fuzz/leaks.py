@@ -26,8 +26,10 @@ def leaks(engine: Engine) -> Iterator[str]:
         left = sorted(set(rows) - scheduler.finished_req_ids)
         if left:
             yield f"worker {rank} has rows of {', '.join(left)}"
-    swaps = getattr(getattr(scheduler, "block_rules", None), "swaps", None)
-    if swaps is not None:
+    policies = getattr(scheduler, "block_policies", None)
+    swap = None if policies is None else policies.named("swap")
+    if swap is not None:
+        swaps = swap.swaps
         slots = swaps._slots
         if slots.num_free != slots.count:
             yield f"{slots.count - slots.num_free} of {slots.count} slots in host memory are not free"

@@ -8,11 +8,13 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from vllm.v1.request import Request
 
 from tests.memory.histories import LONGEST, Histories, make_request, make_vllm_manager
+from vllm_gaudi_ucm.block_policies.compaction import CompactionPolicy
+from vllm_gaudi_ucm.block_policies.partial_hits import PartialHitsPolicy
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
 from vllm_gaudi_ucm.memory.free_runs import FreeRuns
 from vllm_gaudi_ucm.memory.partial_hits import PartialHits
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
-from vllm_gaudi_ucm.scheduler.setup import BlockRules
 
 BLOCK = 4
 NUM_BLOCKS = 24
@@ -22,8 +24,10 @@ def make_manager(num_blocks: int, caching: bool, partial: bool) -> BlockManager:
     """vLLM's manager, with compaction."""
     manager = make_vllm_manager(num_blocks, BLOCK, LONGEST + BLOCK, caching)
     totals = MemoryTotals()
-    hits = PartialHits(BLOCK, lambda request: None, False, totals) if partial else None
-    return BlockManager.of(manager, BlockRules(None, hits, None, True, totals))
+    policies: list[BlockPolicy] = [CompactionPolicy(totals)]
+    if partial:
+        policies.insert(0, PartialHitsPolicy(PartialHits(BLOCK, lambda request: None, False, totals)))
+    return BlockManager.of(manager, policies)
 
 
 @settings(
@@ -104,11 +108,12 @@ class Pool(Histories):
 
     @rule(is_quiet=st.booleans())
     def move(self, is_quiet: bool) -> None:
-        assert self.manager.compaction is not None
+        policy = self.manager._policies[-1]
+        assert isinstance(policy, CompactionPolicy)
         counts = sorted(block.ref_cnt for block in self.pool.blocks)
         objects = {number: self.pool.blocks[number] for number in self.pinned}
         highest = self.queue.highest_in_use
-        for moves in self.manager.compaction.step(is_quiet, self.pinned):
+        for moves in policy.compaction.step(is_quiet, self.pinned):
             sources, targets = {move[0] for move in moves}, {move[1] for move in moves}
             assert not sources & targets
             assert len(targets) == len(moves)

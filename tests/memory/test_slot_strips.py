@@ -10,11 +10,10 @@ from vllm.v1.request import Request
 
 from tests.memory.histories import LONGEST, Histories, make_request, make_vllm_manager
 from vllm_gaudi_ucm.batch.token_table import TokenTable
+from vllm_gaudi_ucm.block_policies.token_slots import TokenSlots
 from vllm_gaudi_ucm.memory.free_strips import FreeStrips
 from vllm_gaudi_ucm.memory.slot_strips import StripSizes
-from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
-from vllm_gaudi_ucm.scheduler.setup import BlockRules
 
 TILE, STRIP = 8, 4
 # two ranges more than strips, where a server has sixteen
@@ -25,7 +24,7 @@ PREFIX = [0, 1, 2, 0, 1, 1, 2, 2, 0, 1, 2, 1]
 def make_manager(num_slots: int, caching: bool, most_ranges: int = MOST_RANGES) -> BlockManager:
     manager = make_vllm_manager(num_slots + 1, 1, LONGEST, caching)
     sizes = StripSizes(TILE, STRIP, LONGEST, most_ranges)
-    return BlockManager.of(manager, BlockRules(None, None, None, False, MemoryTotals(), sizes))
+    return BlockManager.of(manager, [TokenSlots(sizes)])
 
 
 def queue_of(manager: BlockManager) -> FreeStrips:

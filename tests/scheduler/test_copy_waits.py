@@ -39,7 +39,7 @@ def test_others_begin_while_a_request_waits(tmp_path: Path, admission: str) -> N
     assert begun(scheduler) == {"first", "other"}
     assert [one.request_id for one in scheduler.waiting] == ["same", "same too"]
     assert begun(scheduler) == {"same", "same too"}
-    totals = scheduler.block_rules.totals
+    totals = scheduler.block_policies.totals
     assert (totals.copy_waits, totals.copies, totals.copied_tokens) == (2, 2, 22)
 
 

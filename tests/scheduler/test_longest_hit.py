@@ -10,10 +10,12 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from tests.memory.histories import make_request, make_vllm_manager
+from vllm_gaudi_ucm.block_policies.partial_hits import PartialHitsPolicy
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.swap import SwapPolicy
 from vllm_gaudi_ucm.memory.partial_hits import PartialHits
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
-from vllm_gaudi_ucm.scheduler.setup import BlockRules
 
 BOUNDED = "max_cache_hit_length" in inspect.signature(KVCacheManager.get_computed_blocks).parameters
 PROMPT = list(range(20))
@@ -24,10 +26,11 @@ def make_manager(reach: int = 0) -> BlockManager:
     """With a request that has computed the prompt, and `reach` tokens of any request in host memory."""
     totals = MemoryTotals()
     partial = PartialHits(BLOCK, lambda request: "root", False, totals)
-    swaps: Any = SimpleNamespace(reach=lambda request: reach) if reach else None
-    manager = BlockManager.of(
-        make_vllm_manager(50, BLOCK, 40, True), BlockRules(None, partial, swaps, False, totals, None)
-    )
+    policies: list[BlockPolicy] = [PartialHitsPolicy(partial)]
+    if reach:
+        swaps: Any = SimpleNamespace(reach=lambda request: reach)
+        policies.append(SwapPolicy(swaps))
+    manager = BlockManager.of(make_vllm_manager(50, BLOCK, 40, True), policies)
     first = make_request("first", PROMPT, BLOCK)
     manager.new_step_starts()
     if not reach:
@@ -38,7 +41,7 @@ def make_manager(reach: int = 0) -> BlockManager:
 
 def found(manager: BlockManager, *bound: int) -> int:
     hits, tokens, _ = manager.get_computed_blocks(make_request("second", PROMPT, BLOCK), *bound)
-    assert len(hits.blocks[0]) == -(-tokens // BLOCK) or manager._swaps is not None
+    assert len(hits.blocks[0]) == -(-tokens // BLOCK) or manager._brings_tokens
     return tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,13 +17,12 @@ from vllm_gaudi_ucm.protocol.attachments import (
     report_of,
     verified_drafts,
 )
-from vllm_gaudi_ucm.protocol.memory_orders import MemoryOrders, attach_memory_orders, link_speed_of
+from vllm_gaudi_ucm.protocol.memory_orders import MemoryOrders, attach_memory_orders
 from vllm_gaudi_ucm.protocol.offload import OffloadReport
 from vllm_gaudi_ucm.scheduler.choice_cost import register_buckets
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 from vllm_gaudi_ucm.vllm_api.blocks import (
-    blocks_to_be_freed,
     drop_sampled_tokens,
     isolate_blocks,
     release_reservations,
@@ -33,11 +32,9 @@ from vllm_gaudi_ucm.vllm_api.blocks import (
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.block_policies.policies import BlockPolicies
     from vllm_gaudi_ucm.connector.connector import UcmConnector
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
-    from vllm_gaudi_ucm.memory.compaction import Compaction
-    from vllm_gaudi_ucm.memory.swaps import Swaps
-    from vllm_gaudi_ucm.protocol.memory_orders import BlockMoves, MemoryTotals
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
@@ -124,52 +121,26 @@ class MemorySteps(SchedulerPart):
 
     Args:
         scheduler: vLLM's.
-        totals: what has happened.
-        compaction: moves blocks before a step is scheduled; None: it is off.
-        swaps: of preempted requests; None: they are computed again.
+        policies: of the KV cache's blocks.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        totals: MemoryTotals,
-        compaction: Compaction | None = None,
-        swaps: Swaps | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, policies: BlockPolicies) -> None:
         super().__init__(scheduler)
-        self.totals = totals
-        self.compaction = compaction
-        self._swaps = swaps
-        self._moves: list[BlockMoves] = []
+        self._policies = policies
 
     def before_schedule(self, reset: Collection[str]) -> None:
-        """Workers compute steps in their order: what is moved here has been written by then, in a pipeline, too."""
-        if self.compaction is not None:
-            self._moves = self.compaction.step(self._is_quiet, blocks_to_be_freed(self._scheduler))
-
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether the step that comes computes no prompt."""
-        scheduler = self._scheduler
-        return not scheduler.waiting and not any(request.is_prefill_chunk for request in scheduler.running)
+        for policy in self._policies.members:
+            policy.before_step(self._scheduler)
 
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
-        if self.compaction is not None:
-            self.totals.count_density(self.compaction.density)
-        orders = MemoryOrders(msgspec.structs.replace(self.totals), moves=self._moves)
-        if self._swaps is not None:
-            outs, ins = self._swaps.take_orders()
-            orders = msgspec.structs.replace(orders, rates=self._swaps.cost.rates, swap_outs=outs, swap_ins=ins)
-            self._swaps.cost.step_begins(scheduler_output.total_num_scheduled_tokens, _prompt_tokens(scheduler_output))
-        attach_memory_orders(scheduler_output, orders)
+        orders: dict[str, Any] = {}
+        for policy in self._policies.members:
+            orders |= policy.orders(scheduler_output)
+        attach_memory_orders(scheduler_output, MemoryOrders(msgspec.structs.replace(self._policies.totals), **orders))
 
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        if self._swaps is None:
-            return
-        self._swaps.cost.step_ends()
-        speed = link_speed_of(output)
-        if speed is not None:
-            self._swaps.cost.measured(speed)
+        for policy in self._policies.members:
+            policy.before_output(output)
 
 
 class SparseSteps(SchedulerPart):
@@ -352,15 +323,6 @@ class OffloadedSteps(SparseSteps):
 
 def _new_ids(scheduler_output: SchedulerOutput) -> Iterator[str]:
     return (new.req_id for new in scheduler_output.scheduled_new_reqs)
-
-
-def _prompt_tokens(scheduler_output: SchedulerOutput) -> int:
-    """Tokens of requests with several that are no drafts."""
-    drafts = scheduler_output.scheduled_spec_decode_tokens
-    certain = (
-        (count, count - len(drafts.get(name, ()))) for name, count in scheduler_output.num_scheduled_tokens.items()
-    )
-    return sum(count for count, known in certain if known > 1)
 
 
 def may_be_sparse(request: Request) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_ucm.block_policies.policies import make_policies
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
-from vllm_gaudi_ucm.scheduler.setup import make_block_rules, make_parts
+from vllm_gaudi_ucm.scheduler.setup import make_parts
 from vllm_gaudi_ucm.vllm_api.blocks import drop_steps_in_flight, forget_uncomputed_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, Scheduler
 
@@ -21,14 +22,12 @@ class UcmScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.block_rules = make_block_rules(self)
-        compaction = None
-        if self.block_rules.are_any:
-            self.kv_cache_manager = manager = BlockManager.of(self.kv_cache_manager, self.block_rules)
-            compaction = manager.compaction
+        self.block_policies = make_policies(self)
+        if self.block_policies.members:
+            self.kv_cache_manager = BlockManager.of(self.kv_cache_manager, self.block_policies.members)
             if self.connector is not None:
                 self.connector.bind_kv_cache_manager(self.kv_cache_manager)
-        self.parts = make_parts(self, self.block_rules, compaction)
+        self.parts = make_parts(self, self.block_policies)
 
     @property
     def sparse(self) -> UcmSparseBase | None:
@@ -70,13 +69,12 @@ class UcmScheduler(Scheduler):
         """True has vLLM pass over a waiting request in this step. Its cached blocks are known by then."""
         if super()._ec_transfer_pending(request, num_computed_tokens):
             return True
-        partial = self.block_rules.partial
         seats = self.max_num_active_reqs - self.num_waiting_for_streaming_input - len(self.running)
-        return partial is not None and partial.passes_over(request, seats)
+        return any(policy.passes_over(request, seats) for policy in self.block_policies.members)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self.block_rules.swaps is not None:
-            self.block_rules.swaps.ended(request.request_id)
+        for policy in self.block_policies.members:
+            policy.ended(request)
         return super()._free_request(request, *args, **kwargs)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,8 +92,8 @@ class UcmScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         forget_uncomputed_blocks(self.kv_cache_manager, request)
-        if self.block_rules.swaps is not None:
-            self.block_rules.swaps.preempted(request, self.kv_cache_manager.get_blocks(request.request_id).blocks)
+        for policy in self.block_policies.members:
+            policy.preempted(request, self.kv_cache_manager.get_blocks(request.request_id).blocks)
         super()._preempt_request(request, *args, **kwargs)
 
     def update_from_output(

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.config.ucm_config import block_options, blocks_ahead, idle_options, resolve_config
 from vllm_gaudi_ucm.connector.connector import UcmConnector, our_connector
-from vllm_gaudi_ucm.graphs.shapes.limits import most_ranges, strip_size
 from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.memory.host_slots import HostSlots, engine_block_bytes
-from vllm_gaudi_ucm.memory.partial_hits import PartialHits
-from vllm_gaudi_ucm.memory.slot_strips import StripSizes
-from vllm_gaudi_ucm.memory.swap_cost import SwapCost
-from vllm_gaudi_ucm.memory.swaps import Swaps
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
-from vllm_gaudi_ucm.options.values import show_bytes
-from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
-from vllm_gaudi_ucm.scheduler.admission import Admission
 from vllm_gaudi_ucm.scheduler.choice_cost import register_choice_cost
-from vllm_gaudi_ucm.scheduler.group_blocks import GroupBlocks
 from vllm_gaudi_ucm.scheduler.parts import (
     MemorySteps,
     OffloadedSteps,
@@ -38,117 +26,23 @@ from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import decides_late
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.vllm_api.blocks import is_isolated, kv_block_bytes, skipped_tokens
-from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
+from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.block_policies.policies import BlockPolicies
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
-    from vllm_gaudi_ucm.memory.compaction import Compaction
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheManager, Scheduler
-    from vllm_gaudi_ucm.vllm_api.steps import Request
 
 logger = plugin_logger(__name__)
 
 
-class BlockRules(NamedTuple):
-    """What decides over blocks beside vLLM; None: it is switched off.
-
-    compacts: whether blocks are to follow each other, and move.
-    strips: which slots requests get that have one for each token, at static shapes.
-    """
-
-    admission: Admission | None
-    partial: PartialHits | None
-    swaps: Swaps | None
-    compacts: bool
-    totals: MemoryTotals
-    strips: StripSizes | None = None
-
-    @property
-    def are_any(self) -> bool:
-        return self.strips is not None or self.give_orders
-
-    @property
-    def give_orders(self) -> bool:
-        """Whether workers are told anything of it."""
-        return self.compacts or any(rule is not None for rule in (self.admission, self.partial, self.swaps))
-
-
-def make_block_rules(scheduler: Scheduler) -> BlockRules:
-    """What the configuration switches on."""
-    config, totals = resolve_config(scheduler.vllm_config.additional_config), MemoryTotals()
-    admission, partial = _admission(scheduler, config, totals), _partial_hits(scheduler, config, totals)
-    swaps, compacts = _swaps(scheduler, config, totals), config.kv_cache.compaction
-    return BlockRules(admission, partial, swaps, compacts, totals, _strips(scheduler))
-
-
-def _strips(scheduler: Scheduler) -> StripSizes | None:
-    """None with blocks, and at true shapes, which have room for any number of ranges."""
-    tile, longest = tile_of_slots(scheduler.vllm_config), scheduler.max_model_len
-    if tile is None:
-        return None
-    strip = strip_size(tile)
-    logger.info("Slots for tokens: a request gets %d that follow each other at once.", strip)
-    return StripSizes(tile, strip, longest, most_ranges(longest, strip))
-
-
-def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swaps | None:
-    """None with `recompute`, which is vLLM's. Raises UcmConfigError for host memory that holds no block."""
-    options = config.preemption
-    if not options.swaps:
-        return None
-    manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
-    engine_bytes = engine_block_bytes(kv_block_bytes(manager), groups, scheduler.vllm_config)
-    slots = HostSlots(options.host_memory // engine_bytes)
-    if not slots.count:
-        wanted = f"room for a block of the KV cache, {show_bytes(engine_bytes)}, or more"
-        raise UcmConfigError([Problem("ucm.preemption.host_memory", show_bytes(options.host_memory), wanted)])
-    logger.info("Preemption %s: up to %d blocks of preempted requests in host memory.", options.mode, slots.count)
-    # each rank of a stage copies its own heads, beside the others
-    ahead = bool(scheduler.scheduler_config.async_scheduling)
-    rank_bytes = engine_bytes // scheduler.parallel_config.tensor_parallel_size
-    cost = SwapCost(scheduler.block_size, rank_bytes, queues=ahead)
-    always, skipped = options.mode == "swap", skipped_tokens(manager)
-    return Swaps(slots, scheduler.block_size, engine_bytes, cost, always=always, totals=totals, skipped=skipped)
-
-
-def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHits | None:
-    if not config.kv_cache.partial_hits:
-        return None
-    has_method = config.ucm_sparse_method is not None
-
-    def root(request: Request) -> Hashable:
-        is_sparse = has_method and not is_isolated(request)
-        adapter = request.lora_request.lora_name if request.lora_request else None
-        return is_sparse, request.cache_salt, adapter
-
-    logger.info("Partial hits: requests take the part of a block that agrees with their prompt as a copy.")
-    # what a connector finds may be longer than what a request would wait for
-    groups = len(scheduler.kv_cache_config.kv_cache_groups)
-    return PartialHits(scheduler.block_size, root, scheduler.connector is None, totals, groups)
-
-
-def _admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Admission | None:
-    """None with `greedy`, which is vLLM's."""
-    if config.scheduler.admission == "greedy":
-        return None
-    # with drafts, or several batches in flight, requests generate different numbers of tokens in the same time
-    in_step = scheduler.num_spec_tokens == 0 and not scheduler.use_pp
-    logger.info("Admission %s: a request waits until the KV cache has room for its answer.", config.scheduler.admission)
-    groups = GroupBlocks(scheduler.kv_cache_manager, scheduler.block_size)
-    ahead = int(bool(scheduler.scheduler_config.async_scheduling))
-    return Admission(scheduler, totals, groups, in_step=in_step, steps_ahead=ahead)
-
-
-def make_parts(
-    scheduler: Scheduler, rules: BlockRules, compaction: Compaction | None = None
-) -> tuple[SchedulerPart, ...]:
+def make_parts(scheduler: Scheduler, policies: BlockPolicies) -> tuple[SchedulerPart, ...]:
     """What is switched on, in the order in which the scheduler calls it."""
     config = resolve_config(scheduler.vllm_config.additional_config)
     parts: list[SchedulerPart] = []
-    if rules.give_orders:
-        parts.append(MemorySteps(scheduler, rules.totals, compaction, rules.swaps))
+    if policies.give_orders:
+        parts.append(MemorySteps(scheduler, policies))
     if warms_by_order(scheduler.vllm_config, config):
         parts.append(WarmUpSteps(scheduler, sigterm_notice()))
     sparse = _sparse_steps(scheduler, config)

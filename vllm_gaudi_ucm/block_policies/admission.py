@@ -6,18 +6,24 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint, peak_blocks
+from vllm_gaudi_ucm.block_policies.future_blocks import UNKNOWN, Footprint, peak_blocks
+from vllm_gaudi_ucm.block_policies.group_blocks import GroupBlocks
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_lists
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.block_policies.policy import Turn
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
-    from vllm_gaudi_ucm.scheduler.group_blocks import GroupBlocks
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheBlocks, KVCacheManager, Scheduler
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
+logger = plugin_logger(__name__)
 
-class Admission:
+
+class Admission(BlockPolicy):
     """Lets a waiting request begin when the KV cache holds it and all that run, each with all of its `max_tokens`.
 
     First come, first served is vLLM's and stays: a request that may not begin yet holds up those behind it. One that
@@ -31,6 +37,8 @@ class Admission:
         steps_ahead: that are scheduled before the tokens of the one before are known. An end that is known so late
             costs no block: the last token of an answer, which counts here, is never computed.
     """
+
+    name = "admission"
 
     def __init__(
         self,
@@ -48,23 +56,12 @@ class Admission:
         self._totals = totals
         self._groups = groups
 
-    def allows(
-        self,
-        request: Request,
-        manager: KVCacheManager,
-        hits: KVCacheBlocks | None,
-        hit_tokens: int,
-        ahead: Sequence[Request] = (),
-    ) -> bool:
-        """Whether `request`, which has no blocks yet, may begin.
-
-        hits: blocks of the prefix cache that it would get, and one to copy from if `hit_tokens` end inside of it.
-        ahead: requests that begin in the next step, before it if it waits.
-        """
-        active = [*self._active(manager), *ahead]
+    def may_begin(self, turn: Turn) -> bool:
+        request, manager, hits = turn.request, turn.manager, turn.hits
+        active = [*self._active(manager), *turn.ahead]
         if not active:
             return True
-        shared = hit_tokens // self._scheduler.block_size
+        shared = turn.found // self._scheduler.block_size
         found = [] if hits is None else self._groups.wholes([group[:shared] for group in hits.blocks])
         asked = request.request_id, shared, *(one.request_id for one in active)
         # only the end of a request makes room
@@ -141,5 +138,11 @@ class Admission:
         )
 
 
-def holds_blocks(manager: KVCacheManager, request_id: str) -> bool:
-    return bool(manager.get_blocks(request_id).blocks[0])
+def make_admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Admission:
+    """The rule `exact`."""
+    # with drafts, or several batches in flight, requests generate different numbers of tokens in the same time
+    in_step = scheduler.num_spec_tokens == 0 and not scheduler.use_pp
+    logger.info("Admission %s: a request waits until the KV cache has room for its answer.", config.scheduler.admission)
+    groups = GroupBlocks(scheduler.kv_cache_manager, scheduler.block_size)
+    ahead = int(bool(scheduler.scheduler_config.async_scheduling))
+    return Admission(scheduler, totals, groups, in_step=in_step, steps_ahead=ahead)
