@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.packaging.source_tree import PACKAGE, ROOMS, ROOT
+from tests.packaging.left_out import copy_installed, run_tests
+from tests.packaging.source_tree import PACKAGE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,16 +28,7 @@ OF_DEVICE = {
 
 def copy_without(devices: tuple[str, ...], target: Path) -> Path:
     """The package in its installed shape and its tests, without the folders named after these devices."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / PACKAGE, target / PACKAGE, ignore=ignored)
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, target / PACKAGE / room, ignore=ignored)
-    # the tests' configuration imports the developer tools
-    tools = "vllm_gaudi_ucm_tools"
-    shutil.copytree(ROOT / "tools" / tools, target / tools, ignore=ignored)
-    shutil.copytree(ROOT / "tests", target / "tests", ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", target)
-    (target / ".cache").symlink_to(ROOT / ".cache")
+    copy_installed(target)
     left_out = [path for device in devices for path in (target / PACKAGE).rglob(device) if path.is_dir()]
     assert left_out
     for path in left_out:
@@ -56,12 +46,3 @@ def test_the_others_work_without_a_devices_folders(
     if others == {"cuda", "hpu"}:
         # without a GPU its kernels are interpreted, which takes long: once is enough
         run_tests(plain_python, copy, *OF_DEVICE["cuda"], TRITON_INTERPRET="1")
-
-
-def run_tests(python: Path, copy: Path, *files: str, **variables: str) -> None:
-    """Runs the quick tests of these files, which must pass, and not all be skipped."""
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files]
-    environment = {**os.environ, "PYTHONPATH": str(copy), **variables}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
