@@ -30,15 +30,14 @@ POLICIES: Registry[Make] = Registry("policy of the KV cache's blocks", **those_i
 
 
 class BlockPolicies(NamedTuple):
-    """The policies that are switched on, and what has happened."""
+    """The policies that are switched on, and what has happened.
+
+    give_orders: whether messages to workers carry orders or counts of them.
+    """
 
     members: tuple[BlockPolicy, ...]
     totals: MemoryTotals
-
-    @property
-    def give_orders(self) -> bool:
-        """Returns whether workers are told anything of them."""
-        return any(policy.gives_orders for policy in self.members)
+    give_orders: bool
 
     def named(self, name: str) -> Any:
         """The policy of this name; None if it is off."""
@@ -54,4 +53,5 @@ def make_policies(scheduler: Scheduler) -> BlockPolicies:
         wanted = "leave the option out: the file of this policy is not installed"
         raise UcmConfigError([Problem(one.key, shown(one.value(config)), wanted) for one in missing])
     made = [POLICIES.get(name)(scheduler, config, totals) for name in POLICIES.names() if name in on]
-    return BlockPolicies(tuple(policy for policy in made if policy is not None), totals)
+    members = tuple(policy for policy in made if policy is not None)
+    return BlockPolicies(members, totals, exclusions.policies_give_orders(config))

@@ -75,12 +75,11 @@ class Turn(NamedTuple):
 class BlockPolicy:
     """Hooks of a policy; each does nothing unless a policy defines it.
 
-    name: as in `policies.POLICIES`. gives_orders: whether workers are told anything of it. brings_tokens: whether
-    `find` may say more tokens than the blocks of the prefix cache hold.
+    name: as in `policies.POLICIES`. brings_tokens: whether `find` may say more tokens than the blocks of the prefix
+    cache hold.
     """
 
     name = ""
-    gives_orders = True
     brings_tokens = False
 
     def attach(

@@ -29,7 +29,6 @@ class TokenSlots(BlockPolicy):
     """
 
     name = "slots for tokens"
-    gives_orders = False
     _strips: SlotStrips
 
     def __init__(self, sizes: StripSizes) -> None:

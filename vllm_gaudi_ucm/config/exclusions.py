@@ -24,12 +24,14 @@ class Option(NamedTuple):
         key: its place in the configuration.
         off: its values that switch it off.
         words: its name in a refusal of something else.
+        gives_orders: whether the scheduler's messages to workers carry orders or counts of it.
     """
 
     title: str
     key: str
     off: tuple[Any, ...]
     words: str
+    gives_orders: bool = True
 
     def value(self, config: BaseModel) -> Any:
         """Its value in a whole configuration."""
@@ -46,7 +48,13 @@ PARTIAL_HITS = Option("partial hits", "ucm.kv_cache.partial_hits", (False,), "uc
 SWAP = Option("swap", "ucm.preemption.mode", ("recompute",), "ucm.preemption.mode swap or auto")
 ADMISSION = Option("admission", "ucm.scheduler.admission", ("greedy",), "ucm.scheduler.admission exact")
 COMPACTION = Option("compaction", "ucm.kv_cache.compaction", (False,), "ucm.kv_cache.compaction")
-TOKEN_SLOTS = Option("slots for tokens", "ucm.kv_cache.granularity", ("block",), "ucm.kv_cache.granularity 'token'")
+TOKEN_SLOTS = Option(
+    "slots for tokens",
+    "ucm.kv_cache.granularity",
+    ("block",),
+    "ucm.kv_cache.granularity 'token'",
+    gives_orders=False,
+)
 POLICIES = (PARTIAL_HITS, SWAP, ADMISSION, COMPACTION, TOKEN_SLOTS)
 """Options that decide which blocks requests get: the columns of the matrix."""
 
@@ -55,6 +63,11 @@ SPARSE = Option("sparse methods", "ucm.ucm_sparse_method", (None,), "ucm.ucm_spa
 CONTIGUOUS = Option(
     "contiguous reads", "ucm.attention.contiguous_pa", ("auto", False), "ucm.attention.contiguous_pa true"
 )
+
+
+def policies_give_orders(config: BaseModel) -> bool:
+    """Returns whether a policy of this configuration has the scheduler send orders, so that workers carry them out."""
+    return any(policy.gives_orders and policy.is_on(config) for policy in POLICIES)
 
 
 class OptionExclusion(NamedTuple):

@@ -103,11 +103,6 @@ class KvCacheConfig(Section):
         "(`ucm.attention.contiguous_pa`) after hours of arrivals and ends.",
     )
 
-    @property
-    def switches(self) -> dict[str, bool]:
-        """By name; blocks that leave the device go with none of them."""
-        return {"partial_hits": self.partial_hits, "compaction": self.compaction}
-
 
 class PreemptionConfig(Section):
     """What becomes of the KV of requests that are preempted."""

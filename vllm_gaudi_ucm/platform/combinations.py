@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.config.exclusions import TOKEN_SLOTS
 from vllm_gaudi_ucm.connector.transfer_config import (
     EXTRA_CONFIG,
     OFFLOADING,
@@ -49,7 +50,7 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     yield "heads of several sizes", has_heads_of_several_sizes(vllm_config.model_config)
-    yield "ucm.kv_cache.granularity 'token'", config.kv_cache.granularity == "token"
+    yield TOKEN_SLOTS.words, TOKEN_SLOTS.is_on(config)
     has_draft_model = speculation is not None and speculation.method == "draft_model"
     connects = transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
     yield "a draft model with a KV connector or pipeline stages", has_draft_model and (connects or stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.config.exclusions import policies_give_orders
 from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
 from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
@@ -15,10 +16,9 @@ if TYPE_CHECKING:
 
 
 def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
-    """Makes the worker of block orders; None if the scheduler has no orders."""
+    """Makes the worker of block orders; None if the scheduler sends no orders."""
     model, sparse = allocated.model, allocated.sparse
-    admits, swaps = model.config.scheduler.admission != "greedy", model.config.preemption.swaps
-    if not admits and not swaps and not any(model.config.kv_cache.switches.values()):
+    if not policies_give_orders(model.config):
         return None
     summaries: list[torch.Tensor] = []
     followers = [allocated.requests.moved]
@@ -31,7 +31,7 @@ def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
         model.device,
         metrics=allocated.metrics.memory(),
         least=model.ranks.least,
-        host_slots=_host_slots(allocated) if swaps else None,
+        host_slots=_host_slots(allocated) if model.config.preemption.swaps else None,
         summaries=summaries,
         followers=followers,
     )
