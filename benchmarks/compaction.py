@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.block_policies.compaction import CompactionPolicy
+from vllm_gaudi_ucm.block_policies.compaction.policy import CompactionPolicy
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager

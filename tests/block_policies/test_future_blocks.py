@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.block_policies.future_blocks import UNKNOWN, Footprint, peak_blocks
+from vllm_gaudi_ucm.block_policies.admission.future_blocks import UNKNOWN, Footprint, peak_blocks
 
 BLOCK = 4
 

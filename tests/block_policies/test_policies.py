@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tests.architecture.sources import imported, sources
-from tests.memory.histories import make_request, make_vllm_manager
+from tests.block_policies.histories import make_request, make_vllm_manager
 from vllm_gaudi_ucm.block_policies import policies
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy, Turn
 from vllm_gaudi_ucm.config import exclusions
@@ -67,27 +67,27 @@ def test_a_policy_that_says_no_ends_the_turn() -> None:
     assert told("nothing", tokens=40) == ([*asked, "first not_given", "second not_given"], False)
 
 
-def test_every_option_has_a_policy_and_a_file() -> None:
+def test_every_option_has_a_policy_and_a_folder() -> None:
     assert set(policies.POLICIES.names()) == {option.title for option in exclusions.POLICIES}
     assert all(callable(policies.POLICIES.get(name)) for name in policies.POLICIES.names())
 
 
 def test_no_other_room_imports_a_policy() -> None:
     """But the table and the hooks."""
-    files = {entry.place.rpartition(".")[0] for entry in policies.POLICIES.entries()}
+    folders = {".".join(entry.place.split(".")[:3]) for entry in policies.POLICIES.entries()}
     wrong = {
         str(file): name
         for room, file in sources()
         if room != "block_policies"
         for name in imported(file)
-        if name.startswith(tuple(files))
+        if ".".join(name.split(".")[:3]) in folders
     }
-    assert len(files) == len(exclusions.POLICIES)
+    assert len(folders) == len(exclusions.POLICIES)
     assert not wrong
 
 
 def test_an_option_without_its_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without the file."""
+    """An installation without the folder."""
     monkeypatch.setattr(policies, "POLICIES", Registry("policy", swap="somewhere:make_swap"))
     config = {"ucm": {"kv_cache": {"compaction": True, "partial_hits": True}}}
     scheduler = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config))

@@ -10,7 +10,7 @@ from vllm import RequestOutput
 
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.memory.free_runs import FreeRuns
+from vllm_gaudi_ucm.block_policies.compaction.free_runs import FreeRuns
 
 RNG = random.Random(12)
 

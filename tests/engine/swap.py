@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.memory.swaps import Swaps
+from vllm_gaudi_ucm.block_policies.swap.swaps import Swaps
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 
 RNG = random.Random(11)

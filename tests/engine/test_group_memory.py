@@ -18,8 +18,8 @@ from tests.engine.swap import Poisoned
 from tests.engine.tiny_models import make_config, make_model
 from tests.engine.window_models import window_config
 from tests.engine.worker_processes import EngineOfWorkers
-from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
+from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 
 pytestmark = pytest.mark.slow  # starts engines
 

@@ -13,7 +13,7 @@ from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
 from tests.engine.swap import ROOMY, Poisoned
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.memory.free_runs import FreeRuns
+from vllm_gaudi_ucm.block_policies.compaction.free_runs import FreeRuns
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 from vllm_gaudi_ucm.protocol.memory_orders import memory_orders_of
 

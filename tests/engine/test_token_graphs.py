@@ -14,7 +14,7 @@ from tests.engine.hpu_counts import broken_duties, remains
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.memory.free_strips import FreeStrips
+from vllm_gaudi_ucm.block_policies.token_slots.free_strips import FreeStrips
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts engines

@@ -1,7 +1,8 @@
-"""A policy of the KV cache's blocks can be taken away with its line: the others work, and its option is refused."""
+"""The folder of a policy of the KV cache's blocks can be taken away: the others work, and its option is refused."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,10 +16,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 COMMON = ("tests/engine/test_phases.py", "tests/scheduler/test_scheduler.py")
 NEEDS = {
     "tests/block_policies/test_admission.py": {"admission"},
-    "tests/memory/test_slot_strips.py": {"token_slots"},
+    "tests/block_policies/test_slot_strips.py": {"token_slots"},
     "tests/scheduler/test_copy_waits.py": {"admission", "partial_hits"},
     "tests/scheduler/test_longest_hit.py": {"partial_hits", "swap"},
-    "tests/memory/test_pool_machine.py": {"compaction", "partial_hits"},
+    "tests/block_policies/test_pool_machine.py": {"compaction", "partial_hits"},
 }
 """Files of quick tests, and the policies that each needs."""
 OPTIONS = {
@@ -38,12 +39,7 @@ make_policies(SimpleNamespace(vllm_config=SimpleNamespace(additional_config={"uc
 @pytest.mark.parametrize("policy", OPTIONS)
 def test_the_others_work_without_a_policy(policy: str, plain_python: Path, tmp_path: Path) -> None:
     copy = copy_installed(tmp_path / "copy")
-    room = copy / PACKAGE / "block_policies"
-    (room / f"{policy}.py").unlink()
-    table = (room / "policies.py").read_text(encoding="utf-8")
-    lines = [line for line in table.splitlines(keepends=True) if f".block_policies.{policy}:" not in line]
-    assert len(lines) == len(table.splitlines()) - 1
-    (room / "policies.py").write_text("".join(lines), encoding="utf-8")
+    shutil.rmtree(copy / PACKAGE / "block_policies" / policy)
     run_tests(plain_python, copy, *COMMON, *(tests for tests, needed in NEEDS.items() if policy not in needed))
     key, options = OPTIONS[policy]
     script = MAKE.replace("OPTIONS", repr(options))
@@ -52,4 +48,4 @@ def test_the_others_work_without_a_policy(policy: str, plain_python: Path, tmp_p
     )
     assert done.returncode == 1
     assert f"{key}: found" in done.stderr
-    assert "the file of this policy is not installed" in done.stderr
+    assert "the folder of this policy is not installed" in done.stderr

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from tests.memory.histories import make_request, make_vllm_manager
-from vllm_gaudi_ucm.block_policies.partial_hits import PartialHitsPolicy
+from tests.block_policies.histories import make_request, make_vllm_manager
+from vllm_gaudi_ucm.block_policies.partial_hits.partial_hits import PartialHits
+from vllm_gaudi_ucm.block_policies.partial_hits.policy import PartialHitsPolicy
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
-from vllm_gaudi_ucm.block_policies.swap import SwapPolicy
-from vllm_gaudi_ucm.memory.partial_hits import PartialHits
+from vllm_gaudi_ucm.block_policies.swap.policy import SwapPolicy
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
-from vllm_gaudi_ucm.vllm_api.stage_layers import block_layers, expected_block_layers, names_layer_kinds
+from vllm_gaudi_ucm.vllm_api.stage_layers import (
+    block_layers,
+    engine_block_bytes,
+    expected_block_layers,
+    names_layer_kinds,
+)
 
 W, F, C = "sliding_attention", "full_attention", "chunked_attention"
 

@@ -1,1 +1,1 @@
-"""Policies of the KV cache's blocks: each is a file here and a line in `policies.POLICIES`."""
+"""Policies of the KV cache's blocks: each is a folder here and a line in `policies.POLICIES`."""

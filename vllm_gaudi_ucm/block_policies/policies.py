@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     Make = Callable[[Scheduler, UcmConfig, MemoryTotals], BlockPolicy | None]
 
 _PLACES = {
-    "admission": "vllm_gaudi_ucm.block_policies.admission:make_admission",
-    "slots for tokens": "vllm_gaudi_ucm.block_policies.token_slots:make_token_slots",
-    "partial hits": "vllm_gaudi_ucm.block_policies.partial_hits:make_partial_hits",
-    "swap": "vllm_gaudi_ucm.block_policies.swap:make_swap",
-    "compaction": "vllm_gaudi_ucm.block_policies.compaction:make_compaction",
+    "admission": "vllm_gaudi_ucm.block_policies.admission.policy:make_admission",
+    "slots for tokens": "vllm_gaudi_ucm.block_policies.token_slots.policy:make_token_slots",
+    "partial hits": "vllm_gaudi_ucm.block_policies.partial_hits.policy:make_partial_hits",
+    "swap": "vllm_gaudi_ucm.block_policies.swap.policy:make_swap",
+    "compaction": "vllm_gaudi_ucm.block_policies.compaction.policy:make_compaction",
 }
 POLICIES: Registry[Make] = Registry("policy of the KV cache's blocks", **those_installed(**_PLACES))
-"""By the titles of their options in `config.exclusions`. An installation may leave out a policy's file."""
+"""By the titles of their options in `config.exclusions`. An installation may leave out a policy's folder."""
 
 
 class BlockPolicies(NamedTuple):
@@ -50,7 +50,7 @@ def make_policies(scheduler: Scheduler) -> BlockPolicies:
     on = {option.title: option for option in exclusions.POLICIES if option.is_on(config)}
     missing = [option for title, option in on.items() if title not in POLICIES]
     if missing:
-        wanted = "leave the option out: the file of this policy is not installed"
+        wanted = "leave the option out: the folder of this policy is not installed"
         raise UcmConfigError([Problem(one.key, shown(one.value(config)), wanted) for one in missing])
     made = [POLICIES.get(name)(scheduler, config, totals) for name in POLICIES.names() if name in on]
     members = tuple(policy for policy in made if policy is not None)

@@ -1,1 +1,1 @@
-"""Which blocks requests get: parts of blocks as copies, blocks from host memory, blocks that follow each other."""
+"""The worker's part of block policies: it moves and copies blocks as the scheduler orders."""

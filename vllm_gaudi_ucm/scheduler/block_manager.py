@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from vllm_gaudi_ucm.block_policies.free_blocks import FreeBlocks
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy, Hit, Turn
-from vllm_gaudi_ucm.memory.free_blocks import FreeBlocks
 from vllm_gaudi_ucm.vllm_api.blocks import replace_free_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
 

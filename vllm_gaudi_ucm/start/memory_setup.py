@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.config.exclusions import policies_give_orders
 from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
-from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
+from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -15,6 +15,8 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, FullAttentionSpec, S
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec
+
 _WHOLE = "full_attention"
 
 
@@ -79,6 +81,22 @@ def block_layers(vllm_config: VllmConfig, found: Sequence[int]) -> list[int]:
             f"expected {expected} by the model's layer_types; take --disable-hybrid-kv-cache-manager"
         )
     return expected_block_layers(vllm_config)
+
+
+def engine_block_bytes(block_bytes: int, groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> int:
+    """Bytes of a block on all workers together, which have the same number of slots each.
+
+    block_bytes: of what one worker has of it. groups: with that worker's layers. Pipeline stages may have other numbers
+    of layers in a block.
+
+    Reason: as for `names_layer_kinds`.
+    Remove when: as for `names_layer_kinds`.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        own = [len(group.layer_names) for group in groups]
+        block_bytes = block_bytes // max(own) * sum(block_layers(vllm_config, own))
+    return block_bytes * parallel.tensor_parallel_size
 
 
 def _stages(vllm_config: VllmConfig) -> list[range]:

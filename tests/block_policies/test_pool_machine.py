@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from vllm.v1.request import Request
 
-from tests.memory.histories import LONGEST, Histories, make_request, make_vllm_manager
-from vllm_gaudi_ucm.block_policies.compaction import CompactionPolicy
-from vllm_gaudi_ucm.block_policies.partial_hits import PartialHitsPolicy
+from tests.block_policies.histories import LONGEST, Histories, make_request, make_vllm_manager
+from vllm_gaudi_ucm.block_policies.compaction.free_runs import FreeRuns
+from vllm_gaudi_ucm.block_policies.compaction.policy import CompactionPolicy
+from vllm_gaudi_ucm.block_policies.partial_hits.partial_hits import PartialHits
+from vllm_gaudi_ucm.block_policies.partial_hits.policy import PartialHitsPolicy
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
-from vllm_gaudi_ucm.memory.free_runs import FreeRuns
-from vllm_gaudi_ucm.memory.partial_hits import PartialHits
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.token_slots.slot_strips import SlotStrips, StripSizes
 from vllm_gaudi_ucm.graphs.shapes.limits import most_ranges, strip_size
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.memory.slot_strips import SlotStrips, StripSizes
 from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vllm_gaudi_ucm.memory.id_runs import IdRuns
+from vllm_gaudi_ucm.block_policies.id_runs import IdRuns
 
 
 def test_the_run_that_goes_on_comes_first_and_then_the_shortest_that_holds_all() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.block_policies.future_blocks import UNKNOWN, Footprint, peak_blocks
-from vllm_gaudi_ucm.block_policies.group_blocks import GroupBlocks
+from vllm_gaudi_ucm.block_policies.admission.future_blocks import UNKNOWN, Footprint, peak_blocks
+from vllm_gaudi_ucm.block_policies.admission.group_blocks import GroupBlocks
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_lists

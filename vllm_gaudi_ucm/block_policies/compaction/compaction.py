@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.memory.free_runs import NO_BLOCK
+from vllm_gaudi_ucm.block_policies.compaction.free_runs import NO_BLOCK
 from vllm_gaudi_ucm.vllm_api.blocks import exchange_block_ids
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.memory.free_runs import FreeRuns
+    from vllm_gaudi_ucm.block_policies.compaction.free_runs import FreeRuns
     from vllm_gaudi_ucm.protocol.memory_orders import BlockMoves, MemoryTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import BlockPool, KVCacheBlock
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.memory.partial_blocks import PartialBlocks
+from vllm_gaudi_ucm.block_policies.partial_hits.partial_blocks import PartialBlocks
 from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks
 
 if TYPE_CHECKING:

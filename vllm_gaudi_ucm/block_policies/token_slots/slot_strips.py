@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_gaudi_ucm.memory.free_strips import FreeStrips
+from vllm_gaudi_ucm.block_policies.token_slots.free_strips import FreeStrips
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_gaudi_ucm.memory.host_slots import HostSlots
-from vllm_gaudi_ucm.memory.swap_cost import SwapCost
-from vllm_gaudi_ucm.memory.swaps import Swaps, _shared
+from vllm_gaudi_ucm.block_policies.swap.host_slots import HostSlots
+from vllm_gaudi_ucm.block_policies.swap.swap_cost import SwapCost
+from vllm_gaudi_ucm.block_policies.swap.swaps import Swaps, _shared
 from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed, MemoryTotals
 
 BLOCK, BLOCK_BYTES, SLOTS, POOL = 4, 1000, 7, 12

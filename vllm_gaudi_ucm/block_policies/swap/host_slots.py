@@ -3,27 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from vllm_gaudi_ucm.vllm_api.stage_layers import block_layers
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec
-
-
-def engine_block_bytes(block_bytes: int, groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> int:
-    """Bytes of a block on all workers together, which have the same number of slots each.
-
-    block_bytes: of what one worker has of it. groups: with that worker's layers. Pipeline stages may have other numbers
-    of layers in a block.
-    """
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        own = [len(group.layer_names) for group in groups]
-        block_bytes = block_bytes // max(own) * sum(block_layers(vllm_config, own))
-    return block_bytes * parallel.tensor_parallel_size
 
 
 class HostSlots:

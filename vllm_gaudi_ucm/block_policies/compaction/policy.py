@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_ucm.block_policies.compaction.compaction import Compaction
+from vllm_gaudi_ucm.block_policies.compaction.free_runs import NO_BLOCK, FreeRuns
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
-from vllm_gaudi_ucm.memory.compaction import Compaction
-from vllm_gaudi_ucm.memory.free_runs import NO_BLOCK, FreeRuns
 from vllm_gaudi_ucm.vllm_api.blocks import blocks_to_be_freed
 
 if TYPE_CHECKING:

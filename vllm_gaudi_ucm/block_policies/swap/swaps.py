@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.memory.host_slots import HostSlots
-    from vllm_gaudi_ucm.memory.swap_cost import SwapCost
+    from vllm_gaudi_ucm.block_policies.swap.host_slots import HostSlots
+    from vllm_gaudi_ucm.block_policies.swap.swap_cost import SwapCost
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
     from vllm_gaudi_ucm.vllm_api.steps import Request

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from vllm.v1.request import Request
 
-from tests.memory.histories import LONGEST, Histories, make_request, make_vllm_manager
+from tests.block_policies.histories import LONGEST, Histories, make_request, make_vllm_manager
 from vllm_gaudi_ucm.batch.token_table import TokenTable
-from vllm_gaudi_ucm.block_policies.token_slots import TokenSlots
-from vllm_gaudi_ucm.memory.free_strips import FreeStrips
-from vllm_gaudi_ucm.memory.slot_strips import StripSizes
+from vllm_gaudi_ucm.block_policies.token_slots.free_strips import FreeStrips
+from vllm_gaudi_ucm.block_policies.token_slots.policy import TokenSlots
+from vllm_gaudi_ucm.block_policies.token_slots.slot_strips import StripSizes
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 
 TILE, STRIP = 8, 4

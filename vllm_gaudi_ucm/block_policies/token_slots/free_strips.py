@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.memory.id_runs import IdRuns
+from vllm_gaudi_ucm.block_policies.id_runs import IdRuns
 from vllm_gaudi_ucm.vllm_api.scheduling import FreeKVCacheBlockQueue
 
 if TYPE_CHECKING:

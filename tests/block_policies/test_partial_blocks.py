@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.memory.partial_blocks import PartialBlocks
+from vllm_gaudi_ucm.block_policies.partial_hits.partial_blocks import PartialBlocks
 
 SIZE = 4
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from vllm_gaudi_ucm.memory.free_blocks import FreeBlocks
-from vllm_gaudi_ucm.memory.id_runs import IdRuns
+from vllm_gaudi_ucm.block_policies.free_blocks import FreeBlocks
+from vllm_gaudi_ucm.block_policies.id_runs import IdRuns
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.scheduling import FreeKVCacheBlockQueue, KVCacheBlock

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.swap.host_slots import HostSlots
+from vllm_gaudi_ucm.block_policies.swap.swap_cost import SwapCost
+from vllm_gaudi_ucm.block_policies.swap.swaps import Swaps
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.memory.host_slots import HostSlots, engine_block_bytes
-from vllm_gaudi_ucm.memory.swap_cost import SwapCost
-from vllm_gaudi_ucm.memory.swaps import Swaps
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.protocol.memory_orders import link_speed_of
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, skipped_tokens
+from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.block_policies.policy import Hit, Turn

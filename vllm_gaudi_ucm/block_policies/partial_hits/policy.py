@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.block_policies.partial_hits.partial_hits import PartialHits
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.memory.partial_hits import PartialHits
 from vllm_gaudi_ucm.vllm_api.blocks import is_isolated
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Admission: which waiting requests begin."""

@@ -1,0 +1,1 @@
+"""Compaction: blocks in use follow each other."""

@@ -1,0 +1,1 @@
+"""Partial hits: parts of blocks that others have computed, as copies."""

@@ -1,0 +1,1 @@
+"""Swap: blocks of preempted requests wait in host memory."""

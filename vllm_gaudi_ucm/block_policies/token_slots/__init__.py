@@ -1,0 +1,1 @@
+"""Slots for tokens: requests get strips of slots."""
