@@ -45,7 +45,7 @@ class Told(BlockPolicy):
 
 
 def told(no: str, tokens: int = 6) -> tuple[list[str], bool]:
-    """What two policies are told of a request that begins, the second of which says no, and whether it got blocks."""
+    """Returns what two policies are told of a request, the second of which says no, and whether it got blocks."""
     notes: list[str] = []
     manager = BlockManager.of(make_vllm_manager(8, BLOCK, 40, True), [Told("first", notes), Told("second", notes, no)])
     manager.new_step_starts()
@@ -59,7 +59,7 @@ def test_every_policy_is_asked_and_told_in_turn() -> None:
 
 
 def test_a_policy_that_says_no_ends_the_turn() -> None:
-    """What those before it have chosen is free again."""
+    """Policies that were asked before it free what they chose."""
     assert told("may_begin") == (["first may_begin", "second may_begin"], False)
     asked = ["first may_begin", "second may_begin", "first reserve", "second reserve"]
     assert told("reserve") == ([*asked, "first not_given"], False)

@@ -27,8 +27,8 @@ def matrix() -> dict[tuple[str, str], str]:
 def excluded() -> set[tuple[str, str]]:
     """(policy, feature) that do not go together."""
     policies = {policy.title for policy in POLICIES}
-    pairs = {(one.refused.title, one.beside.title) for one in OF_OPTIONS}
-    pairs |= {(beside, refused) for refused, beside in pairs if refused not in policies}
+    pairs = {(one.refused.title, one.excluded_by.title) for one in OF_OPTIONS}
+    pairs |= {(other, refused) for refused, other in pairs if refused not in policies}
     pairs |= {(one.policy.title, one.title) for one in OF_ENGINE if one.title}
     return {pair for pair in pairs if pair[0] in policies} | ONCE_LAYERS_ARE_MADE
 

@@ -40,12 +40,12 @@ class BlockPolicies(NamedTuple):
     give_orders: bool
 
     def named(self, name: str) -> Any:
-        """The policy of this name; None if it is off."""
+        """Returns the policy of this name; None if it is off."""
         return next((policy for policy in self.members if policy.name == name), None)
 
 
 def make_policies(scheduler: Scheduler) -> BlockPolicies:
-    """What the configuration switches on. Raises UcmConfigError for a policy that is not installed."""
+    """Makes the policies that are switched on. Raises UcmConfigError for one that is not installed."""
     config, totals = resolve_config(scheduler.vllm_config.additional_config), MemoryTotals()
     on = {option.title: option for option in exclusions.POLICIES if option.is_on(config)}
     missing = [option for title, option in on.items() if title not in POLICIES]

@@ -75,20 +75,20 @@ class OptionExclusion(NamedTuple):
 
     Args:
         refused: the option that the refusal names.
-        beside: the option that excludes it.
+        excluded_by: the option that excludes it.
         why: the reason.
     """
 
     refused: Option
-    beside: Option
+    excluded_by: Option
     why: str
 
     def problem(self, config: BaseModel) -> Problem | None:
-        """What to change in a configuration that has both; None if it does not."""
-        if not (self.refused.is_on(config) and self.beside.is_on(config)):
+        """Returns what to change in a configuration that has both; None if it does not."""
+        if not (self.refused.is_on(config) and self.excluded_by.is_on(config)):
             return None
         off = " or ".join(map(_shown, self.refused.off))
-        wanted = f"{off} with {self.beside.words}: {self.why}"
+        wanted = f"{off} with {self.excluded_by.words}: {self.why}"
         return Problem(self.refused.key, _shown(self.refused.value(config)), wanted)
 
 

@@ -164,7 +164,7 @@ class BlockManager(KVCacheManager):
 
 
 def _of_use(keepers: Sequence[BlockPolicy]) -> Callable[[KVCacheBlock], bool]:
-    """Whether a policy wants to keep a free block."""
+    """Returns a function that says whether a policy wants to keep a free block."""
     if len(keepers) == 1:
         return keepers[0].holds
     return lambda block: any(policy.holds(block) for policy in keepers)
