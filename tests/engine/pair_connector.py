@@ -40,3 +40,7 @@ class PairConnector(ExampleConnector):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ExampleConnectorMetadata)
         return metadata
+
+
+class WholeConnector(ExampleConnector):
+    """Does with layers what vLLM's example does: it takes one tensor for keys and values."""

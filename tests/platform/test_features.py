@@ -78,6 +78,15 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
     ),
     (
+        "the KV connector WholeConnector, which takes keys and values of a layer for one tensor",
+        "--kv-transfer-config",
+        {
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="WholeConnector", kv_connector_module_path="tests.engine.pair_connector", kv_role="kv_both"
+            ),
+        },
+    ),
+    (
         "the KV offloading backend lmcache",
         "--kv-offloading-backend lmcache",
         {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny, field_validator
@@ -90,6 +91,7 @@ logger = plugin_logger(__name__)
 OURS, OFFLOADING = "UcmConnector", "OffloadingConnector"
 _MULTI = "MultiConnector"
 _OFFLOADING_SPEC = {"spec_name": "UcmOffloadingSpec", "spec_module_path": "vllm_gaudi_ucm.connector.offloading_spec"}
+_VLLMS, _OF_ANY_LAYER = "vllm.distributed.kv_transfer.", (".base", ".multi_connector", ".offloading_connector")
 _MODULE, _OFFLOADING_MODULE = "kv_connector_module_path", "vllm_gaudi_ucm.connector.offloading_connector"
 
 
@@ -109,9 +111,22 @@ class ConfiguredConnector(NamedTuple):
     @property
     def needs_one_tensor(self) -> bool:
         """True if it is one of vLLM's own that reads a layer's keys and values from one tensor: all except one, for
-        which we have our own form.
+        which we have our own form. A connector from outside that inherits what they do with a layer does so, too.
         """
-        return self.module is None and self.name not in (None, OURS, OFFLOADING)
+        if self.module is None:
+            return self.name not in (None, OURS, OFFLOADING)
+        saves_in = _saves_in(self.module, self.name or "")
+        return saves_in.startswith(_VLLMS) and not saves_in.endswith(_OF_ANY_LAYER)
+
+
+def _saves_in(module: str, name: str) -> str:
+    """Returns the module that says what a connector from outside does with a layer; empty if vLLM will not find the
+    class, and says so itself.
+    """
+    try:
+        return str(getattr(import_module(module), name).save_kv_layer.__module__)
+    except (ImportError, AttributeError):
+        return ""
 
 
 def configured_connectors(config: KVTransferConfig | None) -> Iterator[ConfiguredConnector]:
