@@ -82,6 +82,18 @@ def test_the_default_is_asynchronous_on_a_gpu(llama: Path) -> None:
     assert found == {"cpu": ["a CPU"], "cuda": [], "hpu": ["a Gaudi card"]}
 
 
+def test_vllm_refuses_its_flag_with_stages_or_steps_follow_each_other(llama: Path) -> None:
+    """A version of vLLM that takes the flag leaves the decision to the plugin."""
+    try:
+        config = configured(llama, async_scheduling=True, pipeline_parallel_size=2)
+    except ValueError as error:
+        said = str(error)
+    else:
+        assert not config.scheduler_config.async_scheduling
+        said = reasons(config, resolve_config(config.additional_config), "cpu")[0].what
+    assert "is not supported by the V1 model runner with pipeline parallelism" in said or said == "stages of a pipeline"
+
+
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_vllms_flag_is_respected(llama: Path, asked: bool | None) -> None:
     config = configured(llama, async_scheduling=asked)
