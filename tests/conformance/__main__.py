@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     installed = version_of("vllm").partition("+")[0]
     try:
         expectations = load(installed)
+        if options.listed:
+            expectations = replace(expectations, not_run=())
         groups = _groups(expectations, options)
         sources = options.sources or fetch(installed)
     except (ValueError, SourcesError) as error:
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(groups, runs, console, outcomes)
     except KeyboardInterrupt:
         return INTERRUPTED
-    whole = not (options.quick or options.tests or options.k)
+    whole = not (options.quick or options.tests or options.k or options.listed)
     about = {
         "vllm": installed,
         "date": datetime.now(UTC).date().isoformat(),
@@ -73,8 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _groups(expectations: Expectations, options: argparse.Namespace) -> list[Group]:
-    if options.save and (options.quick or options.tests or options.k or options.without_plugin):
-        raise ValueError("--save keeps whole groups with the plugin; leave out --quick, -k, tests, --without-plugin")
+    in_part = options.quick or options.tests or options.k or options.listed
+    if options.save and (in_part or options.without_plugin):
+        unfit = "--quick, -k, tests, --listed, --without-plugin"
+        raise ValueError(f"--save keeps whole groups with the plugin; leave out {unfit}")
     groups = select(expectations.groups, options.group, options.quick)
     if not options.tests:
         return groups
@@ -123,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--group", action="append", default=[], metavar="NAME", help="run this group; may be repeated (default: all)")
     add("--quick", action="store_true", help="run a smaller set: the parts of groups that start few engines")
     add("-k", metavar="EXPRESSION", help="run tests whose names match, as pytest's option")
+    add("--listed", action="store_true", help=f"run the tests that {FILE.name} leaves out, too")
     add("--without-plugin", action="store_true", help="run on vLLM's own CPU platform, to compare")
     add("--json", type=Path, metavar="FILE", help="write every outcome to this file, too")
     add("--save", action="store_true", help="write the results and the page of the documentation")

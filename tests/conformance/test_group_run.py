@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -34,14 +37,19 @@ def test_known_to_vllm(): assert False
 }
 
 
-def run(folder: Path, group: Group, expectations: Expectations) -> dict[str, Outcome]:
+def run(
+    folder: Path,
+    group: Group,
+    expectations: Expectations,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
+) -> dict[str, Outcome]:
     """The outcomes of a group of the tests above, by what follows the last slash of their ids."""
     (folder / "tests").mkdir()
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     for name, text in TESTS.items():
         (folder / "tests" / name).write_text(text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    found = GroupRun(group, expectations, folder, environment, folder / "logs").outcomes(lambda *_: None)
+    found = GroupRun(group, expectations, folder, environment, folder / "logs").outcomes(progress)
     return {one.test.rpartition("/")[2]: one for one in found}
 
 
@@ -81,9 +89,36 @@ def test_a_group_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(
         TESTS, "test_plain.py", "import time\ndef test_hangs(): time.sleep(600)\ndef test_after(): pass\n"
     )
-    found = run(tmp_path, Group("g", ("tests/test_plain.py",), (), 0.08), Expectations((), (), ()))
-    assert "0.08 minutes were over" in found["test_plain.py::test_hangs"].message
+    since = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + since[0], sleep=time.sleep)
+    monkeypatch.setattr("tests.conformance.group_run.time", clock)
+
+    def an_hour_later(ended: int, collected: int, test: str) -> None:
+        if test.endswith("test_hangs"):
+            since[0] = 3600.0
+
+    found = run(tmp_path, Group("g", ("tests/test_plain.py",), (), 9.0), Expectations((), (), ()), an_hour_later)
+    assert "9 minutes were over" in found["test_plain.py::test_hangs"].message
     assert "1 tests did not run" in found["test_plain.py"].message
+
+
+def test_vllms_fixture_of_a_process_group_takes_the_platforms_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+import pytest
+from vllm.platforms import current_platform
+begun = []
+def init_distributed_environment(world_size, backend): begun.append(backend)
+@pytest.fixture
+def dist_init(): init_distributed_environment(world_size=1, backend="nccl")
+@pytest.mark.parametrize("again", [False, True])
+def test_group(dist_init, again): assert set(begun) == {current_platform.dist_backend} == {"gloo"}
+"""
+    monkeypatch.setitem(TESTS, "test_plain.py", text)
+    monkeypatch.setenv("VLLM_GAUDI_UCM_DEVICE", "cpu")
+    found = run(tmp_path, Group("g", ("tests/test_plain.py",), (), 5.0), Expectations((), (), ()))
+    assert [one.kind for one in found.values()] == ["passed", "passed"], found
 
 
 def test_a_group_whose_files_are_gone_has_failed(tmp_path: Path) -> None:
