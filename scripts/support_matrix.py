@@ -9,7 +9,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DEVICES = {
-    "cpu": ("CPU", "Tokens equal those of Transformers for a small model of the family, in float32."),
+    "cpu": ("CPU", "A small model of the family gives the same tokens as in Transformers, in float32."),
     "gaudi": (
         "Gaudi",
         "On the [simulated card](contributing.md#the-simulated-card), which is no Gaudi.",
@@ -19,8 +19,8 @@ DEVICES = {
 REFUSED = "refused: "
 INTRO = """# Model families
 
-What each family has been tested with. **✓**: a test, or a script, shows it. **✗**: refused by name when the engine
-starts; the list says what to take instead. **?**: unknown; nothing is in the way, but no test has run.
+This page shows the tests of each family. **✓**: a test or a script shows it. **✗**: the engine refuses it by name at
+start; the list names alternatives. **?**: unknown; no test has run, but nothing prevents it.
 Other decoders with full attention that vLLM implements load the same way. [What is supported](support.md) has
 what is the same for every family.
 
