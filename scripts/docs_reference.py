@@ -25,7 +25,7 @@ from vllm_gaudi_ucm.store.factory import STORES, store_class
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATION = """# Configuration
 
-Options stand under the key `ucm` of vLLM's `--additional-config`, as JSON or as the path of a YAML or JSON file:
+Options are under the key `ucm` of vLLM's `--additional-config`, as JSON or as the path of a YAML or JSON file:
 
 ```bash
 vllm serve MODEL --additional-config '{"ucm": {"phase_log": "phases.jsonl"}}'
@@ -33,7 +33,7 @@ vllm serve MODEL --additional-config '{"ucm": "ucm.yaml"}'
 ```
 
 Unknown keys, wrong types and bad ranges are refused with the key's full name and the nearest valid one.
-`gaudi-ucm config --check FILE` tries a file without starting anything.
+`gaudi-ucm config --check FILE` checks a file without starting an engine.
 
 <style>.md-typeset td:first-child code { white-space: nowrap }</style>
 """
@@ -44,16 +44,16 @@ SECTION = """
 
 {table}
 """
-CONNECTOR = "What `UcmConnector` takes in `--kv-transfer-config`; `store` is one of the [stores](#store-file)."
+CONNECTOR = "Options of `UcmConnector` in `--kv-transfer-config`; `store` is one of the [stores](#store-file)."
 STORE = """
 ## Store `{kind}`
 
-What stands under `store` in `kv_connector_extra_config`, and in `ucm.memory_mode`.
+Options under `store` in `kv_connector_extra_config` and in `ucm.memory_mode`.
 
 """
 COMMAND_LINE = """# Command line
 
-Exit codes: 0 done; 1 a problem was found; 2 wrong usage, or an error that a person can correct; 130 interrupted.
+Exit codes: 0 done; 1 a problem was found; 2 wrong usage, or an error that you can correct; 130 interrupted.
 """
 
 
