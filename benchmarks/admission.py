@@ -3,7 +3,7 @@
 `python -m benchmarks.admission [--mix chat ...] [--steps N] [--json FILE] [--plot FILE]`. The requests and the clock of
 `gaudi-ucm trace`, whose KV cache has a part of its blocks (`--blocks`); the rules are those that a server uses. Each
 client asks for the longest answer of its mix (`max_tokens`) and gets one of the mix's lengths. A third row is greedy,
-where nothing that was preempted is computed again: no rule can gain more than that by avoiding preemptions.
+without computing preempted tokens again: the most that a rule can gain by avoiding preemptions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RULES = ("greedy", "exact")
 BOUND = "greedy, kept"
-"""Greedy, where a preempted request keeps what it has computed, in no time."""
+"""The bound: greedy, but a preempted request keeps its results at no cost."""
 PRESSURE = {"chat": 0.1, "batch": 0.1, "agentic": 0.2, "long-context": 0.3}
 """Share of a mix's KV cache with which requests wait most of the time."""
 SEEDS = 3
@@ -107,7 +107,7 @@ class AdmittingSimulation(Simulation):
 
     def _allocate(self, request: Request, new: int) -> bool:
         if request not in self.running:
-            # as in vLLM 0.32 all of its prompt has to fit, whatever part of it comes first
+            # as in vLLM 0.32, all of its prompt has to fit, whatever part comes first
             missing = -(-request.tokens // self.mix.limits.block_size) - request.depth - request.held
             if missing > self._free:
                 return False
@@ -152,7 +152,7 @@ class AdmittingSimulation(Simulation):
 
 def measure(mix: str, rule: str, blocks: float, steps: int, seeds: int, device: str) -> Result:
     """blocks: share of the mix's own KV cache. seeds: runs of this many steps."""
-    # all clients at any time: a server that waits for them says nothing of its rule
+    # all clients at any time: a server that waits for them tells nothing about its rule
     found, result = replace(MIXES[mix], quiet=1.0), Result(mix, rule)
     limits = replace(found.limits, num_blocks=int(found.limits.num_blocks * blocks))
     cost = CostModel(device_spec(device), LLAMA_8B, limits.block_size)

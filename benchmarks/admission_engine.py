@@ -47,7 +47,7 @@ TOGETHER = 32
 
 
 class Turn(NamedTuple):
-    """tokens: that a client sends behind what was said before. answer: tokens that it gets."""
+    """A turn of a session. tokens: tokens that a client adds to the conversation. answer: tokens that it gets."""
 
     tokens: list[int]
     answer: int
@@ -96,7 +96,7 @@ class Served:
         return self.busy / max(1, self.waited)
 
     def watch(self, scheduler: Any) -> None:
-        """Counts what it schedules from now on."""
+        """Starts counting what it schedules."""
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
         pool = scheduler.kv_cache_manager.block_pool
 

@@ -1,4 +1,4 @@
-"""Attention of one layer beside its peers: `python -m benchmarks.attention [--device cpu|cuda]`."""
+"""Compares attention of one layer with its peers: `python -m benchmarks.attention [--device cpu|cuda]`."""
 
 from __future__ import annotations
 

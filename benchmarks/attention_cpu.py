@@ -46,7 +46,7 @@ class CaseResult:
         return statistics.median(self.seconds[name]) if name in self.seconds else None
 
     def ratio(self, name: str, ours: str = OURS) -> float | None:
-        """How many times as long `name` takes as ours."""
+        """Returns how many times as long as ours `name` takes."""
         theirs, own = self.median(name), self.median(ours)
         return theirs / own if theirs and own else None
 

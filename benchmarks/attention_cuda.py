@@ -2,7 +2,7 @@
 
 `python -m benchmarks.attention --device cuda [--sweep | --rows | --variants | --models |
 --gaudi-form]`. 32 query and 8 kv heads of 128, blocks of 128 tokens, bf16, the parts as a bucket has them. Every result
-is poisoned before its run and compared with float64. Where vLLM is not installed its columns are empty; SDPA is given
+is poisoned before its run and compared with float64. If vLLM is not installed, its columns are empty. SDPA is given
 contiguous keys, which a paged cache never has.
 """
 
@@ -83,7 +83,7 @@ def kernels_and_sdpa(batch: Batch) -> Sides:
 
 
 def gaudi_forms(batch: Batch) -> Sides:
-    """What Gaudi computes, here: whether its form is sane, long before it is fast."""
+    """Computes Gaudi's form here, to check it long before it is fast."""
     return {"hpu eager": gaudi_form(batch, compiled=False), "hpu inductor": gaudi_form(batch, compiled=True)}
 
 
@@ -97,9 +97,9 @@ def measure(
     least_ms: Callable[[Batch, float], float] = lambda batch, rate: batch.bytes / rate * 1e3,
     model: Model = LLAMA,
 ) -> Result:
-    """A B C A B C: every contender in turn, and the median of each.
+    """Measures A B C A B C: every contender in turn, and the median of each.
 
-    parts: gives the batch other parts than those of a bucket. least_ms: the limit, of bytes per second.
+    parts: gives the batch parts other than a bucket's. least_ms: the limit by bytes per second.
     """
     batch = parts(make_batch(case, model, device))
     sides: Sides = {OURS: ours(batch, "auto")} | peers(batch)
@@ -118,7 +118,7 @@ def measure(
 
 
 def relative_error(batch: Batch, out: Tensor) -> float:
-    """Relative L2 error of some rows against float64; infinite where any row is not finite."""
+    """Relative L2 error of some rows against float64; infinite if any row is not finite."""
     if not bool(out.isfinite().all()):
         return float("inf")
     last = batch.query.shape[0] - 1
@@ -157,7 +157,7 @@ def _median(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
 
 
 def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
-    """Of one call."""
+    """Returns the milliseconds of one call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     graph.replay()
@@ -173,8 +173,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--sweep", action="store_true", help="requests x shared prefixes, and a mixed batch")
     what.add_argument("--rows", action="store_true", help="requests with several rows after a cached context")
     what.add_argument("--models", action="store_true", help="windows, sinks, soft caps and latents of models")
-    what.add_argument("--gaudi-form", action="store_true", help="beside it the implementation for Gaudi, on this GPU")
-    parser.add_argument("--variants", action="store_true", help="--rows, or windows of --models, beside other tiles")
+    what.add_argument("--gaudi-form", action="store_true", help="also run the implementation for Gaudi, on this GPU")
+    parser.add_argument("--variants", action="store_true", help="--rows, or windows of --models, with other tiles")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results")
     return parser.parse_args(argv)
 

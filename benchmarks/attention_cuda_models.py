@@ -1,8 +1,8 @@
 """Attention of other models than Llama: windows, sinks, soft caps, slopes, latents; decodes, verifications, chunks.
 
 `python -m benchmarks.attention --device cuda --models`. Planned and staged at the true shape, and requests with several
-rows in a bucket, too; with `--variants` only these, of windows, beside other tiles. vLLM's Triton kernels stand beside
-it: its unified kernel, in both of its forms, and the one for decodes over latents.
+rows in a bucket, too; with `--variants` only these, for windows, compared with other tiles. vLLM's Triton kernels are
+measured as well: its unified kernel, in both of its forms, and the one for decodes over latents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS = {
     "BLOOM": Model(kv_heads=32, slopes=True),
 }
 COUNTS = (1, 16, 64)
-CONTEXTS = (128, 1024, 8192, 32768, 131072)  # the first: what a window costs is compared with it
+CONTEXTS = (128, 1024, 8192, 32768, 131072)  # the first: the cost of a window is compared with it
 MOST_BYTES = 20e9  # of a cache: making more takes longer than measuring it
 
 SEVERAL = (
@@ -56,7 +56,7 @@ def cases(model: Model) -> list[Case]:
 
 
 def sides(batch: Batch) -> Sides:
-    """vLLM's; and ours in a bucket where requests have several rows."""
+    """Returns vLLM's sides, and ours in a bucket if requests have several rows."""
     if batch.model.latent:
         return {"triton latent": vllm_latent(batch)}
     bucket: Sides = {}
@@ -66,10 +66,10 @@ def sides(batch: Batch) -> Sides:
 
 
 def measure_all(one: Callable[..., Result], variants: bool = False) -> list[Result]:
-    """Every model and case, and then what is slower than vLLM, and what the context costs beyond a window.
+    """Measures every model and case; then prints what is slower than vLLM, and the cost of context beyond a window.
 
     one: as `attention_cuda.measure`, for a case and the rest by name. variants: requests with several rows of windows,
-        beside other tiles.
+        compared with other tiles.
     """
     results, peers = [], window_sides if variants else sides
     for name, model in MODELS.items():
@@ -96,7 +96,7 @@ def slower(results: list[Result]) -> list[str]:
 
 
 def beyond_windows(results: list[Result]) -> list[str]:
-    """How much longer the longest context takes than one that a window just covers."""
+    """Returns how much longer the longest context takes than one that a window just covers."""
     by_name = {result.name: result.milliseconds[OURS] for result in results}
     lines = []
     for name, model in MODELS.items():

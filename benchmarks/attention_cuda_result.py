@@ -1,4 +1,4 @@
-"""What the attention benchmark on a GPU found of a batch."""
+"""The result of the attention benchmark on a GPU for a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OURS = "ours"
 class Result:
     """Milliseconds and relative errors by contender.
 
-    goal: 0 if there is none. plan: what is derived once per step. limit: of this GPU.
+    goal: 0 if there is none. plan: time of the work done once per step. limit: time limit of this GPU.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Requests with several rows after a cached context: verifications of drafts, chunks of prompts.
 
-`python -m benchmarks.attention --device cuda --rows`. As `attention_cuda`, but planned and staged as an engine does it:
-at the true shape, and in a bucket. vLLM's Triton kernel stands beside it; with `--variants` instead of `--rows` also
-other sizes of tiles than those that are chosen, with `--models --variants` those of windows.
+`python -m benchmarks.attention --device cuda --rows`. Like `attention_cuda`, but planned and staged as in an engine: at
+the true shape, and in a bucket. vLLM's Triton kernel is measured as well; with `--variants` instead of `--rows` also
+other sizes of tiles, with `--models --variants` those of windows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def in_bucket(batch: Batch) -> Batch:
 
 
 def _plan(batch: Batch) -> tuple[UnifiedPlan, np.ndarray]:
-    """As the planner makes it; the requests of the case are in flat order already."""
+    """Plans as the planner does; the requests of the case are in flat order already."""
     requests = batch.case.requests
     computed, new = (np.array(column, np.int32) for column in zip(*((r.cached, r.new) for r in requests), strict=True))
     model = batch.model
@@ -91,13 +91,13 @@ def least_ms(batch: Batch, rate: float) -> float:
 
 
 class Variant(NamedTuple):
-    """What differs from the choice of the implementation; None: nothing.
+    """Differences from the choice of the implementation; None: no difference.
 
     own, shared: (rows times heads, keys, stages, warps) of a tile. programs: of own blocks, per kv head. merge: heads
     and pieces that a program of the merge reads at once. balanced: unique blocks per shared pair, see `cuda_attend`.
-    continued: rows from which the causal part continues own blocks. single_loop: single rows beside own blocks from
-    which one loop takes all of them. causal: a tile of the causal part. windows: what `cuda_windows` chooses by, by
-    name; a tile as own and shared.
+    continued: rows from which the causal part continues own blocks. single_loop: number of single rows, together with
+    own blocks, from which one loop takes all of them. causal: a tile of the causal part. windows: the thresholds of
+    `cuda_windows`, by name; a tile like own and shared.
     """
 
     name: str
@@ -154,7 +154,7 @@ def sides(batch: Batch) -> Sides:
 
 
 def variant_sides(batch: Batch) -> Sides:
-    """The same beside other tiles."""
+    """Returns the same with other tiles."""
     return sides(batch) | {variant.name: ours_as(batch, variant) for variant in VARIANTS}
 
 

@@ -31,7 +31,7 @@ class Side(NamedTuple):
 
 
 def ours(batch: Batch, implementation: str) -> Side:
-    """One layer, with what is derived once per step derived before."""
+    """Computes one layer, after the work done once per step."""
     ready = prepare(batch.parts, batch.model.block_size, implementation=implementation)
     out, spec = batch.out(), batch.model.spec
 
@@ -46,7 +46,7 @@ def ours(batch: Batch, implementation: str) -> Side:
 def gaudi_form(batch: Batch, compiled: bool) -> Side:
     """The implementation for Gaudi on this GPU: its operators one by one, or fused by inductor.
 
-    Prompts are in tiles where a bucket has them. Gaudi's own kernel for prompts alone is not there.
+    Prompts are in tiles if a bucket has them. Gaudi's own kernel for prompts alone is not available.
     """
     ready = prepare(_in_tiles(batch), batch.model.block_size, implementation="hpu")
     out, spec = torch.empty_like(batch.query), batch.model.spec
@@ -141,7 +141,7 @@ def vllm_latent(batch: Batch) -> Side | None:
 
 
 def sdpa(batch: Batch, backend: SDPBackend) -> Side | None:
-    """torch SDPA where all requests are alike: keys contiguous per request, which a paged cache never has."""
+    """torch SDPA if all requests are alike: keys contiguous per request, which a paged cache never has."""
     requests, model = batch.case.requests, batch.model
     if len(set(requests)) > 1:
         return None
@@ -166,6 +166,6 @@ def sdpa(batch: Batch, backend: SDPBackend) -> Side | None:
     try:
         run()
     except RuntimeError:
-        # torch says "no available kernel": this backend does not take these shapes
+        # torch reports "no available kernel": this backend does not support these shapes
         return None
     return Side(run, lambda: last[0], rows)

@@ -1,7 +1,7 @@
-"""Decodes over a grid of requests and shared prefixes, ours beside vLLM's Triton kernels; and a mixed batch beside its
+"""Compares decodes over a grid of requests and shared prefixes with vLLM's Triton kernels, and a mixed batch with its
 halves: `python -m benchmarks.attention --device cuda --sweep`.
 
-As `attention_cuda`: one layer, bf16, CUDA graphs, interleaved, every result compared with float64.
+Like `attention_cuda`: one layer, bf16, CUDA graphs, interleaved, every result compared with float64.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _verdict(grid: Sequence[Result]) -> str:
 
 
 def _ratio(result: Result) -> float:
-    """The better of the peer's kernels over ours; NaN where vLLM is not installed."""
+    """The better of the peer's kernels over ours; NaN if vLLM is not installed."""
     peers = [ms for name, ms in result.milliseconds.items() if name != OURS]
     return min(peers, default=float("nan")) / result.milliseconds[OURS]
 

@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 
 def calls(case: Case, data: CaseData) -> dict[str, Callable[[], Tensor]]:
-    """By implementation. A call poisons its output first."""
+    """Returns calls by implementation. A call poisons its output first."""
     each = np.ones(case.requests, np.int32)
     tables = data.block_tables.numpy()
     plan = plan_batch(BatchInput(each * case.context, each * case.new, each * case.tokens, tables), BLOCK_SIZE)

@@ -1,6 +1,6 @@
-"""torch SDPA in the CPU attention table, heads folded, on keys and values that lie contiguous per request already.
+"""torch SDPA in the CPU attention table, heads folded, on keys and values that are already contiguous per request.
 
-Without a gather, which a paged cache would need: a form stronger than any that could serve.
+It omits the gather that a paged cache would need, so it is faster than any form that could serve.
 """
 
 from __future__ import annotations

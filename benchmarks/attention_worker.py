@@ -19,9 +19,9 @@ Call = Callable[[], Any]
 def main() -> None:
     """Say `ready`, then answer orders: {"case": index} prepares one, {"run": name} times one call of it."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever is printed goes to stderr
+    os.dup2(2, 1)  # all printed output goes to stderr
     arguments = json.loads(sys.argv[1])
-    # at the end: nothing of the repository may stand before a module of the side's own environment
+    # at the end: modules of the side's own environment must come before those of the repository
     sys.path.append(arguments["root"])
     import torch
 

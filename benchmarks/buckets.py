@@ -66,7 +66,7 @@ def measure(mix: str, count: int, max_graphs: int, device: str) -> dict[str, Any
 
 
 def tuned(mix: str, steps: Steps, cost: CostModel, max_graphs: int, margin: float, later: Steps | None) -> TuneReport:
-    """What `gaudi-ucm tune` does."""
+    """Tunes like `gaudi-ucm tune`."""
     limits = MIXES[mix].limits
     buckets = tune(steps, limits, cost, max_graphs, margin)
     certified = certify(Objective.of(steps, limits, cost, margin), buckets, max_graphs)

@@ -1,7 +1,8 @@
 """Decode steps after arrivals and ends, with compaction and without, of engines in one process that take turns.
 
-`python -m benchmarks.compaction_step [--requests N] [--context N]`. In several rounds as many requests again arrive and
-are aborted, so that the blocks of those that stay lie between free ones. Then all of them decode. Random weights.
+`python -m benchmarks.compaction_step [--requests N] [--context N]`. In several rounds the same number of further
+requests arrive and are aborted, so that the blocks of the remaining ones lie between free ones. Then all of them
+decode. Random weights.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Side:
         self.seconds: list[float] = []
 
     def churn(self, requests: int, steps: int) -> None:
-        """As many requests arrive as there are then, and as many end."""
+        """Doubles the requests by new arrivals, and ends the same number."""
         while len(self._live) < 2 * requests:
             prompt = [self._rng.randrange(3, 2000) for _ in range(self._rng.randint(self._context // 2, self._context))]
             self._count += 1
@@ -94,14 +95,14 @@ class Side:
 
     @property
     def density(self) -> float:
-        """Blocks in use, of those up to the last one."""
+        """Returns the share of blocks in use, up to the last one."""
         core: Any = self._engine.engine_core
         tables = core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         held = [block.block_id for blocks in tables.values() for block in blocks]
         return (len(held) + 1) / (max(held) + 1)
 
     def blocks_read(self, steps: int) -> float:
-        """Of the unique part, in the last steps."""
+        """Returns the blocks of the unique part, in the last steps."""
         return statistics.median(step.bucket.unique_blocks for step in read_phase_log(self._log)[1][-steps:])
 
 
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for side in sides.values():
             for _ in range(ROUNDS):
                 side.churn(args.requests, steps=12)
-            # what is to move has moved then
+            # by then all pending moves are done
             for _ in range(args.steps):
                 side.step()
             side.seconds.clear()

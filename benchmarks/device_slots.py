@@ -24,9 +24,9 @@ def take_slots(state: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]
 
     state: bool [slots], True where a slot is free. count: int64 [], from 0 to `most`, on the device.
     most: shape of the result, at most the number of slots.
-    Returns (int64 [most], ascending and then pads, which are the dummy slot 0; the state after it). Where fewer than
-    `count` are free nothing is taken, and all are pads.
-    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
+    Returns (int64 [most], ascending and then pads, which are the dummy slot 0; the state after it). If fewer than
+    `count` are free, no slot is taken and all are pads.
+    Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check_state("take_slots", state)
@@ -71,6 +71,6 @@ def _taken(state: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
     scattered = state & (before < count)
     enough = before[-1] + state[-1].long() >= count
     taken = torch.where(first < len(state), in_run, scattered) & enough & (count > 0)
-    # the lowest places of those taken, then pads
+    # the lowest places of the taken ones, then pads
     found = torch.topk(torch.where(taken, places, len(state)), most, largest=False, sorted=True).values
     return torch.where(found < len(state), found, DUMMY_SLOT), state & ~taken

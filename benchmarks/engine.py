@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     sides = make_sides(args.model, args.peer_python, args.dtype)
     console = Console(stderr=True)
-    # The workers are in process groups of their own, some of them stopped: whatever ends us has to end them first.
+    # The workers are in process groups of their own, and some are stopped: a signal that ends us has to end them first.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with _progress(console) as progress:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_sides(model: Path, peer_python: Path | None, dtype: str = "float32") -> list[EngineSide]:
-    """Our side, and the peer's where its interpreter exists; both with the same settings and all cores."""
+    """Makes our side, and the peer's if its interpreter exists; both with the same settings and all cores."""
     engine_args = {
         "model": str(model.resolve()),
         "dtype": dtype,
@@ -149,7 +149,7 @@ def report(rows: Sequence[Row], facts: dict[str, Any], args: argparse.Namespace)
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line per row: both figures, the ratio, and what we want it to be."""
+    """One line per row: both figures, the ratio, and the wanted ratio."""
     title = "whole engine, tokens/s in + out (start-up: seconds to the first token)"
     result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     result.add_column("workload", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What was measured for one row of the whole-engine table, and the ratio it comes to."""
+"""The measurements of one row of the whole-engine table, and their ratio."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Row:
-    """Seconds of each repetition by side; `tokens` is None for start-up, where seconds themselves are compared."""
+    """Seconds of each repetition by side; `tokens` is None for start-up, which compares seconds directly."""
 
     name: str
     tokens: int | None
@@ -18,7 +18,7 @@ class Row:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     outputs: dict[str, list[list[list[int]]]] = field(default_factory=dict)
     cpu: dict[str, list[float]] = field(default_factory=dict)
-    """CPU seconds of each repetition; with prompts, also where the clock does not count them."""
+    """CPU seconds of each repetition, including prompts even if the clock does not count them."""
 
     def add(self, side: str, seconds: float, outputs: list[list[int]] | None = None) -> None:
         """Record one repetition."""
@@ -34,13 +34,13 @@ class Row:
         return seconds if self.tokens is None else self.tokens / seconds
 
     def ratio(self, side: str, peer: str) -> float | None:
-        """How many times faster `side` is than `peer`."""
+        """Returns how many times faster `side` is than `peer`."""
         if not self.seconds.get(side) or not self.seconds.get(peer):
             return None
         return median(self.seconds[peer]) / median(self.seconds[side])
 
     def cpu_ratio(self, side: str, peer: str) -> float | None:
-        """How many times less CPU time `side` takes than `peer`."""
+        """Returns how many times less CPU time `side` takes than `peer`."""
         if not self.cpu.get(side) or not self.cpu.get(peer):
             return None
         return median(self.cpu[peer]) / max(1e-3, median(self.cpu[side]))

@@ -77,18 +77,19 @@ SHAPES = (*DENSE, *MIXTURES)
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """As the model's config.json has it."""
+    """Returns the configuration in the form of the model's config.json."""
     return MIXTURES[shape] if shape in MIXTURES else dense_config(shape)
 
 
 def limit_ms(
     model: ModelSpec, requests: int, tokens: float, bandwidth: float, products: float, experts: float | None = None
 ) -> float:
-    """The least time of a step: every weight and cached token read once, or every product, whichever takes longer. Of
+    """Returns the least time of a step: every weight and cached token read once, or every product, whichever takes
+        longer. Of
     a mixture's experts only those that rows take are read.
 
-    requests: 0 for a prompt of `tokens` tokens; otherwise decodes, behind this many tokens each. experts: that rows
-    take, on average of the layers; None: as many as rows take that choose independently.
+    requests: 0 for a prompt of `tokens` tokens; otherwise decodes, after this many tokens each. experts: experts that
+    rows take, averaged over layers; None: as many as with independent choices.
     """
     rows, pairs = (requests, requests * tokens) if requests else (tokens, tokens * (tokens + 1) // 2)
     weights, multiplied = model.weight_bytes / model.dtype_bytes, rows * model.layers * model.layer_weights
@@ -100,7 +101,7 @@ def limit_ms(
         multiplied += mixture.layers * (size * (float(mixture.computed(rows)) - rows * model.intermediate) + router)
     kept = model.dtype_bytes * weights + (requests * tokens * model.kv_bytes_per_token if requests else 0)
     logits = max(1, requests) * model.hidden * model.vocab
-    # of new tokens among themselves, or by what is cached
+    # of new tokens among themselves, or limited by cached tokens
     pair = model.head_dim + model.value_dim if requests else model.new_pair
     computed = 2 * (multiplied + logits + model.layers * model.heads * pair * pairs)
     return 1e3 * max(kept / bandwidth, computed / products)

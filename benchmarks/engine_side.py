@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("engine_worker.py")
 
 
 class SideFailed(RuntimeError):
-    """A worker died or fell silent; the message carries the end of what it printed."""
+    """Raised if a worker died or stopped answering; the message has the end of its output."""
 
 
 @dataclass
@@ -129,7 +129,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def _forward(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
-    """Hand each line of the worker over; an empty one says that it ended."""
+    """Forwards each line of the worker; an empty one means that it ended."""
     assert process.stdout is not None
     for line in process.stdout:
         lines.put(line)

@@ -29,7 +29,7 @@ GOAL = 30.0  # seconds of a first start, 48 graphs of an 8B shape on an H200
 
 
 def asked_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What one engine is asked for, see `engine_steps_side.start`."""
+    """Returns the request to one engine, see `engine_steps_side.start`."""
     config = {**config_of(options.shape)}
     if options.layers is not None:
         config["num_hidden_layers"] = options.layers
@@ -68,7 +68,7 @@ def serve(options: argparse.Namespace, kernels: Path) -> dict[str, Any]:
 
 
 def table(starts: Sequence[dict[str, Any]]) -> Table:
-    """A column for each start; what is neither imports nor a stage of the worker is vLLM's own."""
+    """Returns a column for each start; time outside imports and stages of the worker is vLLM's own."""
     names = ("first start", "second start", *(f"start {number}" for number in range(3, len(starts) + 1)))
     found = Table("seconds", *names[: len(starts)])
     stages = dict.fromkeys(name for fact in starts for name in fact["stages"])
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=positive, default=2048, help="tokens of a step (default: %(default)s)")
     parser.add_argument("--max-graphs", type=positive, default=48, help="graphs (default: %(default)s)")
     parser.add_argument("--starts", type=positive, default=2, help="one after the other (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args(argv)
     options.shape = options.shape or ("small" if options.device == "cpu" else "8b")
     with tempfile.TemporaryDirectory() as kernels:

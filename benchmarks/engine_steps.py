@@ -1,12 +1,12 @@
-"""Whole steps of a model with random weights on one device, beside the limit of its memory and products.
+"""Whole steps of a model with random weights on one device, compared with the limits of its memory and products.
 
-The start of the engine, a decode step for each number of requests, and a prompt step; with `--without-fused-layers`
-the same again in an engine whose norms, rotary embedding and gates are torch's operators (vLLM's `custom_ops` of
-`none`), and, without `--no-asynchronous`, in one that plans and queues the next step while one runs
+The start of the engine, a decode step for each number of requests, and a prompt step; with `--without-fused-layers` the
+same again in an engine whose norms, rotary embedding and gates are torch's operators (vLLM's `custom_ops` of `none`),
+and, without `--no-asynchronous`, in one that plans and queues the next step while one runs
 (`ucm.scheduler.async_scheduling`). Each engine is a process of its own. Offline: the model is a configuration, its
 weights are random. Steps run in buckets of their own size, as tuning makes them for such traffic; `--max-graphs` takes
-those that a server chooses without. The limit of a mixture of experts counts those that the rows of the measured steps
-take.
+the buckets that a server chooses without tuning. The limit of a mixture of experts counts the experts of the measured
+steps' rows.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ REPEATS = 12
 class StepTime:
     """Medians of one kind of step, in milliseconds.
 
-    layers: `fused`, or `torch` where they are its operators. requests: 0 in a prompt step of `tokens` tokens, which is
-    one request's; otherwise a decode step of this many requests with `tokens` tokens of context each.
-    context: tokens that each request of the measured decode steps really had, on average; 0 in a prompt step.
+    layers: `fused`, or `torch` for its operators. requests: 0 in a prompt step of `tokens` tokens, which is one
+    request's; otherwise a decode step of this many requests with `tokens` tokens of context each.
+    context: average tokens that each request of the measured decode steps had; 0 in a prompt step.
     wall_ms: of the engine's loop. worker_ms: of the worker in it. device_ms: of the graphs alone, replayed one after
     the other; None without graphs. padded: the bucket that it ran in.
     limit_ms: None on a CPU. launches: of the device, with `--kernels`. ahead: with asynchronous scheduling.
@@ -65,12 +65,12 @@ class StepTime:
 
     @property
     def engine(self) -> str:
-        """Which one it is."""
+        """The name of the engine."""
         return f"{self.layers}, ahead" if self.ahead else self.layers
 
     @property
     def host_ms(self) -> float | None:
-        """Of the engine's time, what the device has nothing to do with."""
+        """The part of the engine's time in which the device has no work."""
         return None if self.device_ms is None else self.wall_ms - self.device_ms
 
     @property
@@ -81,7 +81,7 @@ class StepTime:
 
     @property
     def ratio(self) -> float | None:
-        """Of the engine's time to the limit."""
+        """Ratio of the engine's time to the limit."""
         return None if self.limit_ms is None else self.wall_ms / self.limit_ms
 
 
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> tuple[list[StepTime], dict[str, Any]
 
 
 def serve(options: argparse.Namespace, layers: str, ahead: bool) -> dict[str, Any]:
-    """What one engine in a process of its own found."""
+    """Returns the results of one engine in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         asked = {
             "config": config_of(options.shape),
@@ -174,7 +174,7 @@ def _or_dash(value: float | None) -> str:
 
 
 def start_line(engine: str, fact: dict[str, Any]) -> str:
-    """How long an engine took to start, and what for. What is neither imports nor a stage is vLLM's own."""
+    """Describes how long an engine took to start, by stage. Time outside imports and stages is vLLM's own."""
     return (
         f"start-up, {engine}: {fact['start_seconds']:.1f} s, of them {fact['import_seconds']:.1f} s imports and "
         f"{fact['warm_up_seconds']:.1f} s warm-up of {fact['graphs']} graphs; "
@@ -223,16 +223,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=positive, default=2048, help="tokens of a prompt step (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=REPEATS, help="steps of each kind (default: %(default)s)")
     parser.add_argument(
-        "--max-graphs", type=positive, help="so many graphs of a server's own choice, not tuned buckets"
+        "--max-graphs", type=positive, help="number of graphs of a server's own choice, instead of tuned buckets"
     )
     parser.add_argument(
-        "--without-fused-layers", action="store_true", help="measure the layers as torch's operators beside them"
+        "--without-fused-layers", action="store_true", help="also measure the layers as torch's operators"
     )
     parser.add_argument(
         "--asynchronous",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure an engine that queues the next step ahead beside them (default: yes)",
+        help="also measure an engine that queues the next step ahead (default: yes)",
     )
     parser.add_argument("--only-asynchronous", action="store_true", help="measure that engine alone")
     parser.add_argument(
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH, help="bytes per second of the device's memory")
     parser.add_argument("--products", type=float, default=PRODUCTS, help="operations per second of its products")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args(argv)
     options.shape = options.shape or ("small" if options.device == "cpu" else "8b")
     report(*measure(options), options)

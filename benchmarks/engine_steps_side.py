@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 REPLAYS = 10
-KERNELS = 25  # that are listed, those of the longest time
+KERNELS = 25  # listed kernels, those of the longest time
 SETTLED = 6  # decode steps that do not count
-SPARE = 4  # tokens of each request beyond the measured steps, for those that are profiled
+SPARE = 4  # tokens of each request beyond the measured steps, for profiled steps
 BLOCK = 128
 
 
 def prompt_steps(requests: int, context: int, budget: int) -> int:
-    """Most steps until `requests` prompts of `context` tokens are computed, `budget` tokens a step: those that are
-    computed decode meanwhile. Raises ValueError where this many decodes leave no room for prompts.
+    """Returns the most steps until `requests` prompts of `context` tokens are computed, at `budget` tokens a step,
+    while finished ones decode. Raises ValueError if this many decodes leave no room for prompts.
     """
     if budget <= requests:
         raise ValueError(
@@ -33,7 +33,9 @@ def prompt_steps(requests: int, context: int, budget: int) -> int:
 
 
 def new_tokens(asked: dict[str, Any], requests: int) -> int:
-    """That each of this many requests gets: the first of them decodes while the prompts of the others are computed."""
+    """Returns the tokens that each of this many requests gets: the first decodes while the prompts of the others are
+    computed.
+    """
     return prompt_steps(requests, asked["context"], asked["prompt"]) + SETTLED + asked["repeats"] + SPARE
 
 
@@ -44,7 +46,9 @@ def longest_request(asked: dict[str, Any]) -> int:
 
 
 def write_buckets(path: Path, asked: dict[str, Any]) -> None:
-    """A bucket of its own for each kind of step, as `gaudi-ucm tune` finds them for such traffic, and the largest."""
+    """Writes a bucket of its own for each kind of step, as `gaudi-ucm tune` finds them for such traffic, and the
+    largest.
+    """
     from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec, device_spec
     from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -66,9 +70,9 @@ def write_buckets(path: Path, asked: dict[str, Any]) -> None:
 
 
 class Side:
-    """An engine over a model of random weights, and what is measured in it.
+    """An engine with a model of random weights, and its measurements.
 
-    asked: see `engine_steps.serve`. engine: vLLM's. log: where the phase log is written.
+    asked: see `engine_steps.serve`. engine: vLLM's. log: path of the phase log.
     """
 
     def __init__(self, asked: dict[str, Any], engine: Any, log: Path) -> None:
@@ -125,7 +129,7 @@ class Side:
         return self._found(0, tokens, walls, range(first, last), device, launches)
 
     def worker_times(self, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The steps with what the phase log says of them."""
+        """Returns the steps with their times in the phase log."""
         from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
         records = [record for record in read_phase_log(self._log)[1] if record.tokens]
@@ -211,8 +215,9 @@ class Side:
 
     @torch.inference_mode()
     def _replays(self, logits: int) -> float | None:
-        """Milliseconds of the last step's graphs, one replay after the other: they compute that step again, over what
-        it wrote. None without graphs."""
+        """Returns the milliseconds of the last step's graphs, replayed one after the other: they compute that step
+        again, on top of its results. None without graphs.
+        """
         if self._runner.static is None:
             return None
         import numpy as np
@@ -221,8 +226,9 @@ class Side:
         return milliseconds(execution.forward) + milliseconds(lambda: execution.logits(rows))
 
     def _profile(self, name: str, run: Callable[[], object]) -> int | None:
-        """Launches of a step, on a CPU its operators; those that take longest are kept in `kernels`. None without
-        `--kernels`."""
+        """Counts the launches of a step, on a CPU its operators, and keeps the longest in `kernels`. None without
+        `--kernels`.
+        """
         if not self._asked["kernels"]:
             return None
         kinds, on_gpu = torch.profiler.ProfilerActivity, torch.cuda.is_available()
@@ -241,7 +247,7 @@ class Side:
 
 
 def milliseconds(replay: Callable[[], object]) -> float:
-    """Of one replay, among REPLAYS that the device does one after the other."""
+    """Returns the milliseconds of one replay, among REPLAYS consecutive ones."""
     replay()
     if not torch.cuda.is_available():
         begin = time.perf_counter()
@@ -288,7 +294,7 @@ def start(asked: dict[str, Any], folder: Path, log: Path) -> Any:
 
 
 def start_facts(engine: Any, import_seconds: float, start_seconds: float) -> dict[str, Any]:
-    """Where the time of a start went. start_seconds: all of it; import_seconds: of these, imports of vLLM and torch.
+    """Describes the time of a start. start_seconds: all of it; import_seconds: imports of vLLM and torch.
 
     warm_up_seconds: of these, graphs that the engine waits for before it serves. graphs: how many its buckets have.
     stages: seconds of each stage of the worker's start.
@@ -304,7 +310,7 @@ def start_facts(engine: Any, import_seconds: float, start_seconds: float) -> dic
 
 
 def device_name() -> str:
-    """Of the GPU, or of nothing but torch."""
+    """Returns the name of the GPU, or only torch's version."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{name}, torch {torch.__version__}"
 

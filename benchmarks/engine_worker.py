@@ -1,4 +1,4 @@
-"""One engine under measurement, spoken to in JSON lines over stdin and stdout.
+"""One engine under measurement, controlled by JSON lines over stdin and stdout.
 
 Runs in our environment and in the peer's: it may import nothing but vLLM and the standard library. The first argument
 is a JSON object with the arguments of `vllm.LLM`; the first line out says `ready` after a first token was generated.
@@ -42,7 +42,7 @@ def _generate(vllm: Any, llm: Any, prompts: list[list[int]], output_tokens: int)
 
 
 def _claim_stdout() -> IO[str]:
-    """Keep the real stdout for answers; whatever the engine and its processes print goes to stderr."""
+    """Keeps the real stdout for answers; all output of the engine and its processes goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

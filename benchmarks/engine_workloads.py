@@ -26,7 +26,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens in and out of one repetition; out alone where prompts are no part of it."""
+        """Tokens in and out of one repetition; only out if prompts are not measured."""
         return self.requests * ((0 if self.is_decode else self.prompt_tokens) + self.output_tokens)
 
     def prompts(self, repetition: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ USUAL = (
     Workload("mixed, 16 requests, 512 + 32", 16, 512, 32, goal=2.0),
 )
 
-# What nobody tuned for: long contexts, and few requests at once.
+# Workloads without tuning: long contexts, and few requests at once.
 MORE = (
     Workload("decode, 1 request at 4096, 64 out", 1, 4096, 64, goal=1.0, is_decode=True),
     Workload("decode, 1 request at 8064, 64 out", 1, 8064, 64, goal=1.0, is_decode=True),

@@ -1,6 +1,6 @@
 """Which variants of each Triton kernel the graphs of a bucket set launch, counted without a GPU.
 
-A variant is what Triton compiles by itself: another tile, another multiple of 16, another pointer that is not aligned.
+A variant is what Triton compiles separately: another tile, another multiple of 16, another pointer that is not aligned.
 Each is compiled once, the first time that an engine starts. The attention of a layer, its cache write, norms, rotary
 embedding and gate are launched for each bucket over pads, under a driver of a Hopper that launches nothing.
 """
@@ -33,11 +33,11 @@ BLOCK, CAUSAL_SLICE = 128, 512
 MULTIPROCESSORS = 132
 
 Variants = dict[str, set[str]]
-"""By kernel: what Triton tells its variants apart by."""
+"""The variants of each kernel, by the values that Triton distinguishes."""
 
 
 class Hopper:
-    """A driver that says what it drives and can launch nothing."""
+    """A driver that reports a GPU but cannot launch kernels."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -53,7 +53,9 @@ class Hopper:
 
 @contextmanager
 def noted() -> Iterator[Variants]:
-    """Within, launches are noted, nothing is compiled, and a CPU passes for a Hopper. For a process of its own."""
+    """A context in which launches are recorded instead of compiled, and a CPU passes for a Hopper. For a process of its
+    own.
+    """
     from triton import knobs
     from triton.runtime import driver
 
@@ -82,13 +84,15 @@ def noted() -> Iterator[Variants]:
 
 
 def server_buckets(limits: Limits, most: int, model: ModelSpec) -> BucketSet:
-    """Those that a server chooses by itself."""
+    """Returns the buckets that a server chooses without tuning."""
     cost = CostModel(device_spec("h200"), model, BLOCK)
     return STRATEGIES.get(automatic_strategy([]))().choose(BucketRequest(limits, cost, most))
 
 
 class Layer:
-    """Launches what a decoder layer launches in a bucket. Products are no kernels of ours: there are no weights."""
+    """Launches the kernels of a decoder layer in a bucket, except products, which are not ours: there are no
+    weights.
+    """
 
     def __init__(self, limits: Limits, model: ModelSpec) -> None:
         self._model = model
@@ -133,7 +137,7 @@ class Layer:
 
 @torch.inference_mode()
 def count(limits: Limits, shapes: Iterable[ForwardShape], model: ModelSpec) -> Variants:
-    """What graphs of these shapes launch."""
+    """Counts what graphs of these shapes launch."""
     with noted() as found:
         layer = Layer(limits, model)
         for shape in shapes:
@@ -142,12 +146,12 @@ def count(limits: Limits, shapes: Iterable[ForwardShape], model: ModelSpec) -> V
 
 
 def number(variants: Variants) -> int:
-    """Of all kernels together."""
+    """The number of all kernels together."""
     return sum(map(len, variants.values()))
 
 
 def table(every: Variants, largest: Variants) -> Table:
-    """One line for each kernel. largest: those that the largest bucket of each phase launches."""
+    """Returns one line for each kernel. largest: variants that the largest bucket of each phase launches."""
     found = Table("kernel", "variants", "of the largest buckets")
     for kernel, variants in sorted(every.items()):
         found.add_row(kernel, str(len(variants)), str(len(variants & largest.get(kernel, set()))))

@@ -1,8 +1,8 @@
 """A model whose next token is known, and drafts of it that are right with a given probability.
 
-Token t is followed by t + 1: the output head has the embedding of each token in the row of the next one, and what the
-layers add to a hidden state is too small to change that. So attention and products are those of any such model, and how
-many drafts are accepted is decided here alone.
+Token t is followed by t + 1: the output head has the embedding of each token in the row of the next one, and the layers
+add too little to a hidden state to change that. So attention and products equal those of any such model, and only this
+module decides how many drafts are accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LOAD_FORMAT = "successors"
 SOURCES = ("host", "device", "model")
-"""Where known drafts are made: see propose_known_drafts."""
+"""Sources of known drafts: see propose_known_drafts."""
 # Of the finalizer of splitmix64.
 FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
@@ -80,8 +80,8 @@ class KnownDrafts:
 
 
 class Faults:
-    """Which drafts are wrong, on the device: each with the probability `1 - acceptance`, by noise that follows from
-    `seed` and from what was asked for before. Most questions cost no operation there.
+    """Decides on the device which drafts are wrong: each with the probability `1 - acceptance`, by noise that depends
+    on `seed` and on earlier calls. Most calls cost no operation there.
 
     Args:
         device: of the tensors.
@@ -98,7 +98,7 @@ class Faults:
         self._ready: dict[torch.Size, list[torch.Tensor]] = {}
 
     def next(self, shape: torch.Size) -> torch.Tensor:
-        """int64 of this shape: 1 where a draft is wrong."""
+        """Returns int64 of this shape: 1 where a draft is wrong."""
         ready = self._ready.setdefault(shape, [])
         if not ready:
             dice = torch.rand((self.STEPS, *shape), device=self._device, generator=self._noise)
@@ -107,7 +107,7 @@ class Faults:
 
 
 class Spoiled:
-    """Likeliest tokens of a draft model, on the device; wrong ones are the next number. Nothing is read.
+    """Likeliest tokens of a draft model, on the device; wrong ones are the next number. The host reads no tensor.
 
     Args:
         likeliest: gives the tokens of logits.
@@ -129,15 +129,15 @@ class Spoiled:
 
 
 class DeviceDrafts:
-    """See DraftProposer. Drafts as a draft model gives them, but without its passes: numbers that are added on the
-    device to the last tokens, and stay there where steps are scheduled ahead.
+    """Drafts like a draft model's, but without its passes, see DraftProposer: numbers added on the device to the last
+    tokens, which stay there if steps are scheduled ahead.
 
     Args:
         table: the tokens.
         device: of the model.
         vocabulary: of the model.
         acceptance: of a draft that follows accepted ones.
-        ahead: takes the drafts with asynchronous scheduling. None: each step reads its own.
+        ahead: takes the drafts with async scheduling. None: each step reads its own.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ def propose_known_drafts(parts: Any, vocabulary: int, acceptance: float, source:
         vocabulary: of the model.
         acceptance: of a draft that follows accepted ones.
         source: "host": numbers of the tokens that the host has read (KnownDrafts). "device": the same numbers, made and
-            kept on the device (DeviceDrafts). "model": the passes of the engine's own draft model, whose weights say
-            the next number, too; what they give is spoiled on the device. These cost what such a draft model costs.
+            kept on the device (DeviceDrafts). "model": the passes of the engine's own draft model, whose weights also
+            predict the next number; its drafts are spoiled on the device. They cost as much as such a draft model.
     """
     drafts = parts.drafts
     if source == "model":

@@ -1,8 +1,8 @@
-"""What the dtype of the KV cache does to answers: real text, followed token by token, in the dtype of the model, in
-bfloat16 and in 8-bit floats, densely and with GSA.
+"""Measures the effect of the KV cache's dtype on answers: real text, followed token by token, in the dtype of the
+model, in bfloat16 and in 8-bit floats, densely and with GSA.
 
 Every contender has an engine of its own, in turn, in this process. Scales of the 8-bit cache are 1, as for a checkpoint
-without any. Nats are of the real text; next tokens are compared with those of the first contender.
+without any. Nats refer to the real text; next tokens are compared with those of the first contender.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = {"nats": "nats/token", "perplexity": "perplexity", "same": "next token
 
 
 class Contender(NamedTuple):
-    """Of the engine: a dtype of the KV cache, and options of the plugin."""
+    """An engine to compare: a dtype of the KV cache, and options of the plugin."""
 
     dtype: str
     ucm: dict[str, Any]

@@ -1,4 +1,5 @@
-"""The fused kernels of a decoder layer on a GPU, beside vLLM's forward by torch's operators and the bytes that move.
+"""Compares the fused kernels of a decoder layer on a GPU with vLLM's forward by torch's operators, and with the bytes
+that move.
 
 Sizes of an 8B shape: rows of 4096, 32 query and 8 KV heads of 128, gates of 14336, bfloat16; every kernel in a CUDA
 graph of 20 calls, which write what the next reads, as in a model.
@@ -40,7 +41,7 @@ class KernelTime:
 
 
 def torch_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """As vLLM's own forward."""
+    """Computes the norm like vLLM's own forward."""
     wide, total = x.float(), None
     if residual is not None:
         wide = wide + residual.float()
@@ -50,7 +51,7 @@ def torch_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> tup
 
 
 def torch_rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """As vLLM's own forward, of x [rows, heads * HEAD]."""
+    """Rotates x [rows, heads * HEAD] like vLLM's own forward."""
     heads = x.view(x.shape[0], -1, HEAD)
     cos, sin = angles.unsqueeze(1).chunk(2, -1)
     a, b = heads.chunk(2, -1)
@@ -102,7 +103,7 @@ def kernels(rows: int, device: str = "cuda") -> Iterator[tuple[str, Call, Call, 
 
 
 def microseconds(call: Call) -> float:
-    """Of one of CALLS in a graph."""
+    """Returns the microseconds of one of CALLS in a graph."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layers_cuda", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 2048, 8192])
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH, help="bytes per second of the device's memory")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args(argv)
     times = measure(options.rows, options.bandwidth)
     table = Table("kernel", "rows", "ours, us", "limit, us", "torch, us", "ratio")

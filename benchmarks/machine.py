@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def describe_machine() -> str:
-    """CPU model, cores in use, memory and system, as far as Linux tells."""
+    """Describes CPU model, cores in use, memory and system, as far as Linux tells."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{_cpu_model()}, {cores} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"

@@ -26,7 +26,7 @@ def section(name: str) -> None:
 
 
 def tool(*arguments: str, limit: int = 150, env: dict[str, str] | None = None) -> None:
-    """Run a module, and print what it prints."""
+    """Runs a module, and prints its output."""
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -124,7 +124,7 @@ def _layer(weights: dict[str, Any], rows: int, dtype: Any) -> dict[str, Callable
 
 
 def parts() -> None:
-    """What one layer of SmolLM2 takes in a step of this many rows, by part, bfloat16 and float32, in microseconds."""
+    """The microseconds of one layer of SmolLM2 in a step of this many rows, by part, in bfloat16 and float32."""
     import torch
 
     from vllm_gaudi_ucm.ops.cpu.packed_linear.api import pack

@@ -1,4 +1,4 @@
-"""Slots taken and given back: the host's runs of ids compared with a state on the device.
+"""Compares two ways to take and return slots: the host's runs of ids, and a state on the device.
 
 `python -m benchmarks.mem_state [--slots N] [--device cpu]`. Both allot the same prompts and the same single tokens, in
 turn, to requests that come and go. On a device the host waits for the slots, which its scheduler has to send.
@@ -55,7 +55,7 @@ class DeviceSlots:
 
 
 class _Clock:
-    """Seconds of one side, by what was done."""
+    """Seconds of one side, by operation."""
 
     def __init__(self, times: dict[tuple[str, str], list[float]], side: str) -> None:
         self._times = times
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--slots", type=positive, default=65_536, help="default: %(default)s")
     parser.add_argument("--requests", type=positive, default=300, help="that come and go (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="where the state is (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="device of the state (default: %(default)s)")
     args = parser.parse_args(argv)
     sides = {"host": HostSlots(args.slots), "device": DeviceSlots(args.slots, torch.device(args.device))}
     held: dict[str, list[list[int]]] = {side: [] for side in sides}

@@ -1,4 +1,4 @@
-"""Memory mode against its method alone: requests that fit in a given KV memory, speed, and what it does to answers.
+"""Memory mode against its method alone: requests that fit in a given KV memory, speed, and its effect on answers.
 
 Each contender has an engine of its own, in turn, in this process. Requests: more prompts than fit wait at once, and
 prefix caching is off, so that every block that comes back is loaded. Answers: see memory_mode_quality.py.
@@ -89,13 +89,13 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def texts(options: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts of a real text, and how it goes on."""
+    """Returns prompts of a real text, and their continuations."""
     from transformers import AutoTokenizer
 
     width = options.context + options.new_tokens
     count = max(options.requests, options.texts)
     tokens = AutoTokenizer.from_pretrained(options.model)(read_text(find_text())[: 8 * width * count])["input_ids"]
-    # windows overlap where the text is short
+    # windows overlap if the text is short
     stride = min(width, (len(tokens) - width) // max(1, count - 1))
     windows = [tokens[index * stride : index * stride + width] for index in range(count)]
     return [window[: options.context] for window in windows], [window[options.context :] for window in windows]

@@ -1,4 +1,6 @@
-"""What memory mode does to answers: real text, followed token by token, and look-ups, against the method alone."""
+"""Measures the effect of memory mode on answers: real text, followed token by token, and look-ups, against the method
+alone.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def follow(engine: LLM, prompts: Sequence[Sequence[int]], answers: Sequence[Sequ
 
 
 def look_ups(length: int, answers: int, sequences: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts of the retrieval task that end with one question, and its answers: one look-up per answered token."""
+    """Returns prompts of the retrieval task that end with one question, and its answers: one look-up per answered
+    token.
+    """
     rng = np.random.default_rng(seed)
     task = Task(length=length, records=min(384, length // 6), queries=1, answers=answers)
     found = [make_sequence(task, rng).tokens.tolist() for _ in range(sequences)]

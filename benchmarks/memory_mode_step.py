@@ -1,7 +1,7 @@
 """A decode step in memory mode against the same step with every block on the device: the same requests, method, engine.
 
-Blocks leave and come back beside the steps, and no step waits for one. The engines run in turn, step by step, in one
-process, after their prompts. In the first half most of what leaves the device is copied off it.
+Blocks leave and come back during steps, and no step waits for one. The engines run in turn, step by step, in one
+process, after their prompts. In the first half, most blocks that leave the device are copied off it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             engines[name] = stack.enter_context(memory_mode.engine(options.model, ucm, options))
             _compute_prompts(engines[name], prompts[: options.requests], options.new_tokens)
         while all(llm.llm_engine.has_unfinished_requests() for llm in engines.values()):
-            # nobody always comes after the same one
+            # no engine always follows the same one
             for name in random.sample(list(engines), len(engines)):
                 begin = time.perf_counter()
                 engines[name].llm_engine.step()

@@ -13,7 +13,7 @@ REQUESTS_SCALE = 4
 
 
 def scaled(mix: Mix, more: int = 1) -> Mix:
-    """Fewer tokens per block and per request, and fewer requests; phases and sharing stay what they are.
+    """Scales down tokens per block and per request, and requests; phases and sharing stay the same.
 
     more: divides all of them once more.
     """

@@ -36,9 +36,8 @@ MODEL: dict[str, Any] = {
 
 
 class Serving(NamedTuple):
-    """A runner whose buckets are warm, where its phase log is written, and what the engine was started with.
-
-    mix: scaled. sparse, drafts: see `serving`.
+    """A runner whose buckets are warm, the path of its phase log, and the settings of the engine. // mix: scaled.
+    sparse, drafts: see `serving`.
     """
 
     mix: Mix
@@ -49,7 +48,7 @@ class Serving(NamedTuple):
 
     @property
     def totals(self) -> SelectionTotals:
-        """What the sparse method has done so far."""
+        """Returns the totals of the sparse method so far."""
         worker = self.runner.parts.sparse
         return SelectionTotals() if worker is None or worker.state is None else worker.state.totals
 
@@ -65,7 +64,7 @@ def serving(
     """
     from transformers import LlamaConfig
 
-    # a layer more where one of them is dense
+    # one more layer if one of them is dense
     layers = MODEL["num_hidden_layers"] + len(METHODS.get(sparse, {}).get("dense_layers", ()))
     LlamaConfig(architectures=["LlamaForCausalLM"], **{**MODEL, "num_hidden_layers": layers}).save_pretrained(folder)
     log = folder / "phases.jsonl"
@@ -99,7 +98,7 @@ def _options(limits: Limits, drafts: int) -> dict[str, Any]:
 
 
 def sampling(rng: random.Random) -> SamplingParams:
-    """What a request asks of the sampler: mostly greedy or plainly random, sometimes anything else."""
+    """Draws the sampling parameters of a request: mostly greedy or plainly random, sometimes any others."""
     params = SamplingParams(temperature=rng.choice([0.0, 0.0, 0.8, 1.0]))
     if rng.random() < 0.3:
         params.top_p = rng.choice([0.5, 0.95])

@@ -7,11 +7,12 @@ from vllm_gaudi_ucm_tools.traffic.step import Scheduled
 
 
 class MixSimulation(Simulation):
-    """Keeps what it has scheduled last.
+    """A simulation that keeps its last schedule.
 
-    batch: entries of the last step; those of verifications count their drafts in `new`, and not in `tokens`.
+    batch: entries of the last step; verifications count their drafts in `new`, not in `tokens`.
     proposed: drafts for the next step, set from outside; they are gone after it, scheduled or not.
-    drafts: those that the last step verifies, cut by the token budget. accepted: how many were right, set from outside.
+    drafts: drafts that the last step verifies, cut by the token budget. accepted: how many were accepted, set from
+        outside.
     preempted: requests that lost their blocks in the last step.
     """
 
@@ -24,7 +25,7 @@ class MixSimulation(Simulation):
         self.preempted: set[Request] = set()
 
     def _schedule(self) -> list[Scheduled]:
-        """As vLLM does: drafts are tokens of their request while a step is scheduled, of its budget and its blocks."""
+        """Schedules like vLLM: drafts are tokens of their request, and count for its budget and its blocks."""
         proposed = {request: drafts for request, drafts in self.proposed.items() if request in self.running}
         self.proposed, self.accepted, self.preempted = {}, {}, set()
         for request, drafts in proposed.items():
@@ -45,7 +46,7 @@ class MixSimulation(Simulation):
         self.preempted.add(request)
 
     def _finish(self, batch: list[Scheduled]) -> None:
-        """What was accepted counts as output; what was rejected was never computed."""
+        """Ends a step: accepted drafts count as output; rejected ones count as not computed."""
         certain = []
         for entry in batch:
             accepted = self.accepted.get(entry.request, 0)

@@ -34,7 +34,7 @@ def sparse_config(method: str) -> dict[str, Any]:
 
 
 class MixSparse:
-    """Tells the method what happens to requests, and attaches its selections to messages.
+    """Calls the method's hooks for requests, and attaches its selections to messages.
 
     Args:
         ucm: the plugin's options, with a method.

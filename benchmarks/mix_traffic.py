@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrafficCounts:
-    """What has happened so far: drafts that were verified and accepted, and requests that lost their blocks."""
+    """Counts so far: drafts that were verified and accepted, and requests that lost their blocks."""
 
     drafts: int = 0
     accepted: int = 0
@@ -86,7 +86,9 @@ class MixTraffic:
             yield message
 
     def take(self, output: ModelRunnerOutput, proposed: DraftTokenIds | None) -> None:
-        """What the worker made of the last message: how many drafts were right, and drafts for the next step."""
+        """Takes the worker's result of the last message: how many drafts were accepted, and drafts for the next
+        step.
+        """
         found = {} if proposed is None else dict(zip(proposed.req_ids, proposed.draft_token_ids, strict=True))
         verified = []
         for entry in self._simulation.batch:
@@ -106,7 +108,7 @@ class MixTraffic:
             self._sparse.verified(verified)
 
     def _drafts(self, proposed: list[int], most: int) -> list[int]:
-        """At most this many of the proposed ones, or of any; often one of them is wrong."""
+        """Returns at most this many of the proposed drafts, or of any tokens; often one of them is wrong."""
         drafts = proposed or self._rng.choices(range(self._vocabulary), k=self._num_drafts)
         drafts = drafts[: self._rng.randint(0, max(most, 0))]
         if drafts and self._rng.random() < 0.4:

@@ -1,12 +1,13 @@
-"""The experts of one layer beside their peers and the limits of the machine: bytes that must be read, and products.
+"""Compares the experts of one layer with their peers and the limits of the machine: bytes that must be read, and
+products.
 
 usage: python -m benchmarks.moe [--device cuda] [--shape 30b-a3b] [--rows 1 16 ...]
 
 Peers: torch's loop over the experts (on a GPU it waits for the device to know their rows, so it is in no graph),
 torch's grouped product, and on a GPU vLLM's Triton kernel with our gate and sum around it. On a GPU calls that can be
 are in a CUDA graph, over several layers, so that no weight stays in the second cache.
-Weights are values that 4-bit floats hold, so that those that stay codes (MXFP4, and 8-bit floats) are the same ones;
-their limit is that of plain weights, too. Each figure stands beside the error of its result.
+Weights are representable as 4-bit floats, so that those that stay codes (MXFP4, and 8-bit floats) are the same; their
+limit is that of plain weights, too. Each figure has the error of its result.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from vllm_gaudi_ucm.ops.quantised_linear.weight import E2M1, QuantisedWeight
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer; `layers`: that a graph of a GPU goes through, beyond its second cache."""
+    """Sizes of a layer; `layers`: layers in a graph of a GPU, more than fit in its second-level cache."""
 
     experts: int
     chosen: int
@@ -59,7 +60,7 @@ SHAPES = {
     "30b-a3b": Shape(128, 8, 2048, 768, 4),
     "mixtral-8x7b": Shape(8, 2, 4096, 14336, 2),
     "deepseek-v2-lite": Shape(64, 6, 2048, 1408, 4),
-    # what a CPU holds, and a test runs
+    # a size that a CPU can hold, and a test can run
     "small": Shape(16, 4, 256, 128, 2),
 }
 REPEATS = 7
@@ -83,7 +84,7 @@ class MoeTime:
 
     @property
     def ratio(self) -> float | None:
-        """To the limit."""
+        """Ratio to the limit."""
         return None if self.ms is None else self.ms / max(self.bytes_ms, self.products_ms)
 
 
@@ -108,7 +109,7 @@ def step_of(inputs: int) -> float:
 
 
 def stay_codes(weights: ExpertWeights, kind: CodeKind) -> CodedExperts:
-    """The same weights as codes; in groups of 32 inputs for MXFP4, else with a scale for each output."""
+    """Returns the same weights as codes, in groups of 32 inputs for MXFP4, otherwise with a scale for each output."""
 
     def codes_of(plain: Tensor) -> ExpertCodes:
         experts, outputs, inputs = plain.shape
@@ -129,7 +130,7 @@ def by_operation(experts: Experts) -> Call:
 
 
 def sides(weights: Sequence[ExpertWeights]) -> Iterator[tuple[str, bool, Callable[[], list[Call]]]]:
-    """(name, whether it may be in a graph, a call for each layer, made where it is measured)."""
+    """Yields (name, whether it may be in a graph, a call for each layer, made when it is measured)."""
     device, spec = weights[0].w13.device.type, MoeSpec()
 
     def of(name: str) -> Callable[[], list[Call]]:
@@ -260,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512, 8192])
     parser.add_argument("--bandwidth", type=float, help="bytes per second of the device's memory")
     parser.add_argument("--products", type=float, help="floating-point operations per second")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args(argv)
     spec = device_spec("h200" if options.device == "cuda" else "cpu")
     peaks = options.bandwidth or spec.bandwidth, options.products or spec.flops

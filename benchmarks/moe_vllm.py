@@ -1,7 +1,7 @@
 """vLLM's Triton kernel of experts as a peer, with torch's operators where vLLM calls compiled ones.
 
-The empty-device build has the kernel, and neither `moe_align_block_size` nor `moe_sum` nor the gates: ours stand in for
-the gate and the sum. Pairs are grouped once, before the measured calls, so the figure is less than what vLLM takes.
+The empty-device build has the kernel, but not `moe_align_block_size`, `moe_sum` or the gates: ours replace the gate and
+the sum. Pairs are grouped once, before the measured calls, so the figure is less than vLLM's time.
 """
 
 from __future__ import annotations

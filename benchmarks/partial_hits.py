@@ -34,7 +34,7 @@ OWN = 20
 
 
 class Figures(NamedTuple):
-    """Of a workload on one engine. tokens: that steps computed. seconds: the median of the rounds."""
+    """Figures of a workload on one engine. tokens: computed tokens. seconds: the median of the rounds."""
 
     tokens: int
     seconds: float
@@ -106,7 +106,7 @@ WORK: dict[str, Callable[[LLM, random.Random], None]] = {
 
 
 def measure(model: str, block: int, rounds: int) -> dict[str, dict[str, Figures]]:
-    """By workload: figures of `off` and `on`, which take turns."""
+    """Measures by workload the figures of `off` and `on`, which take turns."""
     sides = {"off": Side(model, block, False), "on": Side(model, block, True)}
     found: dict[str, dict[str, Figures]] = {}
     for name, work in WORK.items():
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--model", default=".cache/models/smollm2-135m-instruct")
     parser.add_argument("--block", type=positive, default=128, help="tokens of a block")
     parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args()
     found = measure(args.model, args.block, args.rounds)
     console, table = report_console(least_width=110), Table(title=f"Partial hits, blocks of {args.block}")

@@ -1,7 +1,7 @@
 """Time to plan a step against a plain numpy rendering of the same rule: interleaved medians, one thread, one table.
 
-The sides take turns of a few steps each, so that both find their own code and arrays in the core's caches. Beside that
-stands what the host does for a whole step on a CPU before its first layer: plan, tensors, and jobs of the C++ kernel.
+The sides take turns of a few steps each, so that both find their own code and arrays in the core's caches. The table
+also shows the host's work for a whole step on a CPU before its first layer: plan, tensors, and jobs of the C++ kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Workload:
     rows: new tokens of a request, half of which stay: with more than one it is a verification of drafts.
     chunk: new tokens of the last request, which is a prompt in chunks, instead of `rows`.
     steady: ours plans each step from the one before.
-    goal_ms, host_goal_ms: ours, and the whole of what the host does, should take no longer.
+    goal_ms, host_goal_ms: limits for ours, and for all of the host's work.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Workload:
         return SteadyPlanner(size).plan if self.steady else lambda batch: plan_batch(batch, size)
 
     def host(self) -> Callable[[BatchInput], UnifiedPlan]:
-        """Ours, and what the plan becomes before the first layer reads it."""
+        """Plans, and turns the plan into the data that the first layer reads."""
         plan, staging = self.planner(), TrueShapeTensors(torch.device("cpu"))
 
         def run(batch: BatchInput) -> UnifiedPlan:
@@ -168,7 +168,7 @@ def _timed(plan: Callable[[BatchInput], UnifiedPlan], turn: Sequence[BatchInput]
 
 
 def difference(ours: UnifiedPlan, theirs: UnifiedPlan) -> str | None:
-    """The first field in which two plans decide differently; the order of the shared blocks is nobody's concern."""
+    """The first field in which two plans decide differently; the order of the shared blocks does not matter."""
     for name in (*UnifiedPlan._fields, *GroupPlan._fields):
         if name == "groups":
             continue

@@ -1,6 +1,6 @@
-"""The rule of `plan_batch` in plain numpy: whole-array operations, the obvious function for each thing, nothing tuned.
+"""The rule of `plan_batch` in plain numpy: whole-array operations, the obvious function for each task, without tuning.
 
-It answers with the planner's types and shares none of its code. Shared blocks stand in another order.
+It answers with the planner's types and shares none of its code. Shared blocks are in another order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A count on a command line: argparse refuses anything below one, with what was found."""
+"""A count on a command line: argparse refuses values below one, and shows them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a preempted request costs: blocks swapped to host memory and back, or its tokens computed again.
+"""Measures the cost of a preempted request: blocks swapped to host memory and back, or its tokens computed again.
 
-`python -m benchmarks.preemption [--model FOLDER] [--plot FILE]`. First modelled: the smallest block size from which on
+`python -m benchmarks.preemption [--model FOLDER] [--plot FILE]`. First modelled: the smallest block size from which
 swapping is faster, by the length of the context; the copy of a block takes its bytes over the link and a fixed time.
 With `--model` then measured here: an engine whose KV cache is too small for its requests, with every mode.
 """
@@ -47,7 +47,9 @@ def recompute_seconds(tokens: int, device: str, block_size: int = 128) -> float:
 
 
 def swap_seconds(tokens: int, block_size: int, link: float, per_block: float) -> float:
-    """There and back. link: bytes per second. per_block: seconds beside the bytes, of each copy of a block."""
+    """Returns the seconds there and back. link: bytes per second. per_block: seconds for each copy of a block in
+    addition to its bytes.
+    """
     blocks = -(-tokens // block_size)
     return 2 * blocks * (block_size * LLAMA_8B.kv_bytes_per_token / link + per_block)
 
@@ -197,7 +199,7 @@ def plot(path: Path, device: str, link: float) -> None:
 
 
 def _exact_crossing(tokens: int, device: str, link: float, per_block: float) -> float:
-    """The block size at which both take the same time, as a real number; `nan` where the bytes alone take longer."""
+    """The block size at which both take the same time, as a real number; `nan` if the bytes alone take longer."""
     left = recompute_seconds(tokens, device) / 2 - tokens * LLAMA_8B.kv_bytes_per_token / link
     return tokens * per_block / left if left > 0 else float("nan")
 

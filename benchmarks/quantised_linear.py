@@ -1,12 +1,12 @@
-"""Products with a quantised weight beside their peers and the limits of the machine: bytes read, and products.
+"""Compares products with a quantised weight with their peers and the limits of the machine: bytes read, and products.
 
 usage: python -m benchmarks.quantised_linear [--device cuda] [--shape 4096 14336] [--rows 1 16 ...]
 
-Sides: what a server would choose for each kind of weight (`choose_product`), and the Triton kernel of codes where that
-is another one. Peers: the weight written out in the model's dtype by torch's product, and torch's scaled product of
-rows that were narrowed before. On a GPU calls are in a CUDA graph, over several layers, so that no weight stays in the
-second cache; on a CPU all weights but those of W8A8 are plain, and the kernel runs under Triton's interpreter alone.
-Each figure stands beside the error of its result, relative to float64.
+Sides: what a server would choose for each kind of weight (`choose_product`), and the Triton kernel of codes if that is
+different. Peers: the dequantised weight by torch's product, and torch's scaled product of rows that were narrowed
+before. On a GPU calls are in a CUDA graph, over several layers, so that no weight stays in the second cache; on a CPU
+all weights but those of W8A8 are plain, and the kernel runs under Triton's interpreter alone. Each figure has the error
+of its result, relative to float64.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Call = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LinearTime:
-    """Milliseconds of one layer. limit: of bytes, or of products of what rows are on that side. error: relative."""
+    """Milliseconds of one layer. limit: of bytes, or of products in the rows' dtype on that side. error: relative."""
 
     kind: str
     side: str
@@ -61,7 +61,7 @@ class LinearTime:
 
     @property
     def ratio(self) -> float:
-        """To the limit."""
+        """Ratio to the limit."""
         return self.ms / self.limit_ms
 
 
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--bandwidth", type=float, help="bytes per second of the device's memory")
     parser.add_argument("--products", type=float, help="operations per second of the device's bfloat16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args(argv)
     on_gpu = options.device == "cuda"
     spec = device_spec("h200" if on_gpu else "cpu")

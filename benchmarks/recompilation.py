@@ -25,9 +25,9 @@ from vllm_gaudi_ucm_tools.traffic.simulation import MIXES
 
 
 class Counts(NamedTuple):
-    """What the steps of one mix came to.
+    """Counts of the steps of one mix.
 
-    runs: forward graphs that were replayed; more than steps where steps ran in parts. phases: runs by true phase.
+    runs: forward graphs that were replayed; more than steps if steps ran in parts. phases: runs by true phase.
     buckets: different forward buckets that were used. new_recipes: compiled while serving.
     sparse: requests that attended to a selection, one for each run; modes: by how it was made. fallbacks: requests that
     were dense for want of room. drafts, accepted: verified, and right. preempted: requests that lost their blocks.
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--sparse", choices=("none", *METHODS), default="none", help="sparse method")
     parser.add_argument("--drafts", type=int, default=0, help="most drafts that a request has verified in a step")
     parser.add_argument("--scale", type=int, default=1, help="divides tokens and requests of the mixes once more")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args()
     graphs = {"warm_up": args.warm_up, "max_graphs": args.max_graphs, "recipe_check": "count"}
     found = {}

@@ -1,4 +1,4 @@
-"""Decode steps of whole engines on a machine that others use: with the plugin's way of waiting, and with others.
+"""Decode steps of whole engines on a shared machine: with the plugin's way of waiting, and with others.
 
 Each engine is a process of its own and computes in turn with the others, first alone, then with a busy process for each
 core. `python -m benchmarks.shared_machine`; the figures are milliseconds of a step, the median of all turns.
@@ -26,7 +26,7 @@ from benchmarks.engine_workloads import Workload
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 
-# environment of each engine; OpenMP's own way is what a user gets who sets its default
+# environment of each engine; OpenMP's own way applies if a user sets its default
 WAYS = {
     "ours": {},
     "OpenMP's default": {"GOMP_SPINCOUNT": "300000"},
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sides = [EngineSide(way, ours.python, ours.engine_args, environment) for way, environment in named.items()]
     sides += peers
     found: dict[tuple[str, int, str], list[float]] = {}
-    # the engines are stopped, in process groups of their own: whatever ends us has to end them first
+    # the engines are stopped, in process groups of their own: a signal that ends us has to end them first
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         for side in sides:

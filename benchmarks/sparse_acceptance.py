@@ -1,6 +1,6 @@
 """Verification of drafts under a sparse method: how many are accepted and what a step costs, against dense ones.
 
-The draft model is the model itself, dense: so dense verification accepts every draft, and what a sparse one rejects is
+The draft model is the model itself, dense: so dense verification accepts every draft, and a sparse one rejects drafts
 where it disagrees with dense attention. Long real text is continued, greedily. No draft model in use is that exact, so
 this is the hardest case; `sparse_same_drafts` has the usual one, without the engine.
 """
@@ -94,7 +94,9 @@ def measure(options: argparse.Namespace, method: str | None, drafts: bool) -> di
 
 
 def is_decode(step: StepRecord) -> bool:
-    """A decode or a verification: what is no chunk of a prompt. The first decode follows the last chunk."""
+    """True for a decode or a verification, that is, not a chunk of a prompt. The first decode follows the last
+    chunk.
+    """
     return step.tokens <= 1 + DRAFTS
 
 

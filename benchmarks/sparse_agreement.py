@@ -1,4 +1,6 @@
-"""What selecting blocks does to the output: divergence from dense logits, and the share of right answers."""
+"""Measures the effect of selecting blocks on the output: divergence from dense logits, and the share of right
+answers.
+"""
 
 from __future__ import annotations
 

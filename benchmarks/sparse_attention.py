@@ -41,7 +41,7 @@ def measure(workload: Workload, repeats: int) -> dict[str, float]:
 
 
 def ratios(figures: dict[str, float]) -> list[float]:
-    """How many times faster than dense, and how much longer a verification takes than a sparse decode."""
+    """Returns how many times faster than dense, and how much longer a verification takes than a sparse decode."""
     times = {name.removesuffix("_ms"): value for name, value in figures.items()}
     faster = [times["dense"] / times[name] for name in ("sparse_30", "sparse_10", "locked_10")]
     return [*faster, *(times["verify_10"] / times[name] for name in ("sparse_10", "locked_10"))]

@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Contender:
-    """What is measured: `run` of a layer, with inputs that `fresh` makes outside of the measured time."""
+    """A contender: `run` of a layer, with inputs that `fresh` makes outside the measured time."""
 
     fresh: Callable[[], Inputs]
     run: Callable[[int, Inputs], Tensor]
@@ -64,7 +64,7 @@ class Contender:
 class Workload:
     """Requests of equal context in scattered blocks, in as many layers as fit, so that none stays in the CPU's caches.
 
-    one_call: a choice is one call of the native selection, if there is one, and else several operations.
+    one_call: a choice is one call of the native selection, if there is one, otherwise several operations.
     Summaries are random, not means of the random keys: these would nearly be zero.
     """
 
@@ -79,7 +79,7 @@ class Workload:
         self.summaries = torch.randn(self.layers, *KIND.shape(count + 1, BLOCK_SIZE, model.kv_heads, model.dim))
 
     def contenders(self) -> dict[str, Contender]:
-        """What is compared, by the names of the figures."""
+        """Returns the contenders, by the names of the figures."""
         return {
             "dense": self.dense(),
             "sparse_30": self.sparse(0.3),
@@ -95,7 +95,7 @@ class Workload:
     def sparse(self, budget: float, over_ranks: OverRanks | None = None) -> Contender:
         """A decode: scores of the candidates, the choice, and attention. The budget counts the live blocks.
 
-        over_ranks: what the scores go through, if anything, before the choice.
+        over_ranks: a function applied to the scores before the choice, if any.
         """
         chosen = self._chosen(budget)
         parts = AttentionParts(unique=self._unique(self.tables[:, [0, -1]]), selected=self._selected(chosen, 1))
@@ -155,7 +155,7 @@ class Workload:
         return attend
 
     def _choice(self, chosen: int, over_ranks: OverRanks | None = None) -> Callable[[int, Tensor], Tensor]:
-        """A layer's blocks; what depends on the step alone is made here."""
+        """Returns the choice of a layer's blocks; data of the step alone is made here."""
         candidates = self.tables[:, 1:-1].contiguous()
         width, scale = candidates.shape[1], self.model.dim**-0.5
         owners, places = self.spans.repeat_interleave(width), torch.arange(self.requests * width)

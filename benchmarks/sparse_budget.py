@@ -1,4 +1,4 @@
-"""Which blocks of a row are attended whatever its query, and how many more the budget allows, as GSA counts them."""
+"""Computes which blocks of a row are always attended, and how many more the budget allows, as in GSA."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def capture(contender: Contender) -> Callable[[], None]:
     assert torch.isfinite(out).all()
 
     def replay(kept: tuple[object, ...] = (inputs, out, contender)) -> None:
-        """The graph reads tensors that nobody else holds."""
+        """Returns a replay; the graph keeps its own tensors alive."""
         graph.replay()
 
     return replay

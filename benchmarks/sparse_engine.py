@@ -53,7 +53,7 @@ SUMMARY_DTYPES = ("auto", "fp8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; 2 where an engine ends."""
+    """Measures and prints; returns 2 if an engine ends."""
     options = parse(argv)
     with tempfile.TemporaryDirectory() as name:
         model = options.model or random_model(Path(name), options)
@@ -151,7 +151,7 @@ def side(
 ) -> EngineSide:
     """An engine in a process of its own. The KV cache has room for the largest order.
 
-    drafts: of each request in a step. weights: how they are loaded, where the model has none.
+    drafts: of each request in a step. weights: how they are loaded if the model has none.
     """
     blocks = max(requests * (-(-(context + NEW_TOKENS) // BLOCK_SIZE) + 1) for requests, context in options.sizes) + 2
     shape = json.loads((model / "config.json").read_text())
@@ -226,7 +226,7 @@ def measure(dense: EngineSide, model: Path, options: argparse.Namespace) -> list
 
 
 def compare_tokens(rows: Sequence[dict[str, Any]], name: str) -> None:
-    """Says how many answers of the implementations of block selection, and of dtypes of summaries, are the same."""
+    """Prints how many answers of the implementations of block selection, and of dtypes of summaries, are the same."""
     for first in (row for row in rows if row["name"].startswith(name)):
         for other in (row for row in rows if row["name"].startswith(name)):
             same_order = (first["requests"], first["context"]) == (other["requests"], other["context"])

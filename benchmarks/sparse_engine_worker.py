@@ -16,7 +16,7 @@ WARM, PROFILED = 4, 4
 
 
 def main() -> None:
-    """Starts the engine, says `ready`, then answers one order per line until stdin closes."""
+    """Starts the engine, prints `ready`, then answers one order per line until stdin closes."""
     answers = _claim_stdout()
     import vllm
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 class Served:
-    """An engine in this process, with what lies inside of it."""
+    """An engine in this process, with access to its parts."""
 
     def __init__(self, llm: Any) -> None:
         import torch
@@ -62,7 +62,8 @@ class Served:
         acceptance: float = 1.0,
         source: str = "host",
     ) -> dict[str, Any]:
-        """Medians of steps of `requests` with `context` tokens each, in milliseconds; and what they yield.
+        """Measures steps of `requests` with `context` tokens each: medians in milliseconds, and the tokens that they
+        yield.
 
         kernels: how many of the device's kernels to name, those that take longest. drafts: of each request in a step;
         each is right with the probability `acceptance`, and made at the `source` (known_drafts).
@@ -100,7 +101,7 @@ class Served:
         return found
 
     def _step(self) -> None:
-        """With asynchronous scheduling a step that was only queued has no outputs yet."""
+        """Runs a step. With async scheduling, a step that was only queued has no outputs yet."""
         outputs = self._engine.step()
         while not outputs and self._engine.has_unfinished_requests():
             outputs = self._engine.step()
@@ -156,7 +157,7 @@ class Served:
                 if summaries.dtype == self._torch.uint8:
                     summaries.random_(0, 200)
                 else:
-                    # torch draws no 8-bit floats: those are the rounded numbers of other engines
+                    # torch cannot draw 8-bit floats: they are the rounded numbers of other engines
                     drawn = self._torch.empty_like(summaries, dtype=self._cached_as).normal_()
                     summaries.copy_(narrow(drawn) if summaries.dtype == E4M3 else drawn)
         ids = np.array(blocks, np.int64)
@@ -191,7 +192,7 @@ class Served:
 
 
 def _claim_stdout() -> IO[str]:
-    """Keeps the real stdout for answers; whatever the engine prints goes to stderr."""
+    """Keeps the real stdout for answers; the engine's output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

@@ -1,4 +1,4 @@
-"""What blocks are scored by: every kind of summary, the true attention (oracle), and what needs no query."""
+"""Ways to score blocks: every kind of summary, the true attention (oracle), and scores without a query."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NARROW = (SummaryKind.MEAN, SummaryKind.MINMAX, SummaryKind.BOX_MEAN)
 
 @dataclass(frozen=True)
 class Method:
-    """Scores float32 `[rows, blocks]` of a step under a budget; those of no candidates do not matter."""
+    """Scores float32 `[rows, blocks]` of a step under a budget; scores of other blocks do not matter."""
 
     name: str
     scores: Callable[[Step, Budget], Tensor]
@@ -40,7 +40,7 @@ def all_methods() -> tuple[Method, ...]:
 
 
 def select(scores: Tensor, step: Step, budget: Budget) -> Tensor:
-    """Bool `[rows, blocks]`: the blocks that rows attend to, live ones and those selected by `scores`."""
+    """Bool `[rows, blocks]`: the blocks that rows attend to, live blocks and blocks selected by `scores`."""
     rows, width = scores.shape
     candidates = budget.candidates(step.row_blocks, width)
     places = torch.where(candidates.view(-1), torch.arange(rows * width), rows * width)

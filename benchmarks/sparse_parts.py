@@ -1,4 +1,5 @@
-"""Where the time of a layer with chosen blocks goes on a GPU: scores, choice, hand-over and attention, each as a graph.
+"""Breaks down the time of a layer with chosen blocks on a GPU: scores, choice, hand-over and attention, each as a
+graph.
 
 The choice is timed by `cuda` and by `cuda_fused`, which ranks and hands over in one launch and has to choose the same
 blocks. A graph holds the part for several layers, whose blocks do not fit the GPU's cache together; figures are medians
@@ -88,7 +89,9 @@ class Layers:
         reused = prepare_spans(self.owners, self.spans, nobody, 1, count, nobody + REUSE, chosen, implementation=FUSED)
 
         def reuse(layer: int) -> Tensor:
-            """As where every request has its choice: nothing is read, and what was stored is handed over."""
+            """Times a step in which every request reuses its choice: no summary is read, and the stored choice is
+            handed over.
+            """
             scores = self._scores(layer, reused, FUSED, nobody)
             of = self.spans, count, nobody + REUSE, nobody
             rest = self.width, self.table, chosen * load.requests, checks
@@ -191,7 +194,7 @@ def sweep(layers: Layers, ratio: float, repeats: int) -> dict[str, float]:
     usual_rank = cuda_fused.RANKED_AT_ONCE, cuda_fused.RANKED_BY
     for setting in ((64, 128), (32, 128), (32, 256), (16, 256), (16, 512), (32, 512), (8, 1024), (16, 1024)):
         cuda_fused.RANKED_AT_ONCE, cuda_fused.RANKED_BY = setting
-        name = "ranking, fused: {} beside {}".format(*setting)
+        name = "ranking, fused: {} compared with {}".format(*setting)
         found[name] = timed(layers.parts(ratio)["ranking and hand-over, fused"], repeats)
     cuda_fused.RANKED_AT_ONCE, cuda_fused.RANKED_BY = usual_rank
     usual_share = cuda_fused.PARTS, cuda_fused.SHARES

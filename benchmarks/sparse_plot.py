@@ -12,7 +12,7 @@ from benchmarks.sparse_result import DENSE, HEADINGS, Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours: told apart with any colour vision.
+# Okabe and Ito's colours, which can be distinguished with any colour vision.
 COLOURS = {
     "mean": "#E69F00",
     "minmax": "#009E73",

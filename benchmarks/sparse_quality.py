@@ -29,12 +29,12 @@ from benchmarks.sparse_rows import DecodedRows, load_causal
 from benchmarks.sparse_text import find_text, read_text
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
-# Rows that recall is sampled from, at the end of the text; the very last ones are those that divergence is measured on.
+# Rows that recall is sampled from, at the end of the text; divergence is measured on the very last ones.
 LAST = 512
 
 
 def main() -> None:
-    """Measure and print one table for each block size, and how the goals stand."""
+    """Measures and prints one table for each block size, and the state of the goals."""
     args = _parser().parse_args()
     path = args.text or find_text()
     budgets = [Budget(ratio) for ratio in sorted(args.budgets)]
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3])
     names = [method.name for method in all_methods()]
-    parser.add_argument("--methods", nargs="+", choices=names, default=names, help="beside the oracle; default: all")
+    parser.add_argument("--methods", nargs="+", choices=names, default=names, help="besides the oracle; default: all")
     parser.add_argument("--rows", type=int, default=64, help="rows that recall is sampled on")
     parser.add_argument("--steps", type=int, default=32, help="last rows of the text that divergence is measured on")
     parser.add_argument("--sequences", type=int, default=4, help="sequences of 64 look-ups")

@@ -1,4 +1,5 @@
-"""Tensor parallelism: blocks chosen by the scores of all heads, or on each rank by those of its own, on a CPU.
+"""Tensor parallelism on a CPU: compares blocks chosen by the scores of all heads with those chosen on each rank by its
+own heads.
 
 Quality: the demo model's heads are shared out among three ranks, and each choice is judged by the attention of the
 rank's own heads. Speed: one layer on two ranks over gloo, each step of them by both choices in turn.
@@ -37,14 +38,15 @@ CHOICES = "per_rank", "per_rank, three calls", "all"
 
 
 def parts(step: Step, ranks: int) -> Iterator[Step]:
-    """What each rank has of a step."""
+    """The data of a step on each rank."""
     for query, keys in zip(step.query.chunk(ranks, 1), step.keys.chunk(ranks, 1), strict=True):
         yield Step(step.layer, query, keys, step.contexts, step.scale, step.block_size)
 
 
 def judge(step: Step, method: Method, budgets: Sequence[Budget], ranks: int = RANKS) -> list[tuple[float, ...]]:
-    """For each budget: attention mass on what all heads chose and on what each rank chose, and the share of candidates
-    that a rank chose as all heads did. The method's scores do not depend on the budget."""
+    """Returns for each budget the attention mass on the blocks of all heads and on each rank's own, and the share of
+    candidates on which a rank agrees with all heads. The method's scores do not depend on the budget.
+    """
     split = list(parts(step, ranks))
     together, alone = method.scores(step, budgets[0]), [method.scores(part, budgets[0]) for part in split]
     found = []
@@ -115,7 +117,7 @@ def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
     for requests in options.requests:
         for context in options.contexts:
             times = layer_times(requests, context, options.repeats)
-            # beside other work a median says how long ranks wait for a core, the fastest what they compute
+            # on a busy machine a median shows how long ranks wait for a core, the fastest how long they compute
             for kind, pick in (("median", statistics.median), ("fastest", min)):
                 alone, calls, together = (pick(spent) for spent in times)
                 if rank == 0:

@@ -1,4 +1,4 @@
-"""Attention-mass recall: how much of the attention of dense rows lies on the blocks that a method selects for them."""
+"""Attention-mass recall: how much of the attention of dense rows falls on the blocks that a method selects for them."""
 
 from __future__ import annotations
 

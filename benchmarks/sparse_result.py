@@ -1,4 +1,4 @@
-"""What is measured of a method under a budget, the table of it, and how it stands to the goals."""
+"""The measurements of a method under a budget, their table, and a comparison with the goals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def goals(results: Sequence[Result]) -> Iterator[str]:
-    """How the look-ups of every method stand to the goals, for results of one block size with a dense one."""
+    """Compares the look-ups of every method with the goals, for results of one block size with a dense one."""
     right = {(result.method, result.ratio): result.right for result in results}
     dense = right[DENSE, 1.0]
     ratios = sorted(ratio for method, ratio in right if method == ORACLE)

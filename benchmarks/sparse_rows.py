@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.sparse_step import Step
 
-# What a layer's rows attend to, bool [rows, blocks]; None is everything.
+# The blocks that a layer's rows attend to, bool [rows, blocks]; None is everything.
 Policy = Callable[[Step], Tensor | None]
 ATTENTION = "benchmark_of_selected_blocks"
 
@@ -23,8 +23,8 @@ _policy: ContextVar[tuple[Policy, int] | None] = ContextVar("policy", default=No
 class DecodedRows:
     """Rows `tokens[first:]` of a causal language model by Hugging Face, the tokens before them computed once, densely.
 
-    All rows are computed together, and each attends to what the policy says of it, in every layer: what a row leaves in
-    the cache is what decoding it with that selection would have left there.
+    All rows are computed together, and each attends to the policy's choice, in every layer: a row leaves in the cache
+    what decoding with that selection would have left.
     """
 
     @torch.inference_mode()
@@ -55,7 +55,7 @@ class DecodedRows:
 
 @contextmanager
 def selecting(policy: Policy | None, block_size: int) -> Iterator[None]:
-    """What models of `load_causal` attend to inside; without a policy everything."""
+    """A context that sets what models of `load_causal` attend to; without a policy, everything."""
     token = _policy.set(None if policy is None else (policy, block_size))
     try:
         yield
@@ -96,7 +96,7 @@ def _attention(
         blocks = policy(step)
         if blocks is not None:
             mask &= blocks.repeat_interleave(block_size, dim=1)[:, :tokens]
-    # without a mask a single row sees every key, and torch's causal mask would show it the first one
+    # without a mask a single row sees every key, while torch's causal mask would show only the first
     causal = mask is None and query.shape[2] > 1
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=True

@@ -1,4 +1,4 @@
-"""What the rows of one verification attend to: a choice that they share, and that a lock keeps for several of them."""
+"""The choice that the rows of one verification share, and that a lock keeps for several verifications."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SharedChoice:
         return candidates[scores.topk(budget.num_selected).indices]
 
     def _summarised(self, step: Step, num_blocks: int, kind: SummaryKind) -> Tensor:
-        """Summaries of the layer's first blocks; those that are there already are kept."""
+        """Computes summaries of the layer's first blocks; existing ones are kept."""
         known = self._summaries.get(step.layer)
         first = 0 if known is None else len(known)
         keys = step.keys[first * step.block_size : num_blocks * step.block_size].unflatten(0, (-1, step.block_size))

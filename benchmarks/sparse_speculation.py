@@ -1,12 +1,12 @@
 """Whole steps that verify drafts under a lock (KVStar), against sparse decodes without drafts (GSA) and dense ones.
 
-Every engine has the same random weights, in which a token is followed by the next number; so the proposer knows what is
-right, and spoils each draft with a given probability: on the host, which reads the tokens first, on the device, which
-nothing waits for, or behind the passes of a draft model of one layer, beneath which the next step is planned
+Every engine has the same random weights, in which a token is followed by the next number; so the proposer knows the
+right tokens, and spoils each draft with a given probability: on the host, which reads the tokens first, on the device,
+without a wait, or after the passes of a draft model of one layer, during which the next step is planned
 (`--drafts-by`). Contexts and summaries are random (benchmarks.sparse_engine).
-Steps of the engines take turns, in one run (`--one-at-a-time`: engines do). A goal is printed beside what it is of: a
-verification of 1 + 4 rows takes at most 1.2 times a sparse decode of the same method, and yields at least 1.5 times the
-tokens per second of GSA.
+Steps of the engines take turns, in one run (`--one-at-a-time`: engines take turns). A goal is printed with its
+measurement: a verification of 1 + 4 rows takes at most 1.2 times a sparse decode of the same method, and yields at
+least 1.5 times the tokens per second of GSA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEP_GOAL, TOKENS_GOAL = 1.2, 1.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; 2 where an engine ends, 1 where a token is wrong."""
+    """Measures and prints; returns 2 if an engine ends, 1 if a token is wrong."""
     options = parse(argv)
     with tempfile.TemporaryDirectory() as name:
         sides = engines(random_model(Path(name), options), options)
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def engines(model: Path, options: argparse.Namespace) -> dict[str, EngineSide]:
-    """By name, not started."""
+    """Makes the engines by name, without starting them."""
     always = {"sparse_steps": "always"} if options.always else {}
     section = {"sparse_ratio": options.ratio, "summary_dtype": options.summary_dtype, **always}
 

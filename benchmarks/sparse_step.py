@@ -14,7 +14,7 @@ class Step:
     """Rows of one request, each as if it were decoded by itself.
 
     query: `[rows, heads, dim]` and keys: `[tokens, kv_heads, dim]`, both after RoPE. contexts: int64 `[rows]`, tokens
-    that a row attends to, its own included. Query head h uses kv head h // (heads / kv_heads).
+    that a row attends to, including its own. Query head h uses kv head h // (heads / kv_heads).
     """
 
     layer: int
@@ -43,7 +43,9 @@ class Step:
 
     @cached_property
     def mass(self) -> Tensor:
-        """`[rows, blocks]`: share of its attention that a row gives to each block, averaged over the query heads."""
+        """Returns `[rows, blocks]`: the share of its attention that a row gives to each block, averaged over the query
+        heads.
+        """
         heads, kv_heads = self.query.shape[1], self.keys.shape[1]
         folded = self.query.unflatten(1, (kv_heads, heads // kv_heads))
         scores = torch.einsum("rkgd,tkd->rkgt", folded, self.keys) * self.scale

@@ -26,6 +26,6 @@ def find_text(smallest: int = SMALLEST) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text from a third into it on, where prefaces and tables of contents are over."""
+    """Reads the text from a third onwards, after prefaces and tables of contents."""
     text = path.read_text(encoding="utf-8", errors="replace")
     return text if len(text) < 4 * SMALLEST else text[len(text) // 3 :]

@@ -25,7 +25,7 @@ class Verification(NamedTuple):
 
 @dataclass
 class Continuation:
-    """A prompt and what dense attention went on with, and the verifications on this way."""
+    """A prompt, its continuation by dense attention, and the verifications along it."""
 
     tokens: list[int]
     verifications: list[Verification]
@@ -85,13 +85,13 @@ def propose(draft: Rows, tokens: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         found.append(int(draft.logits(rows, first)[-1].argmax()))
         first, rows = first + len(rows), found[-1:]
-    # what was computed of drafts may be wrong
+    # results of drafts may be wrong
     draft.logits(tokens[-1:], len(tokens) - 1)
     return found
 
 
 def chances(logits: Tensor, drafts: Sequence[int], temperature: float) -> Tensor:
-    """Float `[drafts]`: how likely each is to be accepted, those before it being so; 0 or 1 at temperature 0."""
+    """Float `[drafts]`: how likely each is to be accepted, given that those before it are; 0 or 1 at temperature 0."""
     index = torch.tensor(drafts)
     rows = logits[: len(drafts)]
     if temperature == 0:
@@ -122,9 +122,9 @@ def dense_continuation(
 
 
 def verify(target: Rows, done: Continuation, policy: Policy, block_size: int, temperature: float) -> list[float]:
-    """Tokens of each of the dense continuation's verifications, had they been made under a policy.
+    """Returns the tokens of each of the dense continuation's verifications under a policy.
 
-    Each has the same context and drafts; only K and V since the prompt's end are those that the policy left.
+    Each has the same context and drafts; only K and V after the prompt come from the policy.
     """
     target.restart()
     found = []

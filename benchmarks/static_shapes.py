@@ -1,7 +1,7 @@
 """Graphs against no graphs on one device: the same mixed load, greedy tokens compared, tokens/s, memory, warm-up.
 
-Each way of running is an engine in a process of its own; a small random Llama is made on the spot, so nothing is
-downloaded. usage: VLLM_GAUDI_UCM_DEVICE=cuda python -m benchmarks.static_shapes
+Each way of running is an engine in a process of its own, with a small random Llama, so it needs no download. usage:
+VLLM_GAUDI_UCM_DEVICE=cuda python -m benchmarks.static_shapes
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--max-graphs", type=int, default=64)
     parser.add_argument("--skeleton", type=int, default=3, help="forward graphs before serving (default: 3)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_child(["make", args.size, folder])

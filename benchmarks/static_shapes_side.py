@@ -102,7 +102,7 @@ def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, skeleton:
             raise RuntimeError(f"{way}: run {repeat} gave other tokens than the one before")
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         if way == "idle" and not repeat:
-            # the first run was served by the skeleton, those after the gap by everything
+            # the first run was served by the skeleton, the runs after the gap by everything
             wait_until_warm(static)
     summary = static.summary() if static is not None else None
     core.shutdown()
@@ -125,7 +125,7 @@ def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, skeleton:
 
 
 def wait_until_warm(static: Any) -> None:
-    """Returns when nothing is cold any more; raises where that does not come."""
+    """Returns when no graph is cold any more; raises if that does not happen."""
     deadline = time.monotonic() + 300
     while static.execution.ready.cold:
         if time.monotonic() > deadline:

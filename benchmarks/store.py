@@ -1,7 +1,7 @@
 """KV stores and the prefetch engine: bandwidth, the time of a step, and the time to the first token.
 
-Three tables: what each store gives against a plain copy, against pread and against the Redis client's raw get; a step
-whose new blocks come by prefetch against one that has them all; the first token of a prompt that is partly stored.
+Three tables: each store compared with a plain copy, with pread and with the Redis client's raw get; a step whose new
+blocks come by prefetch compared with one that has them all; the first token of a partly stored prompt.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 Run = Callable[[list[memoryview]], None]
 COPY = "plain copy"
 PEERS = {"file": "pread", "redis": "redis get", "memory": COPY}
-# Bytes that the client asks the socket for at once: its own default is half as fast with blocks of a MiB.
+# Bytes that the client reads from the socket at once: its own default is half as fast with blocks of a MiB.
 SOCKET_READ = 1 << 18
 
 
@@ -33,7 +33,7 @@ def key(number: int) -> bytes:
 
 
 def copy_block(target: memoryview, source: memoryview) -> None:
-    """As copies to a device: other threads run meanwhile."""
+    """Copies like a copy to a device: other threads run in the meantime."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
@@ -42,9 +42,9 @@ def measure_bandwidth(
 ) -> list[dict[str, Any]]:
     """Rows: MiB per second, and the ratio to a plain copy and to what the store is built on.
 
-    CPU seconds are those of this process, all threads together: they tell the work also on a machine that is busy.
-    Every contender reads memory or files of its own, which nobody has touched since its last turn, in an order that is
-    new in each round: none finds more in the processor's caches than the others.
+    CPU seconds are those of this process, all threads together: they show the work even on a busy machine. Every
+    contender reads memory or files of its own, untouched since its last turn, in a new order in each round: no
+    contender finds more in the processor's caches than the others.
     """
     data = np.random.default_rng(0).integers(0, 256, (count, block_bytes), dtype=np.uint8)
     targets = [memoryview(row) for row in np.zeros_like(data)]

@@ -1,4 +1,4 @@
-"""Time to the first token of a stored prompt under memory mode: with all of its blocks, and with those it begins with.
+"""Time to the first token of a stored prompt under memory mode: with all of its blocks, and with its initial ones.
 
 python -m benchmarks.store_partial_first_token [--model FOLDER] [--tokens 1536] [--tail 1] [--static] [--turns 5]
 """
@@ -44,7 +44,7 @@ def main() -> None:
         engine = _start(given.model, given.tokens, Path(folder), given.static)
         worker, scheduler = _sides(engine)
         stored = given.tokens // BLOCK_SIZE
-        # real text: of random tokens nothing can be foretold
+        # real text, because random tokens cannot be predicted
         text = "\n".join(page.read_text() for page in sorted(TEXT.glob("*.md")))
         prompt = engine.get_tokenizer().encode(text)[: stored * BLOCK_SIZE + given.tail]
         computed, _ = _first_token(engine, prompt)

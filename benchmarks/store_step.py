@@ -1,9 +1,10 @@
-"""A decode step whose chosen blocks change a little every time: new ones by prefetch, against all of them resident.
+"""A decode step whose chosen blocks change a little every time: new ones by prefetch, compared with all of them on the
+device.
 
-The step reads a working set of KV blocks and as many bytes of weights. Of the blocks that are new in a step a part was
-predicted, and is loaded while the step before computes; the rest is loaded when the step begins. A step either waits
-for all of them, or goes on with those that are there, as memory mode does: what comes late is attended in the next one.
-One core is left to copies on every side, as a card has engines for them.
+The step reads a working set of KV blocks and as many bytes of weights. Some of the new blocks of a step are predicted,
+and loaded while the previous step computes; the rest is loaded when the step begins. A step either waits for all of
+them, or continues with those that have arrived, as in memory mode: late blocks are attended in the next step. One core
+is reserved for copies on every side, because a card has engines for them.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Step:
         return time.perf_counter() - start
 
     def _fetch(self, name: str, step: int, which: range, priority: PrefetchPriority) -> None:
-        """Blocks of a step go where those of some steps before were."""
+        """Fetches blocks of a step into the places of blocks of earlier steps."""
         if not which:
             return
         keys = [key((step * NEW + index) % STORED) for index in which]
@@ -111,7 +112,7 @@ def measure_steps(steps: int, progress: Callable[[float], None]) -> list[dict[st
             contenders.append(Step(engines[-1], predicted, waits))
         times: list[list[float]] = [[] for _ in contenders]
         for turn in range(steps + 3):
-            # nobody always comes after the same one
+            # no contender always follows the same one
             for place in random.sample(range(len(contenders)), len(contenders)):
                 # On a busy machine a thread that has waited runs at once, one that has not is interrupted: all have.
                 time.sleep(REST)

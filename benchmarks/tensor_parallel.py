@@ -1,4 +1,5 @@
-"""Decode steps of a model with random weights, shared by 1, 2, 4 ... devices, beside the limit of memory and links.
+"""Decode steps of a model with random weights, shared by 1, 2, 4 ... devices, compared with the limits of memory and
+links.
 
 Each size runs in a process of its own: an engine as a server starts it, with a worker for each device. The limit is
 weights and KV of one device over its memory's bandwidth, and the bytes of the reductions over its link.
@@ -52,7 +53,7 @@ class DecodeTime:
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """Of a Llama, as its config.json has it."""
+    """Returns the configuration of a Llama in the form of its config.json."""
     size = SHAPES[shape]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -69,7 +70,9 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def limit_ms(shape: str, devices: int, requests: int, context: int, bandwidth: float, link: float) -> float:
-    """Of a decode step on one of `devices`: every weight and every cached token is read once, in two bytes."""
+    """Returns the limit of a decode step on one of `devices`: every weight and every cached token is read once, in two
+    bytes.
+    """
     part = ModelSpec.from_hf_config(config_of(shape)).shard(devices)
     read = part.weight_bytes + requests * context * part.kv_bytes_per_token
     sent = 2 * part.layers * 2 * (devices - 1) / devices * requests * part.hidden * part.dtype_bytes
@@ -77,7 +80,9 @@ def limit_ms(shape: str, devices: int, requests: int, context: int, bandwidth: f
 
 
 def serve(options: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """In a process of its own: (requests, worker's and engine's milliseconds of a step) for each number of requests."""
+    """Serves in a process of its own; returns (requests, worker's and engine's milliseconds of a step) for each number
+    of requests.
+    """
     import time
 
     from vllm import LLM, SamplingParams

@@ -1,5 +1,5 @@
-"""A slot for each token against blocks of 128: memory that requests hold and do not use, requests that fit at once, and
-what vLLM's block manager takes for allocation and freeing; with `--step` the time of a decode step, too.
+"""Compares a slot for each token with blocks of 128: memory that requests hold without using it, requests that fit at
+once, and the time of vLLM's block manager for allocation and freeing; with `--step` the time of a decode step, too.
 
 `python -m benchmarks.token_granularity [--json FILE] [--step [--graphs MODE]]`. All of it is vLLM's own
 `KVCacheManager`, with blocks of 1 and of 128 tokens in turn; engines of `--step` share one process and take turns.
@@ -82,14 +82,14 @@ class Pool:
 
 
 def lengths(count: int, seed: int) -> list[int]:
-    """Contexts around MEAN, as long-tailed as those of conversations."""
+    """Draws contexts around MEAN, as long-tailed as conversations."""
     rng = random.Random(seed)
     drawn = [rng.lognormvariate(0, 0.8) for _ in range(count)]
     return [max(1, round(length * MEAN * count / sum(drawn))) for length in drawn]
 
 
 def waste(requests: int) -> dict[str, float]:
-    """By size: share of the tokens that requests hold in which there is none."""
+    """Returns by size the share of slots that requests hold without a token."""
     found = {}
     for name, size in SIZES.items():
         pool = Pool(size, 4 * MEAN * requests, caching=False)
@@ -114,7 +114,7 @@ def chat_contexts(mix: Mix, seed: int) -> Iterator[list[int]]:
 
 
 def fits(share: float, seeds: int, mix: str = "chat") -> dict[str, float]:
-    """By size: requests that fit at once, on average. share: of the mix's KV cache."""
+    """Returns by size the requests that fit at once, on average. share: of the mix's KV cache."""
     found = MIXES[mix]
     room = int(found.limits.num_blocks * found.limits.block_size * share)
     counts: dict[str, list[int]] = {name: [] for name in SIZES}
@@ -145,7 +145,7 @@ class Churn:
     steps: int = 0
 
     def step(self, count: int) -> None:
-        """Each of `count` requests gets a slot; those that end are freed, and others begin in their place."""
+        """Gives each of `count` requests a slot; finished ones are freed and replaced by new ones."""
         prompts = self._arrivals(count)
         begun = self._timed(lambda: [(place, self.pool.request(prompt)) for place, prompt in prompts], "hashing")
         self._timed(lambda: self._allocate(begun), "allocation")
@@ -159,7 +159,9 @@ class Churn:
         return result
 
     def _arrivals(self, count: int) -> list[tuple[int, list[int]]]:
-        """Prompts of the requests that begin, by the places of those that end; in the middle of things at first."""
+        """Returns prompts of new requests, by the places of finished ones; the first ones start in the middle of their
+        answers.
+        """
         rng, begun = self.rng, []
         first = [self.steps] * (count - len(self.ends))
         self.ends += first
@@ -219,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=400, help="of the manager (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=5, help="of conversations (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.1, help="of the mix's KV cache (default: %(default)g)")
-    parser.add_argument("--step", action="store_true", help="time decode steps of two engines, too")
+    parser.add_argument("--step", action="store_true", help="also time decode steps of two engines")
     parser.add_argument("--graphs", default="off", help="ucm.graphs.mode of these (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="writes the figures to this file")
     parser.add_argument("--plot", type=Path, help="draws the waste by block size to this file")

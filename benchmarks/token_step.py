@@ -36,9 +36,9 @@ VOCABULARY = 4096
 class StepTimes:
     """Medians of decode steps.
 
-    new_tokens: decoded in a round; the slots of requests that decode together lie between each other's.
+    new_tokens: tokens decoded in a round; the slots of requests that decode together are interleaved.
     wall, worker, plan: ratio of tokens to blocks of whole steps, of the worker's part, and of planning in ms.
-    entries: of the unique part; of blocks those that are read.
+    entries: entries of the unique part; for blocks, the ones that are read.
     """
 
     requests: int

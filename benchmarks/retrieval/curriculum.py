@@ -1,4 +1,4 @@
-"""What the model is trained on: short sequences at positions from all over the range, then longer ones."""
+"""The training data of the model: short sequences at positions from all over the range, then longer ones."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ RECORD_TOKENS = 3
 
 @dataclass(frozen=True)
 class Task:
-    """How long a sequence is and what it asks: `queries` chains of `answers` look-ups over `records` records."""
+    """The length of a sequence and its questions: `queries` chains of `answers` look-ups over `records` records."""
 
     length: int
     records: int
@@ -58,7 +58,7 @@ class Sequence:
 
 
 def make_sequence(task: Task, rng: np.random.Generator) -> Sequence:
-    """One sequence of the task. Filler tokens are independent and uniform; the records lie anywhere among them."""
+    """One sequence of the task. Filler tokens are independent and uniform; the records are anywhere among them."""
     cycle = FIRST_SYMBOL + rng.permutation(NUM_SYMBOLS)[: task.records]
     body, body_starts = _body(task, cycle, rng)
     questions, rows = _questions(task, cycle)
@@ -71,7 +71,7 @@ def make_sequence(task: Task, rng: np.random.Generator) -> Sequence:
 
 
 def spread_positions(starts: NDArray[np.bool_], span: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Positions of a sequence that reach up to `span`: random gaps, only where a segment starts."""
+    """Positions of a sequence that reach up to `span`: random gaps, only at the start of a segment."""
     slack = max(0, span - len(starts))
     gaps = np.zeros(len(starts), dtype=np.int64)
     places = np.flatnonzero(starts)

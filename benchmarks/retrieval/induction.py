@@ -1,7 +1,7 @@
 """Weights that training starts from: an induction circuit (Olsson et al. 2022, arXiv 2209.11895).
 
 Left to itself a model of this size needs tens of thousands of steps to find the circuit; started from it, a few hundred
-to make it good. Layer 0 writes the previous token beside the own one, layer 1 compares the own token with it.
+to make it good. Layer 0 writes the previous token next to the own one, layer 1 compares the own token with it.
 """
 
 from __future__ import annotations

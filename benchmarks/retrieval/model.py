@@ -9,8 +9,8 @@ from benchmarks.retrieval.vocabulary import BEGIN, END, VOCABULARY
 
 MODEL = Path(__file__).parent / "model"
 MAX_POSITIONS = 16384
-# With so large a base half of the dimensions hardly turn over 16K positions: what a look-up compares must not depend on
-# the distance. The other half tells the previous token from all others.
+# With this large base, half of the dimensions hardly turn over 16K positions: look-ups must not depend on the distance.
+# The other half tells the previous token from all others.
 ROPE_THETA = 1e10
 
 
