@@ -188,7 +188,7 @@ def _tables(case: Case, model: Model, device: torch.device) -> tuple[Tensor, int
 
 
 def _parts(case: Case, tables: Tensor, block_size: int, device: torch.device) -> AttentionParts:
-    """As in `execution/graph_manager.py`: the rows of a request and the users of a block are only data."""
+    """Makes parts like `execution/graph_manager.py`: the rows of a request and the users of a block are only data."""
     new = torch.tensor([request.new for request in case.requests])
     rows = int(new.sum())
     groups = torch.arange(len(new)).masked_fill(new == 1, NO_GROUP).repeat_interleave(new)

@@ -78,7 +78,7 @@ class EngineSide:
         return answer
 
     def cpu_seconds(self) -> float:
-        """Of the worker and every process that it started and that still runs, spinning threads included."""
+        """Returns CPU seconds of the worker and all its running child processes, including spinning threads."""
         assert self._process is not None
         spent = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -2,7 +2,7 @@
 
 Weights, contexts and summaries are random: a step takes as long as with others. The dense engine stays, the others come
 one after the other; each order is given to both, and an engine is stopped while another one works. On a GPU the device
-time of a step is measured beside the wall clock's, and the kernels that take longest are named.
+time of a step is measured as well as the wall clock's, and the kernels that take longest are named.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def least_prompt_tiles(shape: ForwardShape | Bucket) -> int:
 
 
 def dominates(bucket: Bucket, step: Bucket) -> bool:
-    """True if `step` can run in `bucket`: every dimension is as large, and no part of its phase is missing.
+    """True if `step` can run in `bucket`: every dimension is as large, and it has all parts of its phase.
 
     A part that only the bucket has is legal: it runs over empty ranges.
     """

@@ -55,7 +55,7 @@ class RemainderShapes:
             max_shared_blocks=None,
             max_selected_blocks=most_selected,
         )
-        """Of a step that is one prompt remainder."""
+        """Returns the shape of a step that is one prompt remainder."""
         every = self.limits.most_shared_blocks
         live = min(every, live_blocks)
         # the last one is for blocks that wait for their summaries: these are attended without being selected

@@ -59,7 +59,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
     ranks_and_takes: ClassVar[bool] = False
     """True if there is a `rank_and_take`, provided that there is a `take_choice`."""
     passes_over: ClassVar[bool] = False
-    """Whether to score and to rank the candidates of a span without rows costs next to nothing."""
+    """True if scoring and ranking the candidates of a span without rows costs next to nothing."""
 
     def prepare(
         self,

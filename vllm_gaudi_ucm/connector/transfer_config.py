@@ -59,8 +59,8 @@ class ConnectorOptions(Section):
     )
     save_patience: Annotated[float, Field(ge=0, le=60)] | Literal["auto"] = Field(
         default="auto",
-        description="Seconds that a block may wait for the engine to be idle before it is stored beside steps; 0: none "
-        "waits. `auto`: 1 on a CPU, where it takes time from steps, else 0.",
+        description="Seconds that a block may wait for the engine to be idle before it is stored while steps run; 0: "
+        "none waits. `auto`: 1 on a CPU, where it takes time from steps, else 0.",
     )
     save_workers: Annotated[int, Field(ge=1, le=64)] = Field(default=2, description="Threads that store blocks.")
 

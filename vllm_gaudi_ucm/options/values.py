@@ -85,7 +85,7 @@ def may_hold_password(text: str) -> bool:
 
 
 def shown_url(value: Any) -> str:
-    """Returns the text of a URL, shown only if no part of it can be a password."""
+    """Returns the text of a URL, hidden if any of it may be a password."""
     if not isinstance(value, str):
         return f"a value of type {type(value).__name__}"
     return repr(value) if _HARMLESS.fullmatch(value) else "text that is not shown, as it may hold a password"

@@ -101,7 +101,7 @@ def plan_prefetch(
     Args:
         running: requests of the running batch that need blocks; position 0 of the queue.
         waiting: requests by their place in the queue, from position 1 on.
-        batch_size: requests of a batch. Those of the next `batches_ahead` batches are prefetched for.
+        batch_size: requests of a batch. Requests of the next `batches_ahead` batches are prefetched for.
         max_blocks: distinct blocks of the plan; the request that reaches it is cut, and those behind it wait.
     """
     planned: list[PlannedPrefetch] = []

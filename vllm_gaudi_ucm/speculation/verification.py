@@ -41,7 +41,7 @@ class StepLogits:
         self._at_once = at_once
         self._greedy = greedy
         self.likeliest: LikeliestTokens | None = None
-        """Of all rows of an undivided step, in place of logits; None: ask `at`."""
+        """Likeliest tokens of all rows of an undivided step, instead of logits; None: call `at`."""
         self._divided: DividedLogits | None = None
         self._first = torch.empty(0)
         self._everything: torch.Tensor | None = None

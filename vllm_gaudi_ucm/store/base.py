@@ -134,7 +134,7 @@ class ConfiguredStore(KvStore):
 
     Options: ClassVar[type[StoreOptions]]
     advice: ClassVar[str] = "see whether the store answers"
-    """What doctor advises if the round trip of a block fails."""
+    """The advice of doctor if the round trip of a block fails."""
 
     @classmethod
     @abstractmethod

@@ -69,7 +69,7 @@ def find_compiler() -> str:
 
 
 def identity(compiler: str) -> tuple[str, ...]:
-    """What distinguishes a compiler: its file and, since that may be a wrapper, its version output."""
+    """Returns what distinguishes a compiler: its file and, since that may be a wrapper, its version output."""
     file = Path(compiler).resolve()
     status = file.stat()
     try:

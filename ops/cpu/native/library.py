@@ -71,7 +71,7 @@ class _Outcome:
     not_kept: str = ""
     """Why the library was built for this process alone."""
     origin: str = ""
-    """Who compiled it, and for which CPUs."""
+    """The compiler's origin, and the CPUs that it compiled for."""
 
 
 _lock = threading.Lock()

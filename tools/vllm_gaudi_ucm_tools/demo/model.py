@@ -29,7 +29,7 @@ class FetchModelError(RuntimeError):
 def fetch_demo_model(output: Path, console: Console | None = None) -> Path:
     """Fetches, verifies and converts the demo model into the folder `output`, unless it is complete there already.
 
-    The folder appears only once it is complete, so an interrupted call leaves nothing that looks finished.
+    The folder appears only once it is complete, so an interrupted call leaves no folder that looks finished.
 
     Args:
         output: folder for the float32 safetensors, the tokenizer and the chat template (about 540 MB).

@@ -178,7 +178,7 @@ PROBES: tuple[Probe, ...] = (
     ),
     Probe(
         18,
-        "gather of blocks by index_select, beside a slice",
+        "gather of blocks by index_select, compared with a slice",
         "the same values",
         "bandwidth:gather",
     ),
@@ -236,7 +236,7 @@ PROBES: tuple[Probe, ...] = (
     ),
     Probe(
         25,
-        "attention of the hpu implementation beside float64",
+        "attention of the hpu implementation compared with float64",
         "error within twice that of a plain softmax in the same dtype",
         "attention:beside_oracle",
         modes=ALL_MODES,
@@ -253,7 +253,7 @@ PROBES: tuple[Probe, ...] = (
     ),
     Probe(
         27,
-        "the engine in bf16 beside a CPU reference",
+        "the engine in bf16 compared with a CPU reference",
         "each token is the reference's best, within twice the error of bf16",
         "serving:tokens",
         modes=("eager", "compile"),

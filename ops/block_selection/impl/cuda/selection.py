@@ -201,7 +201,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         width: int,
         prepared: Prepared | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As the operation; None if a ranking is too long for one program."""
+        """Like the operation; None if a ranking is too long for one program."""
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import selection as kernels
 
         spans, most = stored.shape

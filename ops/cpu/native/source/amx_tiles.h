@@ -38,7 +38,7 @@ inline void zero_tile() {
     asm volatile("tilezero %%tmm%c0" ::"i"(TO));
 }
 
-// Rows of 64 bytes that are so many bytes apart.
+// Rows of 64 bytes, this many bytes apart.
 template <int TO>
 inline void load_tile(const void* from, int64_t stride = 64) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TO) : "memory");

@@ -26,7 +26,7 @@ struct Merge {
 };
 
 // Where a job leaves a row: at its place in the output (partial < 0), or as a partial result to be merged.
-// In a local job it sees the cached tokens but for the first `skip`, and no new token before row `first_new`. position: in
+// In a local job it sees the cached tokens except the first `skip`, and no new token before row `first_new`. position: in
 // its request, for layers with slopes.
 struct Row {
     int64_t row, partial, skip, first_new, position;

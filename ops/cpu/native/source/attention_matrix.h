@@ -1,5 +1,5 @@
 // A tile of the online softmax added to a unit of many query vectors on the CPU's matrix unit. If queries, keys and values
-// are bfloat16, weights are rounded to it, too, and so is their sum, as in attention_pairs.h: one product in place of three.
+// are bfloat16, weights are rounded to it, too, and so is their sum, as in attention_pairs.h: one product instead of three.
 #pragma once
 
 #include <type_traits>

@@ -17,7 +17,7 @@ constexpr int64_t MATRIX_ROWS = 32;   // query vectors that are multiplied at on
 
 inline int64_t strip_bytes(int64_t depth, int64_t parts) { return depth / TILE_DEPTH * parts * TILE_BYTES; }
 
-// What a unit has beside its results: operands as strips.
+// Data of a unit in addition to its results: operands as strips.
 struct MatrixUnit {
     // of [count] vectors, [KEYS] tokens, [value_dim] columns, [2 * MATRIX_ROWS] vectors; null: fp32 instructions are used
     char *query = nullptr, *keys = nullptr, *values = nullptr, *weights = nullptr;

@@ -12,12 +12,12 @@ constexpr int KEYS = 64;                         // tokens of a tile: transposed
 constexpr int VECTORS = LANES == 16 ? 4 : 2;     // of a register block ROWS x VECTORS, which leaves registers for operands
 constexpr int WIDTH = VECTORS * LANES;
 constexpr int ROWS = 6;
-constexpr int FEW = 8;                           // up to so many query vectors, keys are not worth transposing
+constexpr int FEW = 8;                           // up to this many query vectors, keys are not worth transposing
 constexpr int FETCH = 8;                         // multiplications between two fetches of what comes next
-constexpr float SLACK = 16.0f;                   // a weight may be e^SLACK before the results so far are scaled anew
+constexpr float SLACK = 16.0f;                   // a weight may be e^SLACK before the results so far are rescaled
 constexpr float NOTHING = -INFINITY;
 
-// State of a unit: `count` query vectors, already scaled but for pairs, and their un-normalised results.
+// State of a unit: `count` query vectors, already scaled except for pairs, and their un-normalised results.
 struct Unit {
     int64_t count, dim, value_dim, value_width, group;
     float *query, *out, *top, *total;  // [count, dim], [count, value_width], [count], [count, LANES]
@@ -32,7 +32,7 @@ struct Unit {
 };
 
 // The tokens of a tile. For new tokens first_key is the row of the first one, and row i sees those <= i; else it is -1.
-// rows: those of a local job, `last` + 1; null in others. place: of the first token among the job's cached ones.
+// rows: `last` + 1 of a local job; null in others. place: of the first token among the job's cached ones.
 struct Tile {
     int64_t count, first_key, first_row, place = 0, last = 0;
     const Row* rows = nullptr;

@@ -4,7 +4,7 @@
 
 // sources, targets: address of block 0 of each layer. pairs: [count, 2] (source block, target block). bytes: of a block;
 // strides: bytes from one block to the next. Nothing is written if a pair is outside of the caches; then its index is
-// returned, else -1. One thread: callers copy beside a computation that has the others.
+// returned, otherwise -1. One thread: callers copy during a computation that uses the others.
 extern "C" int64_t ucm_swap_blocks(
     const int64_t* sources, const int64_t* targets, int64_t layers, const int64_t* pairs, int64_t count, int64_t bytes,
     int64_t source_stride, int64_t target_stride, int64_t source_blocks, int64_t target_blocks) {

@@ -32,7 +32,7 @@ extern "C" int64_t ucm_write_kv(
     for (int64_t row = 0; row < rows; ++row)
         if (slots[row] < 0 || slots[row] >= num_slots) return row;
     const Rows keys{key_rows, strides[4], strides[5]}, values{value_rows, strides[6], strides[7]};
-    // Rows that share a slot are pads, whose slots are the dummy block's: what it then holds is nobody's.
+    // Rows that share a slot are pads, whose slots are the dummy block's: its content does not matter.
 #pragma omp parallel for if (rows * heads * (key_size + value_size) > SERIAL)
     for (int64_t row = 0; row < rows; ++row) {
         copy_heads(key + row * strides[0], keys.at(slots[row]), heads, key_size, strides[1], keys.head_stride);

@@ -111,7 +111,7 @@ int64_t run(const Call& recorded) {
 
 constexpr int64_t MOST_BYTES = 8 << 20;  // more is not in the caches any more when it is needed
 
-// The cached tokens that an attention reads first, if those of a block are one run of memory: keys, and values, which are
+// The cached tokens that an attention reads first, if a block's tokens are contiguous in memory: keys, and values, which are
 // another tensor.
 void runs_of(const Call& attend, std::vector<Run>& runs) {
     const Plan& plan = *static_cast<const Plan*>(attend.arguments[0]);

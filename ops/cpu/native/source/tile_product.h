@@ -63,7 +63,7 @@ inline void unrolled(Work work) {
 }
 
 // Step `step` added to tiles 0..3: the six products of parts i, j with i + j < 3, or the three of a weight of one part.
-// meanwhile(from, to) is work on results [from, to) for the vector units, which run beside the matrix unit.
+// meanwhile(from, to) is work on results [from, to) for the vector units, which run in parallel with the matrix unit.
 template <int KEPT, int BLOCKS, int COLUMNS, typename Work>
 inline void add_step(const TilePass pass, int64_t step, Work meanwhile) {
     const char* a = pass.a + step * PARTS * TILE_BYTES;
