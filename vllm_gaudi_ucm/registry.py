@@ -23,7 +23,7 @@ class RegistryError(ValueError):
     """A name that is unknown or taken, or a thing that cannot be imported."""
 
 
-class Entry(NamedTuple):
+class RegistryEntry(NamedTuple):
     """One thing of a registry, which need not be imported yet.
 
     place: the module and name behind it. origin: what registered it, for messages. built_in: it was registered by this
@@ -75,15 +75,15 @@ class Registry(Generic[T]):
         """Every name, ours first."""
         return list(dict.fromkeys([*self._things, *(point.name for point in self._entry_points())]))
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[RegistryEntry]:
         """Returns every thing and its origin, ours first, without importing any."""
         for name, thing in self._things.items():
             built_in = name in self._built_in
-            yield Entry(name, _show(thing), "built in" if built_in else "registered in this process", built_in)
+            yield RegistryEntry(name, _show(thing), "built in" if built_in else "registered in this process", built_in)
         taken = set(self._things)
         for point in self._entry_points():
             package = f" of {point.dist.name} {point.dist.version}" if point.dist is not None else ""
-            yield Entry(point.name, _show(point.value), f"entry point{package}", hidden=point.name in taken)
+            yield RegistryEntry(point.name, _show(point.value), f"entry point{package}", hidden=point.name in taken)
             taken.add(point.name)
 
     def __contains__(self, name: object) -> bool:

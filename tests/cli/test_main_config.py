@@ -117,7 +117,10 @@ BAD_PLACES: dict[str, tuple[dict[str, Any], str]] = {
     "phase log a folder": ({"phase_log": "{here}"}, "ucm.phase_log: {here}: is a folder"),
     "phase log below a file": ({"phase_log": "{here}/file/x"}, "ucm.phase_log: {here}/file/x: {here}/file is a file"),
     "buckets missing": ({"graphs": {"buckets": "{here}/none.yaml"}}, "ucm.graphs.buckets: {here}/none.yaml: cannot"),
-    "buckets another file": ({"graphs": {"buckets": "{here}/file"}}, "ucm.graphs.buckets: {here}/file: found schema 'str'"),
+    "buckets another file": (
+        {"graphs": {"buckets": "{here}/file"}},
+        "ucm.graphs.buckets: {here}/file: found schema 'str'",
+    ),
     "trace missing": ({"graphs": {"trace": "{here}/none.jsonl"}}, "ucm.graphs.trace: {here}/none.jsonl: cannot"),
     "trace another file": ({"graphs": {"trace": "{here}/file"}}, "ucm.graphs.trace: {here}/file:1: found 'some text'"),
     "strategy without its file": ({"graphs": {"strategy": "file"}}, "ucm.graphs.strategy"),

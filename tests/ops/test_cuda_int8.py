@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.ops.quantised_linear import rounding
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import int8 as cuda_int8
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.tiles import Tiles
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.tiles import LinearTiles
 from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
@@ -43,7 +43,7 @@ def test_cuda_rounded_rows(
     assert CudaInt8.covers(here)
     product = CudaInt8(here)
     layer = packed_layer(product, here)
-    monkeypatch.setattr(cuda_int8, "tiles_of", lambda *_: Tiles(32, 32, splits))
+    monkeypatch.setattr(cuda_int8, "tiles_of", lambda *_: LinearTiles(32, 32, splits))
     whole = torch.full((rows, 308), torch.nan, dtype=dtype, device=DEVICE)
     x = whole[:, :300]
     x.copy_(spoilt_rows(rows, 300, dtype))

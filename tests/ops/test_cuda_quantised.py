@@ -15,7 +15,7 @@ from tests.ops.quantised import exact, packed_layer, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import codes as cuda
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaCodes, CudaFp8, narrow_rows
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.tiles import Tiles, tiles_of
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.tiles import LinearTiles, tiles_of
 from vllm_gaudi_ucm.ops.quantised_linear.weight import dequantise
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
@@ -47,7 +47,7 @@ def test_cuda_codes(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dty
     if name.startswith("4 bits"):
         assert isinstance(layer.weight, Tensor)
         assert layer.weight.nbytes == weight.codes.numel() // 2
-    monkeypatch.setattr(cuda, "tiles_of", lambda *_: Tiles(32, 32, splits))
+    monkeypatch.setattr(cuda, "tiles_of", lambda *_: LinearTiles(32, 32, splits))
     whole = torch.full((rows, weight.inputs + 8), torch.nan, dtype=dtype, device=DEVICE)
     x = whole[:, : weight.inputs]
     x.copy_(torch.randn(rows, weight.inputs))
@@ -89,11 +89,11 @@ def test_cuda_few_rows_of_a_scaled_product() -> None:
 
 def test_cuda_tiles() -> None:
     """Layers of few outputs are split by inputs, so that there are programs for the whole device."""
-    assert tiles_of(1, 14336, 32) == Tiles(16, 128, 8, 4, 3)
+    assert tiles_of(1, 14336, 32) == LinearTiles(16, 128, 8, 4, 3)
     assert tiles_of(16, 4096, 112).splits == 8
-    assert tiles_of(64, 14336, 32) == Tiles(64, 64, 1, 4, 3)
-    assert tiles_of(64, 4096, 112) == Tiles(64, 64, 4, 4, 4)
-    assert tiles_of(200, 4096, 112) == Tiles(128, 128, 1, 8, 3)
+    assert tiles_of(64, 14336, 32) == LinearTiles(64, 64, 1, 4, 3)
+    assert tiles_of(64, 4096, 112) == LinearTiles(64, 64, 4, 4, 4)
+    assert tiles_of(200, 4096, 112) == LinearTiles(128, 128, 1, 8, 3)
     assert tiles_of(1, 64, 1).splits == 1
 
 

@@ -33,7 +33,7 @@ VLLM, TORCH = versions.WINDOWS
         (TORCH, "2.15.0a0+git1", False),
     ],
 )
-def test_window(window: versions.Window, version: str, inside: bool) -> None:
+def test_window(window: versions.VersionWindow, version: str, inside: bool) -> None:
     assert window.holds(version) is inside
 
 

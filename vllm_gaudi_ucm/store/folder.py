@@ -157,7 +157,7 @@ def _open_ours(path: Path, opened: ExitStack, at: int | None = None) -> int:
 
 
 @dataclass
-class Entry:
+class IndexEntry:
     """A record in the index. leaf: its folder. used: mtime in ns. added: the index's own count, for `replace`."""
 
     leaf: str
@@ -169,7 +169,7 @@ class FolderIndex:
     """Blocks of a folder in the order of their use. Not thread-safe: the owner holds a lock."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[StoredBlock, Entry] = OrderedDict()
+        self._entries: OrderedDict[StoredBlock, IndexEntry] = OrderedDict()
         self._leaves: dict[str, set[StoredBlock]] = {}
         self._bytes = 0
         self._count = 0
@@ -197,7 +197,7 @@ class FolderIndex:
             self._bytes += block.block_bytes
             self._leaves.setdefault(leaf, set()).add(block)
         self._count += 1
-        self._entries[block] = Entry(leaf, used, self._count)
+        self._entries[block] = IndexEntry(leaf, used, self._count)
         self._entries.move_to_end(block)
 
     def drop(self, block: StoredBlock) -> None:

@@ -50,7 +50,7 @@ class MemoryStoreOptions(StoreOptions):
 
 
 @dataclass
-class Entry:
+class HeldBlock:
     """A block of the store. view: read-only view of its slot. readers: current loans."""
 
     slot: int
@@ -67,7 +67,7 @@ class MemoryLoan:
 
     __slots__ = ("_begin", "_entry", "_pool", "_store")
 
-    def __init__(self, store: MemoryStore, entry: Entry, pool: SlotPool) -> None:
+    def __init__(self, store: MemoryStore, entry: HeldBlock, pool: SlotPool) -> None:
         self._store = store
         self._entry = entry
         self._pool = pool
@@ -154,7 +154,7 @@ class MemoryStore(KvStore):
         self._capacity = capacity
         self._lock = threading.Lock()  # for all below
         self._pool = SlotPool(block_bytes, capacity, pinned)
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, HeldBlock] = OrderedDict()
         self._busy = 0  # slots being filled, or removed while they are read
         self._counts = Counts("memory")
         self._load_seconds = 0.0
@@ -194,7 +194,7 @@ class MemoryStore(KvStore):
             self._counts.add(hits=hits, misses=len(loans) - hits, bytes_loaded=hits * self._block_bytes)
         return loans
 
-    def end_read(self, entry: Entry, pool: SlotPool, seconds: float) -> None:
+    def end_read(self, entry: HeldBlock, pool: SlotPool, seconds: float) -> None:
         """Ends a loan of an entry's block in this pool."""
         with self._lock:
             self._load_seconds += seconds
@@ -223,7 +223,7 @@ class MemoryStore(KvStore):
         try:
             target = pool.view(slot)
             np.copyto(target, np.frombuffer(view, np.uint8))
-            entry = Entry(slot, target.data.toreadonly())
+            entry = HeldBlock(slot, target.data.toreadonly())
         finally:
             is_kept = self._end_save(key, entry, slot, pool)
         if not is_kept:
@@ -231,7 +231,7 @@ class MemoryStore(KvStore):
         self._counts.add(saves=1, bytes_saved=self._block_bytes, save_seconds=time.perf_counter() - begin)
         return True
 
-    def _end_save(self, key: bytes, entry: Entry | None, slot: int, pool: SlotPool) -> bool:
+    def _end_save(self, key: bytes, entry: HeldBlock | None, slot: int, pool: SlotPool) -> bool:
         """Makes the slot's block visible; frees the slot if the copy failed or another thread was faster."""
         with self._lock:
             if pool is not self._pool:  # closed in the meantime

@@ -17,7 +17,7 @@ class UnsupportedVersionError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Window:
+class VersionWindow:
     """The versions of one distribution that this plugin supports."""
 
     distribution: str
@@ -56,7 +56,7 @@ Reason: the empty-device build, which a Gaudi takes, asks for no torch, so that 
 Remove when: the metadata of an empty-device build names the torch that vLLM is built for.
 """
 
-WINDOWS = (Window("vllm", SUPPORTED_VLLM), Window("torch", SUPPORTED_TORCH, prereleases_count=True))
+WINDOWS = (VersionWindow("vllm", SUPPORTED_VLLM), VersionWindow("torch", SUPPORTED_TORCH, prereleases_count=True))
 
 
 def installed_version(distribution: str) -> str | None:
@@ -71,7 +71,7 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _problem(window: Window) -> str | None:
+def _problem(window: VersionWindow) -> str | None:
     """Returns the problem with the installed version of one distribution; None if there is none."""
     found = installed_version(window.distribution)
     if found is None:

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
 from vllm_gaudi_ucm.ops.moe.implementation import MOE
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
-from vllm_gaudi_ucm.registry import Entry, Registry, RegistryError
+from vllm_gaudi_ucm.registry import Registry, RegistryEntry, RegistryError
 from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS
 from vllm_gaudi_ucm.store.factory import STORES
 
@@ -55,7 +55,7 @@ def registry_rows(registry: Registry[Any]) -> Iterator[Check]:
             yield _from_outside(registry, entry)
 
 
-def _from_outside(registry: Registry[Any], entry: Entry) -> Check:
+def _from_outside(registry: Registry[Any], entry: RegistryEntry) -> Check:
     """Returns a row for an extension; a warning if it cannot be used. A configuration that uses it fails in a row of
     its own.
     """

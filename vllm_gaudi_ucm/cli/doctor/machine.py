@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
 from vllm_gaudi_ucm.device.hpu_mode import HpuMode, hpu_mode
 from vllm_gaudi_ucm.ops.registry import AUTO, has_folders
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
-from vllm_gaudi_ucm.vllm_api.versions import BUILT_FOR_TORCH, WINDOWS, Window, installed_version
+from vllm_gaudi_ucm.vllm_api.versions import BUILT_FOR_TORCH, WINDOWS, VersionWindow, installed_version
 
 DEVICE = "device"
 OPERATORS = "operators"
@@ -206,7 +206,7 @@ def _python() -> Check:
     return Check(VERSIONS, "Python", "fail", found, expected, "make the environment with a supported Python")
 
 
-def _windowed(window: Window) -> Check:
+def _windowed(window: VersionWindow) -> Check:
     found = installed_version(window.distribution)
     if found is None:
         advice = f"install {window.distribution}; the README says which build"

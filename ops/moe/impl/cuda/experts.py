@@ -25,7 +25,7 @@ SUMMED = 1024  # elements of a row that a program of `sum_pairs` adds up
 APART = 4
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """rows: pairs of a tile. columns, depth: its part of the weights. warps, stages: Triton's options of a program."""
 
     rows: int
@@ -133,7 +133,7 @@ class CudaMoe(MoeImplementation):
         return out
 
 
-def _operands(weights: Tensor | ExpertCodes, tiles: Tiles) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def _operands(weights: Tensor | ExpertCodes, tiles: ExpertTiles) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Returns the arguments of a kernel for a product's weights: tensors, and constants."""
     if isinstance(weights, Tensor):
         return (weights,), {"DEPTH": tiles.depth}
@@ -149,15 +149,15 @@ def _operands(weights: Tensor | ExpertCodes, tiles: Tiles) -> tuple[tuple[Tensor
     }
 
 
-def choose_tiles(pairs: int, itemsize: int) -> Tiles:
+def choose_tiles(pairs: int, itemsize: int) -> ExpertTiles:
     """Chooses tile sizes. pairs: the average per expert. Few pairs are bound by reading the weights, many by
     arithmetic.
     """
     depth = 128 // itemsize
     if pairs <= 16:
-        return Tiles(16, 64, 2 * depth, 4, 4)
+        return ExpertTiles(16, 64, 2 * depth, 4, 4)
     if pairs <= 32:
-        return Tiles(32, 64, 2 * depth, 4, 3)
+        return ExpertTiles(32, 64, 2 * depth, 4, 3)
     if pairs <= 96:
-        return Tiles(64, 128, depth, 4, 3)
-    return Tiles(128, 128, depth, 8, 3)
+        return ExpertTiles(64, 128, depth, 4, 3)
+    return ExpertTiles(128, 128, depth, 8, 3)

@@ -17,8 +17,8 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.parts import selected_lists,
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import (
     STAGE,
     CudaPlan,
+    SharedTiles,
     Tile,
-    Tiles,
     programs_of,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.own import attend_own, divide_columns, list_own, place_own
@@ -142,7 +142,7 @@ def most_tiles(rows: int, spans: int, rows_per_tile: int) -> int:
 
 def _tiles(
     part: SharedPart, division: Division, block_size: int, rows: int, rows_per_tile: int
-) -> tuple[Tiles, Tensor]:
+) -> tuple[SharedTiles, Tensor]:
     """Makes tiles of rows of one span, and int32 [tiles], the span of each.
 
     They use the lists of spans: columns and column_blocks [spans, shared], whole_counts [spans]; see `list_own`.
@@ -189,4 +189,4 @@ def _tiles(
         STEP=STEP,
         num_warps=4,
     )
-    return Tiles(order, place, columns, column_blocks, whole_counts, offsets), tile_spans
+    return SharedTiles(order, place, columns, column_blocks, whole_counts, offsets), tile_spans

@@ -20,8 +20,8 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.merge import NO_LISTS, lists
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import (
     CudaPlan,
     Lists,
+    SharedTiles,
     Tile,
-    Tiles,
     causal_tile,
     flat_spans_tile,
     merges_early,
@@ -124,7 +124,7 @@ def tiled(
     plan: CudaPlan,
     part: SharedPart,
     tile: Tile,
-    tiles: Tiles,
+    tiles: SharedTiles,
     spans: Tensor,
     programs: int,
 ) -> Work:
@@ -191,13 +191,13 @@ def listed_pairs(layer: Layer, part: SharedPart | None) -> int:
     return -(-layer.rows // (shared_tile(layer).block_m // layer.group)) * part.blocks.shape[0]
 
 
-def tiles_of(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
+def tiles_of(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> SharedTiles:
     order, place = row_order(part, block_size, rows, rows_per_tile)
     return listed(part, block_size, order, place, rows_per_tile)
 
 
-def listed(part: SharedPart, block_size: int, order: Tensor, place: Tensor, rows_per_tile: int) -> Tiles:
-    """Launches tiles of rows, each with a list of the blocks that its rows see. order, place: see Tiles."""
+def listed(part: SharedPart, block_size: int, order: Tensor, place: Tensor, rows_per_tile: int) -> SharedTiles:
+    """Launches tiles of rows, each with a list of the blocks that its rows see. order, place: see SharedTiles."""
     count, num_columns = order.shape[0] // rows_per_tile, part.blocks.shape[0]
     columns, column_blocks = order.new_empty((2, count, num_columns))
     counts, whole_counts = order.new_empty((2, count))
@@ -223,7 +223,7 @@ def listed(part: SharedPart, block_size: int, order: Tensor, place: Tensor, rows
         num_warps=4,
     )
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    return Tiles(order, place, columns, column_blocks, whole_counts, offsets)
+    return SharedTiles(order, place, columns, column_blocks, whole_counts, offsets)
 
 
 # From this many single rows, one loop over all entries is faster (H200, 256 requests of 512 tokens: 0.162 -> 0.157 ms);

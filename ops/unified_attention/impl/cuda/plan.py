@@ -44,7 +44,7 @@ class Lists(NamedTuple):
         return self.offsets.shape[0] - 1
 
 
-class Tiles(NamedTuple):
+class SharedTiles(NamedTuple):
     """Rows in tiles of `rows_per_tile`, and the columns (shared blocks) that each tile uses.
 
     order: int32 [tiles * rows_per_tile] rows, or -1. place: int32 [rows] the inverse; -1 if a row uses no shared block.
@@ -196,7 +196,7 @@ def selected_place(part: SelectedPart, rows: int) -> Tensor:
 
 
 def row_order(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> tuple[Tensor, Tensor]:
-    """Sorts rows by their first shared block, so that the rows of a tile mostly use the same; see Tiles."""
+    """Sorts rows by their first shared block, so that the rows of a tile mostly use the same; see SharedTiles."""
     count = part.blocks.shape[0]
     used = part.hi.clamp(max=block_size) > part.lo.clamp(min=0)
     column = torch.arange(count, dtype=torch.int32, device=used.device)

@@ -13,7 +13,14 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.layer import Layer, multiprocessors, power_of_two
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.own import STEP, TAKEN, Division, most_tiles, own_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.parts import MOST_LISTED, listed, tiled
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import LARGE_STAGE, CudaPlan, Lists, Tile, Tiles, programs_of
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import (
+    LARGE_STAGE,
+    CudaPlan,
+    Lists,
+    SharedTiles,
+    Tile,
+    programs_of,
+)
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.own import place_own
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.shared import attend_shared
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.windows import attend_windows
@@ -110,21 +117,21 @@ def _alone(part: SharedPart, division: Division) -> SharedPart:
     return part._replace(hi=torch.where(division.users == 1, part.hi, 0).int())
 
 
-def _with_blocks(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
+def _with_blocks(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> SharedTiles:
     """Returns the rows whose tiles have blocks."""
     tiles = _all_rows(part, block_size, rows, rows_per_tile)
     used = tiles.offsets[1:] > tiles.offsets[:-1]
     return tiles._replace(place=torch.where(used[tiles.place // rows_per_tile], tiles.place, -1))
 
 
-def _all_rows(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
+def _all_rows(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> SharedTiles:
     """Makes tiles of rows of one span, wherever these are in the step; rows without a request are a span, too."""
     order, place = span_order(part.row_spans, part.hi.shape[0], rows, rows_per_tile)
     return listed(part, block_size, order, place, rows_per_tile)
 
 
 def span_order(row_spans: Tensor, spans: int, rows: int, rows_per_tile: int) -> tuple[Tensor, Tensor]:
-    """Returns `order` and `place` of Tiles."""
+    """Returns `order` and `place` of SharedTiles."""
     ones = torch.ones(max(rows, spans), dtype=torch.int32, device=row_spans.device)
     row_counts = torch.zeros_like(ones[:spans]).index_add_(0, row_spans[:rows], ones[:rows])
     count = most_tiles(rows, spans, rows_per_tile)

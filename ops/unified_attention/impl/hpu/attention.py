@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.blocks import Blocks, attend_
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.fused import fused_causal
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.products import Products, Seen, write
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.rows import attend_rows, hidden_tokens, token_distances
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.tiles import Window, attend_tiles, window_of
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.tiles import TileWindow, attend_tiles, window_of
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SharedPart
 from vllm_gaudi_ucm.ops.unified_attention.score_memory import CHUNKS_BESIDE_TILES, MOST_CHUNKS
@@ -38,7 +38,7 @@ class HpuPlan(NamedTuple):
     causal: CausalPart | None
     shared: SharedPart | None
     hidden: Tensor | None
-    window: Window | None
+    window: TileWindow | None
     blocks: tuple[Blocks, ...]
     distances: Tensor | None = None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.rows import chunks
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.tiles import PRODUCTS, Window, tile_products
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.tiles import PRODUCTS, TileWindow, tile_products
 from vllm_gaudi_ucm.ops.unified_attention.parts import CausalPart, CausalTiles
 from vllm_gaudi_ucm.ops.unified_attention.score_memory import MOST_CHUNKS
 
@@ -23,7 +23,7 @@ def fused_causal(
     key: Tensor,
     value: Tensor,
     part: CausalPart,
-    hidden: Tensor | Window,
+    hidden: Tensor | TileWindow,
     scale: float,
     out: Tensor,
     kernel: Kernel,
@@ -37,7 +37,7 @@ def fused_causal(
     width = value.shape[-1]
     value = torch.nn.functional.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
     tensors = query, key, value, broken
-    if isinstance(hidden, Window):
+    if isinstance(hidden, TileWindow):
         assert part.tiles is not None, "a window is that of tiles"
         found = _attend_tiles(*tensors, part.tiles, hidden, scale, kernel)
     else:
@@ -69,7 +69,7 @@ def _attend_tiles(
     value: Tensor,
     broken: Tensor,
     tiles: CausalTiles,
-    window: Window,
+    window: TileWindow,
     scale: float,
     kernel: Kernel,
 ) -> Tensor:

@@ -38,7 +38,7 @@ class TileProduct(NamedTuple):
     end: int
 
 
-class Window(NamedTuple):
+class TileWindow(NamedTuple):
     """rows: int64 [tiles, rows], padded by repeating the last one. keys: int64 [tiles, window] row of each key.
 
     hidden: bool [tiles, rows, window] keys that a row does not see; repeated rows see none.
@@ -69,7 +69,7 @@ def tile_products(tiles: CausalTiles, most: int) -> list[TileProduct]:
     return found
 
 
-def window_of(groups: Tensor, tiles: CausalTiles, first_rows: Tensor | None = None) -> Window:
+def window_of(groups: Tensor, tiles: CausalTiles, first_rows: Tensor | None = None) -> TileWindow:
     """The rows of each tile, and all rows that the deepest tiles look back on. groups, first_rows: see CausalPart."""
     place = tiles.first[:, None] + torch.arange(tiles.rows, device=groups.device)
     rows = torch.minimum(place, tiles.last[:, None])
@@ -83,7 +83,7 @@ def window_of(groups: Tensor, tiles: CausalTiles, first_rows: Tensor | None = No
     if first_rows is not None:
         first = first_rows.index_select(0, rows.flatten()).view(rows.shape)
         hidden = hidden | (before[:, None] < first[..., None])
-    return Window(rows, keys, hidden, stale)
+    return TileWindow(rows, keys, hidden, stale)
 
 
 def attend_tiles(
@@ -91,7 +91,7 @@ def attend_tiles(
     key: Tensor,
     value: Tensor,
     tiles: CausalTiles,
-    window: Window,
+    window: TileWindow,
     products: Products,
     seen: Seen | None,
 ) -> Seen:

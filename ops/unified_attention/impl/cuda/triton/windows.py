@@ -78,7 +78,7 @@ def attend_windows(
     """Grid (KV heads, tiles); a tile has rows of one span. Every row of a tile is written; a row that sees no token is
     zeros.
 
-    order, columns, column_blocks, whole_counts, offsets: see Tiles; row_spans, lo, hi, rise: as in SharedPart.
+    order, columns, column_blocks, whole_counts, offsets: see SharedTiles; row_spans, lo, hi, rise: as in SharedPart.
     starts: int32 [rows], see CudaPlan; NEW: new tokens per step. n_row .. w_head: strides of key and value.
     SINGLES: single_blocks .. single_offsets are the lists of the unique part; list i belongs to row i, if it is less
         than num_singles.
