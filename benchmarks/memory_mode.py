@@ -83,8 +83,8 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     method = {"sparse_ratio": options.sparse_ratio, "sparse_steps": "always", "min_tokens": 256}
     alone = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": method}}
     found = {DENSE: {}, f"GSA {options.sparse_ratio:.0%}": alone}
-    for ratio in options.resident_ratios:
-        found[f"  resident {ratio:.0%}"] = {**alone, "memory_mode": {"enabled": True, "resident_ratio": ratio}}
+    for ratio in options.on_device_ratios:
+        found[f"  on device {ratio:.0%}"] = {**alone, "memory_mode": {"enabled": True, "on_device_ratio": ratio}}
     return found
 
 
@@ -167,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--texts", type=positive, default=4, help="prompts whose real continuation is followed")
     found.add_argument("--sequences", type=positive, default=12, help="prompts of 16 look-ups each")
     found.add_argument("--sparse-ratio", type=float, default=0.3)
-    found.add_argument("--resident-ratios", type=float, nargs="+", default=[0.5, 0.35])
+    found.add_argument("--on-device-ratios", type=float, nargs="+", default=[0.5, 0.35])
     found.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return found
 

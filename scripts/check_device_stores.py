@@ -33,7 +33,7 @@ GSA = {"sparse_ratio": 0.2, "sparse_steps": "always", "min_tokens": 256, "local_
 MEMORY_MODE: dict[str, Any] = {
     "ucm_sparse_method": "GSA",
     "ucm_sparse_config": {"GSA": GSA},
-    "memory_mode": {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 4, "max_missed": 1.0},
+    "memory_mode": {"enabled": True, "on_device_ratio": 0.4, "refresh_steps": 4, "max_missed": 1.0},
 }
 
 

@@ -62,7 +62,7 @@ def test_memory_mode(tmp_path: Path) -> None:
         return {check.name: check for check in sparse_checks(config)}
 
     assert "ucm.memory_mode" not in found()
-    assert found(resident_ratio=0.7)["ucm.memory_mode"].status == "warn"
+    assert found(on_device_ratio=0.7)["ucm.memory_mode"].status == "warn"
     row = found(enabled=True)["ucm.memory_mode"]
     assert (row.status, row.found) == (
         "ok",

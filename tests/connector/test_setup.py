@@ -80,7 +80,7 @@ def test_memory_mode_counts_for_sparse_requests(tmp_path: Path) -> None:
         return make_setup(tmp_path, ucm={**GSA, "memory_mode": mode}).namespace(sparse=True)
 
     on = digest(enabled=True)
-    assert len({on, digest(), digest(enabled=True, resident_ratio=0.7)}) == 3
+    assert len({on, digest(), digest(enabled=True, on_device_ratio=0.7)}) == 3
     assert digest(enabled=True, store={"kind": "memory"}) == on
     assert make_setup(tmp_path, ucm={**GSA, "memory_mode": {"enabled": True}}).namespace(sparse=False) == (
         make_setup(tmp_path).namespace(sparse=False)

@@ -60,7 +60,7 @@ def test_kinds(device: str, lazy: bool, mode: str, kind: str | None) -> None:
     if kind is None:
         with pytest.raises(
             ValueError,
-            match=r"ucm\.graphs\.mode: '(capture' has no graphs to capture|compile' is nothing that .* lazy)",
+            match=r"ucm\.graphs\.mode: '(capture' has no graphs to capture|compile' is not possible in .* lazy)",
         ):
             graph_kind(found, device, lazy, False)
     else:

@@ -17,7 +17,7 @@ WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "in
 def ucm(method: str = "GSA", static: bool = False, ratio: float = 0.2, **mode: Any) -> dict[str, Any]:
     options = {
         "enabled": True,
-        "resident_ratio": 0.4,
+        "on_device_ratio": 0.4,
         "refresh_steps": 3,
         "history_decay": 0.0,
         "max_missed": 1.0,

@@ -142,7 +142,7 @@ def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer], m
 
 def test_memory_mode(model: Path, tmp_path: Path) -> None:
     """Blocks and summaries leave as bytes and come back as they were, in files and at static shapes."""
-    mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
+    mode = {"enabled": True, "on_device_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
     mode["store"] = {"kind": "file", "path": str(tmp_path / "kv"), "fsync": False}
     config = sparse("GSA", "box_mean", 0.2, memory_mode=mode, graphs={"mode": "eager", "max_graphs": 6})
     with Engine(model, config, kv_cache_dtype="fp8", max_num_batched_tokens=64, enable_prefix_caching=False) as engine:

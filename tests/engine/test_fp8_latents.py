@@ -108,7 +108,7 @@ def test_stored_blocks(model: Path, exact: list[Answer], tmp_path: Path) -> None
 
 def test_blocks_leave_and_come_back(model: Path) -> None:
     """Memory mode: what returns is what left."""
-    mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
+    mode = {"enabled": True, "on_device_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
     chosen = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**CHOICE, "sparse_ratio": 0.2}}}
     with Engine(model, {**chosen, "memory_mode": mode}, kv_cache_dtype="fp8", **STEPS) as engine:
         watched = WatchedEngine(engine)

@@ -103,7 +103,7 @@ MEMORY_MODE: dict[str, Any] = {
     **ucm("ESA"),
     "memory_mode": {
         "enabled": True,
-        "resident_ratio": 0.4,
+        "on_device_ratio": 0.4,
         "refresh_steps": 3,
         "history_decay": 0.0,
         "max_missed": 1.0,

@@ -129,7 +129,7 @@ def test_static_shapes_choose_what_true_shapes_choose(model: Path, answers: list
 
 def test_blocks_leave_and_come_back(model: Path) -> None:
     """Memory mode: what returns is what left."""
-    mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
+    mode = {"enabled": True, "on_device_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
     ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**CHOICE, "sparse_ratio": 0.2}}}
     with Engine(model, {**ucm, "memory_mode": mode}, max_num_batched_tokens=64, max_num_seqs=4) as engine:
         watched = WatchedEngine(engine)

@@ -111,7 +111,7 @@ def test_room_for_everything_changes_no_token(tiny_llama: Path) -> None:
     del plain["memory_mode"]
     with Engine(tiny_llama, plain, **OPTIONS) as engine:
         expected = generated(engine.generate(PROMPTS, greedy_params(30)))
-    with Engine(tiny_llama, ucm(resident_ratio=1.0), **OPTIONS) as engine:
+    with Engine(tiny_llama, ucm(on_device_ratio=1.0), **OPTIONS) as engine:
         watched = WatchedEngine(engine)
         assert generated(watched.generate(PROMPTS, 30)) == expected
         assert not watched.offload.totals.released

@@ -61,7 +61,7 @@ def test_a_stored_prompt_is_not_computed_and_its_blocks_leave(
 
 @pytest.fixture(scope="module")
 def without_store(tiny_llama: Path) -> Iterator[list[Answer]]:
-    with Engine(tiny_llama, ucm(ratio=1.0, resident_ratio=1.0), **OPTIONS) as engine:
+    with Engine(tiny_llama, ucm(ratio=1.0, on_device_ratio=1.0), **OPTIONS) as engine:
         yield engine.greedy(PROMPTS, OUTPUTS)
 
 
@@ -70,7 +70,7 @@ def test_answers_are_those_without_a_store(
     tiny_llama: Path, without_store: list[Answer], static: bool, tmp_path: Path
 ) -> None:
     """All blocks stay and all are chosen, so that answers do not depend on when copies arrive."""
-    config = ucm(static=static, ratio=1.0, resident_ratio=1.0)
+    config = ucm(static=static, ratio=1.0, on_device_ratio=1.0)
     for expected_hits in (0, loadable(PROMPTS[2])):
         with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=transfer(file_store(tmp_path))) as engine:
             answers = engine.greedy(PROMPTS, OUTPUTS)

@@ -59,7 +59,7 @@ def prompts() -> list[list[int]]:
 
 
 def ucm(mode: str = "off", method: str = "GSA", ratio: float = 0.2, **memory: Any) -> dict[str, Any]:
-    options = {"resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0, **memory}
+    options = {"on_device_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0, **memory}
     return {
         "ucm_sparse_method": method,
         "ucm_sparse_config": {method: {**CHOICE, "sparse_ratio": ratio}},
@@ -191,7 +191,7 @@ def test_what_a_copy_takes(models: Path) -> None:
 def test_room_for_everything_changes_no_token(models: Path, name: str, mode: str) -> None:
     with Engine(models / name, without(ucm(mode)), **OPTIONS) as engine:
         expected = generated(engine.generate(prompts()[:4], greedy_params(30)))
-    with Engine(models / name, ucm(mode, resident_ratio=1.0), **OPTIONS) as engine:
+    with Engine(models / name, ucm(mode, on_device_ratio=1.0), **OPTIONS) as engine:
         watched = WatchedGroups(engine)
         assert generated(watched.generate(prompts()[:4], 30)) == expected
         assert not watched.offload.totals.released
@@ -359,7 +359,7 @@ def test_beside_our_connector(gemma: Path, tmp_path: Path, mode: str) -> None:
 
 def test_answers_beside_our_connector(gemma: Path, tmp_path: Path) -> None:
     """All blocks stay: answers are those without a store."""
-    config = ucm(ratio=1.0, resident_ratio=1.0)
+    config = ucm(ratio=1.0, on_device_ratio=1.0)
     with Engine(gemma, without(config), **OPTIONS) as engine:
         expected = engine.greedy(prompts(), 18)
     for _ in range(2):

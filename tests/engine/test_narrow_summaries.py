@@ -98,7 +98,7 @@ def test_choices_are_those_of_rounded_summaries(model: Path, summary: str, monke
 
 def test_memory_mode(model: Path, tmp_path: Path) -> None:
     """Summaries of blocks that leave stay as bytes, and score what is away."""
-    mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
+    mode = {"enabled": True, "on_device_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
     mode["store"] = {"kind": "file", "path": str(tmp_path / "kv"), "fsync": False}
     config = {**ucm(ratio=0.2), "memory_mode": mode, "graphs": {"mode": "eager", "max_graphs": 6}}
     with Engine(model, config, max_num_batched_tokens=64, enable_prefix_caching=False) as engine:

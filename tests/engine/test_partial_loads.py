@@ -30,7 +30,7 @@ OTHER = PROMPT[: 10 * BLOCK] + tokens(7 * BLOCK + 1)
 TAILED = [PROMPT[3:][: 16 * BLOCK + 2], PROMPT[5:][: 15 * BLOCK + BLOCK // 2], PROMPT[7:][: 14 * BLOCK + BLOCK]]
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
 DENSE = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, extra_args={"ucm_sparse": False})
-RESIDENT = 8  # of 20, with resident_ratio 0.4
+RESIDENT = 8  # of 20, with on_device_ratio 0.4
 
 
 @pytest.mark.parametrize(("kind", "static", "tail"), [("memory", False, 7), ("file", True, 7)], ids=["true", "static"])

@@ -95,7 +95,7 @@ def card_counts(worker: Any) -> dict[str, Any]:
 def serve(model: str) -> dict[str, Any]:
     """Answers of two cards while graphs are cold; warms the rest as the engine's loop does between requests, and
     answers again. Beside them the counts of each card. Memory mode scores all blocks, and has room for all of them."""
-    scored = {"memory_mode": {"enabled": True, "resident_ratio": 1.0, "refresh_steps": 3}}
+    scored = {"memory_mode": {"enabled": True, "on_device_ratio": 1.0, "refresh_steps": 3}}
     config = ucm("ESA", graphs=COMPILED, **CHECKED, **scored)
     with Engine(Path(model), config, **OPTIONS, tensor_parallel_size=2) as engine:
         rounds = [engine.greedy(PROMPTS, ON_CARD_TOKENS)]

@@ -183,7 +183,7 @@ def _draw_method(draws: Draws, setting: Setting) -> None:
     if draws.chance("memory_mode", 0.25 if setting.ratio < ALL_BLOCKS else 0.1):
         setting.ucm["memory_mode"] = {
             "enabled": True,
-            "resident_ratio": max(setting.ratio, draws.choose("resident_ratio", (0.4, 0.6))),
+            "on_device_ratio": max(setting.ratio, draws.choose("on_device_ratio", (0.4, 0.6))),
             "refresh_steps": draws.number("refresh_steps", 2, 4),
             "max_missed": 1.0,
         }

@@ -30,7 +30,7 @@ def scheduler_of(
         "ucm_sparse_config": {method: {**WINDOWS, **(prefetch or {})}},
         "memory_mode": {
             "enabled": True,
-            "resident_ratio": 0.4,
+            "on_device_ratio": 0.4,
             "refresh_steps": 3,
             "history_decay": 0.0,
             "max_missed": 1.0,

@@ -21,10 +21,10 @@ def target(
     scores: list[float],
     offloaded: Set[int] = frozenset(),
     lost: Set[int] = frozenset(),
-    resident_ratio: float = 0.5,
+    on_device_ratio: float = 0.5,
     max_swaps: int = 8,
 ) -> ChosenMoves:
-    return choose_moves(np.array(scores), offloaded, lost, SIZE, resident_ratio, max_swaps, OPTIONS)
+    return choose_moves(np.array(scores), offloaded, lost, SIZE, on_device_ratio, max_swaps, OPTIONS)
 
 
 def test_the_best_stay_and_the_worst_leave_first() -> None:
@@ -65,7 +65,7 @@ def test_any_context(data: st.DataObject) -> None:
     scores = data.draw(st.lists(st.one_of(st.just(-1.0), st.floats(0, 1)), min_size=1, max_size=40))
     offloaded = set(data.draw(st.lists(st.integers(1, max(1, len(scores) - 4))))) & set(range(1, len(scores) - 2))
     ratio = data.draw(st.floats(0.2, 1))
-    to_evict, to_load = target(scores, offloaded, resident_ratio=ratio)
+    to_evict, to_load = target(scores, offloaded, on_device_ratio=ratio)
     budget = block_budget(len(scores) * SIZE, SIZE, OPTIONS)
     if budget is None:
         assert (to_evict, to_load) == ([], [])

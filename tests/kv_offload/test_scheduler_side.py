@@ -82,7 +82,7 @@ def test_everything_comes_back_where_too_much_is_missed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ratio", "most"), [(0.1, 20), (0.02, 4)])
 def test_away_ratio(tmp_path: Path, ratio: float, most: int) -> None:
     """So many blocks have a copy; those that came back give theirs up for others."""
-    scheduler, worker = scheduler_of(tmp_path, away_ratio=ratio), FakeWorker(random.Random(0))
+    scheduler, worker = scheduler_of(tmp_path, offloaded_ratio=ratio), FakeWorker(random.Random(0))
     scheduler.add_request(request("a", 160, max_tokens=80))
     found = []
     for _ in range(20):
@@ -178,7 +178,7 @@ def test_random_traffic(tmp_path: Path, method: str, caching: bool, seed: int, w
     rng = random.Random(seed)
     store = {"kind": "file", "path": str(tmp_path / "kv")}
     moves = rng.choice([2, 8])
-    options = {"moves_per_step": moves, "away_ratio": 1.0, "store": store, "windows": windows}
+    options = {"moves_per_step": moves, "offloaded_ratio": 1.0, "store": store, "windows": windows}
     scheduler = scheduler_of(tmp_path, 90 if windows else 60, method, caching, **options)
     worker = FakeWorker(rng, fail_saves=0.05, fail_loads=0.05, delay=3, windows=windows)
     preempted = 0

@@ -27,7 +27,8 @@ def test_totals_of_the_scheduler(folder: Path) -> None:
     )
     metrics.set(totals)
     found = {key: value for key, value in scrape(folder).items() if "memory_mode" in key}
-    assert sorted(found.values()) == sorted([4, 0.5, 1, 9, 2, 8, 3, 1, 5, 7, 11, 6])
-    (away,) = [value for key, value in found.items() if key.startswith("gaudi_ucm_memory_mode_away")]
+    assert sorted(found.values()) == sorted([4, 0.5, 1, 9, 2, 8, 3, 1, 5, 7, 7, 11, 6])
+    names = ("offloaded", "away")
+    offloaded, earlier = (value for name in names for key, value in found.items() if f"memory_mode_{name}{{" in key)
     (failed,) = [value for key, value in found.items() if 'event="failed"' in key]
-    assert (away, failed) == (7, 1)
+    assert (offloaded, earlier, failed) == (7, 7, 1)

@@ -137,10 +137,10 @@ def test_null_where_a_value_belongs_is_a_problem(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [".inf", "-.inf", ".nan"])
 def test_numbers_are_finite(tmp_path: Path, number: str) -> None:
-    text = f"graphs: {{memory_budget: {number}}}\nmemory_mode: {{away_ratio: {number}}}\n"
+    text = f"graphs: {{memory_budget: {number}}}\nmemory_mode: {{offloaded_ratio: {number}}}\n"
     message = message_of(write(tmp_path, "ucm.yaml", text))
     assert f"ucm.graphs.memory_budget: found {float(number.replace('.', ''))}, expected number, above 0" in message
-    assert "ucm.memory_mode.away_ratio: found" in message
+    assert "ucm.memory_mode.offloaded_ratio: found" in message
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

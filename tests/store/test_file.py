@@ -120,7 +120,7 @@ def test_folders_that_are_no_store_are_refused(tmp_path: Path, open_one: Any) ->
     (tmp_path / "file").write_text("x")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / MARKER).write_text('{"format": 0}')
-    for name, message in (("home", "not the folder of a store"), ("file", "no folder"), ("old", "another version")):
+    for name, message in (("home", "not the folder of a store"), ("file", "not a folder"), ("old", "another version")):
         with pytest.raises(UcmConfigError, match=message):
             open_one({"kind": "file", "path": str(tmp_path / name)})
     with pytest.raises(UcmConfigError, match=r"store\.path: found .*Not a directory.*expected a folder"):

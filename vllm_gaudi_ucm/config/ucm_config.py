@@ -71,9 +71,9 @@ def check_memory_mode(
     if not isinstance(options, BlockOptions):
         wanted = f"false with {method!r}, which does not choose blocks by their scores"
         raise UcmConfigError([Problem(f"{key}.enabled", "true", wanted)])
-    if memory_mode.resident_ratio < options.sparse_ratio:
+    if memory_mode.on_device_ratio < options.sparse_ratio:
         wanted = f"at least the method's sparse_ratio {options.sparse_ratio}"
-        raise UcmConfigError([Problem(f"{key}.resident_ratio", str(memory_mode.resident_ratio), wanted)])
+        raise UcmConfigError([Problem(f"{key}.on_device_ratio", str(memory_mode.on_device_ratio), wanted)])
 
 
 ROOT = "ucm"

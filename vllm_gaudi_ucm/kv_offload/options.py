@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SerializeAsAny, field_validator
 
@@ -17,24 +18,26 @@ _STORE: dict[str, Any] = {WORDS: "store (docs/guides/stores.md) or null"}
 class MemoryModeOptions(Section):
     """Strict, immutable, equal by value."""
 
+    earlier_names: ClassVar[Mapping[str, str]] = {"resident_ratio": "on_device_ratio", "away_ratio": "offloaded_ratio"}
+
     enabled: bool = Field(
         default=False,
         description="Blocks of a decoding request that its method is not likely to choose leave the device, so that "
         "more requests fit. Needs a sparse method that chooses blocks.",
     )
-    resident_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+    on_device_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.5,
         description="Part of a context's full blocks that stays on the device, sinks and local window included; at "
         "least the method's `sparse_ratio`.",
     )
     refresh_steps: Annotated[int, Field(ge=1)] = Field(
         default=16,
-        description="Decodes of a request after which all of its blocks, also those that are away, are scored again; "
+        description="Decodes of a request after which all of its blocks, including offloaded ones, are scored again; "
         "at first sooner, after 1, 2, 4 ...",
     )
     max_missed: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.25,
-        description="Share of a request's attention that is estimated to fall on blocks that are away, when it is "
+        description="Share of a request's attention that is estimated to fall on offloaded blocks, when it is "
         "scored, above which all of its blocks come back and stay.",
     )
     moves_per_step: Annotated[int, Field(ge=1)] = Field(
@@ -43,13 +46,13 @@ class MemoryModeOptions(Section):
     history_decay: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5, description="Weight of the scores so far against those of a refresh; 0 forgets them, 1 never."
     )
-    away_ratio: Annotated[float, Field(gt=0, le=64)] = Field(
+    offloaded_ratio: Annotated[float, Field(gt=0, le=64)] = Field(
         default=2.0,
         description="Most blocks that have a copy off the device, as a multiple of the blocks of the KV cache.",
     )
     store: SerializeAsAny[StoreOptions] | None = Field(
         default=None,
-        description="Where the copies are. Without it host memory of the size that `away_ratio` asks for.",
+        description="Where the copies are. Without it host memory of the size that `offloaded_ratio` asks for.",
         json_schema_extra=_STORE,
     )
 
@@ -63,7 +66,7 @@ class MemoryModeOptions(Section):
 
         Blocks for which a store would evict others are never sent to it.
         """
-        most = max(1, int(self.away_ratio * num_blocks))
+        most = max(1, int(self.offloaded_ratio * num_blocks))
         capacity = None if self.store is None else self.store.most_bytes
         return most if capacity is None else min(most, capacity // block_bytes)
 

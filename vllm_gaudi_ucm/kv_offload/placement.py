@@ -50,20 +50,20 @@ def choose_moves(
     offloaded: Set[int],
     lost: Set[int],
     block_size: int,
-    resident_ratio: float,
+    on_device_ratio: float,
     max_swaps: int,
     options: BlockOptions,
 ) -> ChosenMoves:
     """Returns what to move so that the best blocks of a context are on the device.
 
-    Sinks, local window and blocks without a score stay. Of the others, it keeps as many as fit within `resident_ratio`
+    Sinks, local window and blocks without a score stay. Of the others, it keeps as many as fit within `on_device_ratio`
     of all full blocks, and at least as many as the method chooses.
 
     Args:
         scores: [full blocks of the context]; below 0 for a block without a score.
         offloaded: blocks that are not on the device. lost: offloaded blocks that cannot come back.
         block_size: tokens per block.
-        resident_ratio: part of the full blocks that may be on the device.
+        on_device_ratio: part of the full blocks that may be on the device.
         max_swaps: most blocks that come back.
         options: options of the method.
     """
@@ -73,7 +73,7 @@ def choose_moves(
         return ChosenMoves([], [])
     between = [number for number in range(budget.sink_blocks, budget.window_start) if number not in lost]
     live = full - budget.num_candidates
-    room = max(budget.num_selected, math.ceil(resident_ratio * full - 1e-9) - live)
+    room = max(budget.num_selected, math.ceil(on_device_ratio * full - 1e-9) - live)
     # blocks without a score cannot be compared, and stay
     room -= sum(1 for number in between if scores[number] < 0 and number not in offloaded)
     ranked = sorted((number for number in between if scores[number] >= 0), key=lambda number: -scores[number])
@@ -84,7 +84,7 @@ def choose_moves(
 
 
 def dispensable_blocks(
-    full: int, missing: Sequence[int], block_size: int, resident_ratio: float, options: BlockOptions
+    full: int, missing: Sequence[int], block_size: int, on_device_ratio: float, options: BlockOptions
 ) -> list[int]:
     """Returns the blocks that need not come to the device, least wanted first; empty if the step is dense.
 
@@ -94,7 +94,7 @@ def dispensable_blocks(
         full: blocks of the context; up to a block of tokens more is to be computed, maybe in several steps.
         missing: blocks that are not on the device, most wanted first.
         block_size: tokens per block.
-        resident_ratio: part of the full blocks that may be on the device.
+        on_device_ratio: part of the full blocks that may be on the device.
         options: options of the method.
     """
     # windows only move away from what is missing as tokens are added, and by the block that a full tail block adds to
@@ -104,7 +104,7 @@ def dispensable_blocks(
         return []
     between = [number for number in missing if budget.sink_blocks <= number < budget.window_start]
     live = full - budget.num_candidates
-    room = max(budget.num_selected, math.ceil(resident_ratio * full - 1e-9) - live)
+    room = max(budget.num_selected, math.ceil(on_device_ratio * full - 1e-9) - live)
     here = budget.num_candidates - len(between)
     return between[max(0, room - here) :][::-1]
 
@@ -170,7 +170,7 @@ class ScoreBook:
             state.offloaded,
             state.lost | set(state.loading),
             self._block_size,
-            resident_ratio=1.0 if state.stays else self._options.resident_ratio,
+            on_device_ratio=1.0 if state.stays else self._options.on_device_ratio,
             max_swaps=len(scores) if state.stays else max_swaps,
             options=self._method,
         )

@@ -96,7 +96,7 @@ class OffloadScheduler:
         """Blocks of a stored prompt that its first step can do without, least wanted first. See dispensable_blocks."""
         if request_id not in self._states:
             return []
-        return dispensable_blocks(full, missing, self._block_size, self._options.resident_ratio, self.method)
+        return dispensable_blocks(full, missing, self._block_size, self._options.on_device_ratio, self.method)
 
     def has_gaps(self, request_id: str, num_rows: int) -> bool:
         """True if a step of `num_rows` rows, of a prompt too, is sparse because the request has offloaded blocks."""

@@ -100,12 +100,17 @@ KV_LOOKUPS = Metric("gaudi_ucm_kv_lookups", "counter", ("result",), "Requests th
 MEMORY_MODE_BLOCKS = Metric(
     "gaudi_ucm_memory_mode_blocks", "counter", ("event",), "Blocks that memory mode copied, released and brought back."
 )
-MEMORY_MODE_AWAY = Metric("gaudi_ucm_memory_mode_away", "gauge", (), "Blocks of requests that are not on the device.")
+MEMORY_MODE_OFFLOADED = Metric(
+    "gaudi_ucm_memory_mode_offloaded", "gauge", (), "Blocks of requests that are not on the device."
+)
+MEMORY_MODE_AWAY = Metric(
+    "gaudi_ucm_memory_mode_away", "gauge", (), "Earlier name of gaudi_ucm_memory_mode_offloaded, for one release."
+)
 MEMORY_MODE_SCORINGS = Metric(
     "gaudi_ucm_memory_mode_scorings",
     "counter",
     ("share",),
-    "Requests scored, and the share of their attention that was estimated to fall on blocks that were away, summed.",
+    "Requests scored, and the share of their attention that was estimated to fall on offloaded blocks, summed.",
 )
 MEMORY_MODE_KEPT = Metric(
     "gaudi_ucm_memory_mode_kept", "counter", (), "Requests that got every block back, because too much was missed."

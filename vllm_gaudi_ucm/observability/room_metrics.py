@@ -179,18 +179,20 @@ class MemoryModeMetrics:
 
     def __init__(self, file: MetricsFile) -> None:
         self._events = {event: file.series(metric.MEMORY_MODE_BLOCKS, event) for event in MEMORY_MODE_EVENTS}
-        self._away = file.series(metric.MEMORY_MODE_AWAY)
+        self._offloaded = [file.series(name) for name in (metric.MEMORY_MODE_OFFLOADED, metric.MEMORY_MODE_AWAY)]
         # a gauge that was never set is not shown
-        self._away.set(0)
+        for series in self._offloaded:
+            series.set(0)
         self._scorings = [file.series(metric.MEMORY_MODE_SCORINGS, share) for share in ("all", "missed")]
         self._kept = file.series(metric.MEMORY_MODE_KEPT)
         self._repeated = file.series(metric.MEMORY_MODE_REPEATED)
 
     def set(self, totals: OffloadTotals) -> None:
-        """Totals since the start, and the blocks that are away now."""
+        """Sets totals since the start, and the blocks that are offloaded now."""
         for event, series in self._events.items():
             series.set(getattr(totals, event))
-        self._away.set(totals.away)
+        for series in self._offloaded:
+            series.set(totals.away)
         for series, count in zip(self._scorings, (totals.scored, totals.missed), strict=True):
             series.set(count)
         self._kept.set(totals.kept)

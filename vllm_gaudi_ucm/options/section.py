@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -15,6 +16,9 @@ class Section(BaseModel):
 
     # strict: "512" for a number is a mistake in a file, not a number. An input may hold a password.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    earlier_names: ClassVar[Mapping[str, str]] = {}
+    """Maps names that options had in the previous release to their names now. They still work, with a warning."""
 
     @classmethod
     def resolve(cls, value: Any, key: str) -> Self:
@@ -37,11 +41,20 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_it_was_meant(cls, values: Any) -> Any:
-        """Corrects values of YAML files: an empty `graphs:`, and a bare `off`, which YAML 1.1 reads as false."""
+        """Corrects earlier names, an empty `graphs:`, and a bare `off`, which YAML 1.1 reads as false."""
         if not isinstance(values, Mapping):
             return values
-        meant = {key: cls._choice(key, value) for key, value in values.items()}
+        meant = {cls._name(key, values): cls._choice(key, value) for key, value in values.items()}
         return {key: value for key, value in meant.items() if value is not None or not cls._is_section(key)}
+
+    @classmethod
+    def _name(cls, key: Any, values: Mapping[Any, Any]) -> Any:
+        """Returns the name of an option now. An earlier name next to the new one stays, and is refused as unknown."""
+        name = cls.earlier_names.get(key, key)
+        if name == key or name in values:
+            return key
+        warnings.warn(f"option {key} is now called {name}; the old name goes with the next release", FutureWarning, 2)
+        return name
 
     @classmethod
     def _choice(cls, key: Any, value: Any) -> Any:

@@ -241,7 +241,7 @@ def summaries_per_block(config: UcmConfig, vllm_config: VllmConfig, specs: Mappi
     groups = groups_of(vllm_config, specs)
     share = summaries / max(sum(specs[name].page_size_bytes for name in group.layer_names) for group in groups)
     # summaries of offloaded blocks stay
-    return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
+    return share * (1 + config.memory_mode.offloaded_ratio) if config.memory_mode.enabled else share
 
 
 def _summary_bytes(options: BlockOptions, spec: AttentionSpec) -> float:

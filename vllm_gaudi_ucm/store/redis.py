@@ -300,7 +300,7 @@ def _client_package() -> Any:
         import redis.backoff
         import redis.retry
     except ModuleNotFoundError as error:
-        advice = "install it with pip install 'vllm-gaudi-ucm[redis]'"
+        advice = "pip install 'vllm-gaudi-ucm[redis]'"
         raise ValueError(f"store.kind redis: the Python package redis is missing; {advice}") from error
     return redis
 

@@ -235,7 +235,7 @@ def _memory_mode(options: MemoryModeOptions) -> Iterator[Check]:
             )
         return
     kind = "host memory" if options.store is None else f"a store of kind {options.store.kind}"
-    found = f"on: {options.resident_ratio:.0%} of a context's full blocks stay on the device; copies in {kind}"
+    found = f"on: {options.on_device_ratio:.0%} of a context's full blocks stay on the device; copies in {kind}"
     yield Check(SPARSE, key, "ok", found)
     if options.store is not None:
         yield from checks_of_store(options.store)
