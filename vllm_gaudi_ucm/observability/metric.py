@@ -179,6 +179,7 @@ METRICS = (
     KV_BLOCKS,
     KV_LOOKUPS,
     MEMORY_MODE_BLOCKS,
+    MEMORY_MODE_OFFLOADED,
     MEMORY_MODE_AWAY,
     MEMORY_MODE_SCORINGS,
     MEMORY_MODE_KEPT,
@@ -187,3 +188,6 @@ METRICS = (
     MEMORY_RATES,
     MEMORY_DENSITY,
 )
+
+EARLIER = (MEMORY_MODE_AWAY,)
+"""Earlier names that are still exported, for one release."""
