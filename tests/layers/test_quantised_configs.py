@@ -155,7 +155,7 @@ def test_what_quantised_experts_do_not_compute() -> None:
     with pytest.raises(UnsupportedFeatureError, match=r"a format other than gpt-oss's `mxfp4` .*model\.layers\.1"):
         method.create_weights(found)
     found.apply_router_weight_on_input = True
-    with pytest.raises(UnsupportedFeatureError, match=r"several experts for each row where shares weigh the rows"):
+    with pytest.raises(UnsupportedFeatureError, match=r"several experts for each row with shares that weigh the rows"):
         method.create_weights(found)
 
 
