@@ -76,7 +76,7 @@ def _plan(batch: Batch) -> tuple[UnifiedPlan, np.ndarray]:
     model = batch.model
     window = Window(model.window or WHOLE, by_distance=model.slopes) if model.window or model.slopes else None
     plan = plan_batch(
-        BatchInput(computed, new, computed + new, batch.tables.cpu().numpy()),
+        BatchInput(computed, new, computed + new, (batch.tables.cpu().numpy(),)),
         batch.model.block_size,
         SLICE,
         window=window,

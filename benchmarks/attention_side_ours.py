@@ -21,7 +21,7 @@ def calls(case: Case, data: CaseData) -> dict[str, Callable[[], Tensor]]:
     """Returns calls by implementation. A call poisons its output first."""
     each = np.ones(case.requests, np.int32)
     tables = data.block_tables.numpy()
-    plan = plan_batch(BatchInput(each * case.context, each * case.new, each * case.tokens, tables), BLOCK_SIZE)
+    plan = plan_batch(BatchInput(each * case.context, each * case.new, each * case.tokens, (tables,)), BLOCK_SIZE)
     staged = TrueShapeTensors(torch.device("cpu"), contiguous_pa=False).stage(
         PlannedStep.of_tokens(plan, np.zeros(plan.num_rows, np.int64))
     )[0]

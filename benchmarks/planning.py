@@ -72,7 +72,7 @@ class Workload:
         tables[:, :shared] = tables[np.arange(self.requests) % self.prefixes, :shared]
         for _ in range(count):
             reach = int((computed + new).max() - 1) // size + 1
-            yield BatchInput(computed.copy(), new.copy(), computed + new, tables[:, :reach].copy())
+            yield BatchInput(computed.copy(), new.copy(), computed + new, (tables[:, :reach].copy(),))
             computed += stay
 
     def planner(self) -> Callable[[BatchInput], UnifiedPlan]:

@@ -79,7 +79,7 @@ def measure(name: str, requests: int, context: int, ratio: float, steps: int) ->
             scheduled_cached_reqs=SimpleNamespace(req_ids=ids, num_computed_tokens=computed.tolist()),
         )
         reach = int(computed.max()) // BLOCK_SIZE + 1
-        batch = BatchInput(computed.copy(), new, computed + 1, tables[:, :reach].copy())
+        batch = BatchInput(computed.copy(), new, computed + 1, (tables[:, :reach].copy(),))
         state.begin_step()
         times = [time.perf_counter()]
         meta = method.build_sparse_meta(output, live)

@@ -60,7 +60,7 @@ class Step:
             tables[row, : len(table)] = table
         columns = ([r.computed for r in self.requests], [r.new for r in self.requests])
         computed, new, known = (np.array(c, np.int32) for c in (*columns, [r.num_tokens for r in self.requests]))
-        return BatchInput(computed, new, known, tables)
+        return BatchInput(computed, new, known, (tables,))
 
     def place(self, request: int, position: int) -> tuple[int, int]:
         """(physical block, offset) of a token."""

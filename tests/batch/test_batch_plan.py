@@ -141,9 +141,10 @@ def test_a_permuted_batch_computes_the_same(step: Step, rng: random.Random) -> N
 @given(steps())
 def test_the_input_is_left_alone(step: Step) -> None:
     batch = step.batch_input()
-    before = [array.copy() for array in batch[:4]]
+    arrays = (*batch[:3], *batch.tables)
+    before = [array.copy() for array in arrays]
     plan_batch(batch, step.block_size)
-    assert all(np.array_equal(array, copy) for array, copy in zip(batch[:4], before, strict=True))
+    assert all(np.array_equal(array, copy) for array, copy in zip(arrays, before, strict=True))
 
 
 def test_no_request() -> None:
@@ -259,7 +260,7 @@ def test_slots_of_a_large_cache_need_more_than_31_bits() -> None:
     one = np.array([1], np.int32)
     tables = np.array([[7, block, POISON_BLOCK]], np.int32)
     plan = plan_batch(
-        BatchInput(np.array([block_size + 5], np.int32), one, np.array([1], np.int32), tables), block_size
+        BatchInput(np.array([block_size + 5], np.int32), one, np.array([1], np.int32), (tables,)), block_size
     )
     assert plan.slots.tolist() == [block * block_size + 5]
     assert plan.slots[0] > np.iinfo(np.int32).max

@@ -19,7 +19,7 @@ def test_a_row_shares_one_block_with_each_of_two_others() -> None:
     cache and the second block of the other."""
     tables = np.array([[1, 2, 5], [1, 3, 6], [4, 2, 7]], np.int32)
     computed = np.full(3, 2 * BLOCK + 4, np.int32)
-    plan = plan_batch(BatchInput(computed, np.ones(3, np.int32), computed + 1, tables), BLOCK)
+    plan = plan_batch(BatchInput(computed, np.ones(3, np.int32), computed + 1, (tables,)), BLOCK)
     staged = TrueShapeTensors(torch.device("cpu")).stage(PlannedStep.of_tokens(plan, np.zeros(3, np.int64)))[0]
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)

@@ -13,7 +13,7 @@ from tests.batch.scheduling import Known, new_request, step_output
 from tests.batch.steady_plan import assert_same
 from tests.batch.traffic import Traffic
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, plan_batch
-from vllm_gaudi_ucm.batch.group_planner import GroupPlanner, make_planner
+from vllm_gaudi_ucm.batch.group_planner import make_planner
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.batch.window import Window
@@ -37,11 +37,13 @@ def test_groups_are_planned_by_their_own_tables(step: Step, tokens: int, chunked
         KvGroup(2, step.block_size, Window(tokens, chunked)),
     ]
     first = step.batch_input()
-    batch = first._replace(others=tuple(freed(first, group, 1000 * group.number) for group in groups[1:]))
-    plan = GroupPlanner(groups, 3).plan(batch)
+    batch = first._replace(
+        tables=(first.block_tables, *(freed(first, group, 1000 * group.number) for group in groups[1:]))
+    )
+    plan = make_planner(groups, 3).plan(batch)
     assert_same(plan._replace(groups=plan.groups[:1]), plan_batch(first, step.block_size, 3))
-    for group, tables, found in zip(groups[1:], batch.others, plan.groups[1:], strict=True):
-        alone = plan_batch(first._replace(block_tables=tables), group.block_size, 3, window=group.window)
+    for group, tables, found in zip(groups[1:], batch.tables[1:], plan.groups[1:], strict=True):
+        alone = plan_batch(first._replace(tables=(tables,)), group.block_size, 3, window=group.window)
         assert_same(plan._replace(groups=(found,)), alone)
         most = group.most_blocks
         assert most is not None
@@ -68,9 +70,8 @@ def test_a_table_for_each_group() -> None:
     other.block_ids = ([3], [4])
     table.update(step_output({"a": 3, "b": 2}, [new, other]))
     _, batch = table.scheduled({"a": 3, "b": 2})
-    assert batch.block_tables.tolist() == [[5, 6], [4, 0]]
-    assert [one.tolist() for one in batch.others] == [[[0, 7, 8, 9], [3, 0, 0, 0]], [[5, 6], [4, 0]]]
-    assert batch.take(np.array([1])).others[0].tolist() == [[3, 0, 0, 0]]
+    assert [one.tolist() for one in batch.tables] == [[[5, 6], [4, 0]], [[0, 7, 8, 9], [3, 0, 0, 0]], [[5, 6], [4, 0]]]
+    assert batch.take(np.array([1])).tables[1].tolist() == [[3, 0, 0, 0]]
     table.update(step_output({}, finished=["a", "b"]))
     assert not table.block_tables.any()
     table.check_integrity()
@@ -83,13 +84,13 @@ def test_groups_that_see_as_far_have_equal_plans_but_for_blocks(
     """Steps of decodes, and others; one group shares a block that the others do not."""
     traffic = Traffic(rng, block_size, 0.1)
     groups = [KvGroup(0, block_size), *(KvGroup(k, block_size, window) for k in (1, 2, 3))]
-    planner = GroupPlanner(groups, 3)
+    planner = make_planner(groups, 3)
     for _ in range(12):
         batch = traffic.step()
         tables = [batch.block_tables.copy() + 500 * k for k in (1, 2, 3)]
         if len(batch.num_computed) > 1 and rng.random() < 0.3:
             tables[2][1, :1] = tables[2][0, :1]
-        plan = planner.plan(batch._replace(others=tuple(tables)))
+        plan = planner.plan(batch._replace(tables=(batch.block_tables, *tables)))
         for own, found in zip(tables, plan.groups[1:], strict=True):
-            alone = plan_batch(batch._replace(block_tables=own), block_size, 3, window=window)
+            alone = plan_batch(batch._replace(tables=(own,)), block_size, 3, window=window)
             assert_same(plan._replace(groups=(found,)), alone)

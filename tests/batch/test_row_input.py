@@ -61,7 +61,7 @@ def test_a_steady_step_has_the_rows_of_its_batch() -> None:
     planner, computed, ones = SteadyPlanner(4), np.array([1, 1], np.int32), np.ones(2, np.int32)
     tables = np.array([[1], [2]], np.int32)
     for rows in ([0, 1], [0, 1], [5, 3]):
-        plan = planner.plan(BatchInput(computed, ones, computed + 1, tables, (), np.array(rows)))
+        plan = planner.plan(BatchInput(computed, ones, computed + 1, (tables,), np.array(rows)))
         assert plan.table_rows.tolist() == rows
         assert plan.positions.tolist() == computed.tolist()
         computed = computed + 1

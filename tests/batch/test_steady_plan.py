@@ -31,9 +31,10 @@ def test_any_history_of_steps_gives_the_plans_of_plan_batch(
     for _ in range(25):
         batch = traffic.step()
         expected = plan_batch(batch, block_size, 3, window=window)
-        before = [array.copy() for array in batch[:4]]
+        arrays = [*batch[:3], *batch.tables]
+        before = [array.copy() for array in arrays]
         plan = planner.plan(batch)
-        assert_same(list(batch[:4]), before, "batch")
+        assert_same(arrays, before, "batch")
         assert_same(plan, expected)
 
 
@@ -170,7 +171,8 @@ def test_the_arrays_of_a_batch_may_be_used_again() -> None:
     traffic, planner = decodes([3, 20, 21]), SteadyPlanner(16)
     batch = traffic.step()
     planner.plan(batch)
-    for array, after in zip(batch[:4], other_block(traffic.step())[:4], strict=True):
+    later = other_block(traffic.step())
+    for array, after in zip((*batch[:3], *batch.tables), (*later[:3], *later.tables), strict=True):
         array[...] = after
     assert_same(planner.plan(batch), plan_batch(batch, 16))
 
@@ -181,7 +183,7 @@ def test_an_error_of_a_step_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         planner.plan(traffic.step())
     batch = traffic.step()
-    bad = other_block(batch._replace(block_tables=batch.block_tables.copy()))
+    bad = other_block(batch._replace(tables=(batch.block_tables.copy(),)))
 
     def out_of_memory(*_: object) -> UnifiedPlan:
         raise MemoryError

@@ -76,6 +76,6 @@ def test_work_follows_the_window() -> None:
 
 def test_a_window_with_token_tables_is_an_error() -> None:
     batch = lay_out([Request(40, 1)], 16, 0).batch_input()
-    batch = batch._replace(block_tables=np.zeros((1, 2, 3), np.int32))
+    batch = batch._replace(tables=(np.zeros((1, 2, 3), np.int32),))
     with pytest.raises(ValueError, match="a window with a selection or token tables"):
         plan_batch(batch, 16, window=Window(20))

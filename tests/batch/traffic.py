@@ -51,7 +51,7 @@ class Traffic:
             np.array([request.computed for request in scheduled], np.int32),
             np.array(new, np.int32),
             np.array([request.tokens for request in scheduled], np.int32),
-            self._tables(scheduled),
+            (self._tables(scheduled),),
         )
         for request, count in zip(scheduled, new, strict=True):
             request.computed += count

@@ -46,7 +46,7 @@ def planned(batch: Sequence[Scheduled], block_size: int) -> tuple[Bucket, int, i
     for row, blocks_of_row in enumerate(tables):
         table[row, : len(blocks_of_row)] = blocks_of_row
     columns = (np.array([getattr(e, name) for e in batch], np.int32) for name in ("computed", "new", "tokens"))
-    plan = plan_batch(BatchInput(*columns, table), block_size)
+    plan = plan_batch(BatchInput(*columns, (table,)), block_size)
     shared, unique = plan.shared, plan.unique
     phase = phase_string(plan.causal is not None, shared is not None, unique is not None)
     sizes = [0 if part is None else len(part.blocks) for part in (shared, unique)]

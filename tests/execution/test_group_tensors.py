@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from tests.batch.batches import POISON_BLOCK, Step, steps
 from vllm_gaudi_ucm.batch.batch_plan import GroupPlan
-from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
+from vllm_gaudi_ucm.batch.group_planner import make_planner
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.window import Window
+from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
-from vllm_gaudi_ucm.execution.group_tensors import held_by_groups, step_table
+from vllm_gaudi_ucm.execution.group_tensors import held_by_groups
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
@@ -64,20 +65,20 @@ def test_groups_in_a_bucket_attend_as_at_true_shapes(step: Step, tokens: int, da
     groups = (KvGroup(0, size), KvGroup(1, size, Window(tokens)), KvGroup(2, size))
     first = step.batch_input()
     moved = np.where(first.block_tables == POISON_BLOCK, POISON_BLOCK, MOST_BLOCKS - 1 - first.block_tables)
-    batch = first._replace(others=(moved.astype(np.int32), first.block_tables))
-    plan = GroupPlanner(groups, 5).plan(batch)
-    table, token_ids = step_table(groups), np.arange(plan.num_rows)
-    exact, _ = TrueShapeTensors(CPU, False, None, table).stage(PlannedStep.of_tokens(plan, token_ids))
+    batch = first._replace(tables=(first.block_tables, moved.astype(np.int32), first.block_tables))
+    plan = make_planner(groups, 5).plan(batch)
+    kinds, token_ids = [AttentionGroup(group) for group in groups], np.arange(plan.num_rows)
+    exact, _ = TrueShapeTensors(CPU, False, None, kinds).stage(PlannedStep.of_tokens(plan, token_ids))
 
     limits = limits_of(step)
     true = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks))
-    needed, most = held_by_groups(true, plan, groups), limits.maximum
+    needed, most = held_by_groups(true, plan, kinds), limits.maximum
     shape = data.draw(st.sampled_from([needed, most])).forward
-    inputs = BucketTensors(limits, 5, CPU, table=table, groups=groups)
+    inputs = BucketTensors(limits, 5, CPU, groups=kinds)
     padded = inputs.split(inputs.fill(shape, PlannedStep.of_tokens(plan, token_ids)), shape)
 
-    assert len(exact.groups) == len(padded.groups) == 2
-    for group, own, one, other in zip(groups[1:], plan.groups[1:], exact.groups, padded.groups, strict=True):
+    assert len(exact.groups) == len(padded.groups) == 3
+    for group, own, one, other in zip(groups[1:], plan.groups[1:], exact.groups[1:], padded.groups[1:], strict=True):
         local = group.window is not None
         expected = attention(one.slots, one.parts, own, size, local)
         found = attention(other.slots, other.parts, own, size, local)

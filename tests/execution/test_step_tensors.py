@@ -14,8 +14,9 @@ from tests.execution.bucket_tensors import server_limits, step_shape
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInput
+from vllm_gaudi_ucm.execution.attention_group import ONE_GROUP
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
-from vllm_gaudi_ucm.execution.group_tensors import ONE_GROUP, step_table
+from vllm_gaudi_ucm.execution.group_tensors import step_table
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 
 CPU = torch.device("cpu")
@@ -41,7 +42,6 @@ class Sections(RowInput):
 
 
 INPUTS = (*BUILT_IN_INPUTS, AdapterIndex, Sections)
-TABLE = step_table(ONE_GROUP, INPUTS)
 
 
 def planned(step: Step) -> PlannedStep:
@@ -57,12 +57,12 @@ def planned(step: Step) -> PlannedStep:
 def test_an_input_from_outside_arrives_at_true_shape_and_in_a_bucket() -> None:
     step = lay_out([Request(5, 1), Request(0, 3), Request(6, 1)], 4, 0)
     found = planned(step)
-    exact, _ = TrueShapeTensors(CPU, table=TABLE).stage(found)
+    exact, _ = TrueShapeTensors(CPU, inputs=INPUTS).stage(found)
     assert exact.rows["adapter_index"].tolist() == [4, 3, 5, 5, 5]
     assert exact.rows["sections"].tolist() == [[5, 6, 0, 1, 2], [10, 12, 0, 2, 4], [15, 18, 0, 3, 6]]
 
     shape = step_shape(found.plan, contiguous=False)._replace(query_len=8).forward
-    inputs = BucketTensors(server_limits(step, False, 3, 1, 1), 512, CPU, table=TABLE)
+    inputs = BucketTensors(server_limits(step, False, 3, 1, 1), 512, CPU, inputs=INPUTS)
     padded = inputs.split(inputs.fill(shape, found), shape)
     assert padded.rows["adapter_index"].tolist() == [4, 3, 5, 5, 5, -1, -1, -1]
     assert padded.rows["sections"].tolist() == [[*row, 0, 0, 0] for row in exact.rows["sections"].tolist()]
@@ -78,9 +78,9 @@ def test_an_input_has_a_name_of_its_own() -> None:
 
 def test_every_entry_has_its_type_at_true_shape_and_int64_in_a_bucket() -> None:
     step = lay_out([Request(5, 1, prefix=1), Request(4, 3, prefix=1), Request(6, 1)], 4, 0)
-    exact, _ = TrueShapeTensors(CPU, table=TABLE).stage(planned(step))
+    exact, _ = TrueShapeTensors(CPU, inputs=INPUTS).stage(planned(step))
     assert exact.parts.shared is not None
     assert exact.parts.shared.hi.dtype == torch.int32
     assert exact.rows["adapter_index"].dtype == torch.int64
     limits = server_limits(step, False, 0, 0, 0)
-    assert BucketTensors(limits, 512, CPU, table=TABLE).fill_pads(limits.maximum.forward).dtype == torch.int64
+    assert BucketTensors(limits, 512, CPU, inputs=INPUTS).fill_pads(limits.maximum.forward).dtype == torch.int64

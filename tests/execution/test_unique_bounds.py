@@ -21,7 +21,7 @@ def _staged(window: int) -> tuple[int | None, int | None]:
     """At the true shape, and in a bucket. window: 0 for none."""
     ones = np.ones(3, np.int32)
     tables = 1 + np.arange(3 * 8, dtype=np.int32).reshape(3, 8)
-    batch = BatchInput(COMPUTED, ones, COMPUTED + 1, tables)
+    batch = BatchInput(COMPUTED, ones, COMPUTED + 1, (tables,))
     plan = plan_batch(batch, SIZE, 512, window=Window(window) if window else None)
     tokens = np.zeros(3, np.int64)
     limits = Limits(

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.batch.batches import Step
 from tests.batch.expand import owners
-from tests.batch.token_steps import TokenStep
 from tests.ops.batch import Batch
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
@@ -38,10 +37,8 @@ def run_step(
     Under a window also in all blocks that no row sees. With distances the layer has slopes.
     """
     plan = plan_batch(step.batch_input(), step.block_size, causal_slice, window=window)
-    by_token = isinstance(step, TokenStep)
-    staged = TrueShapeTensors(CPU, contiguous_pa, by_token=by_token).stage(
-        PlannedStep.of_tokens(plan, np.arange(plan.num_rows))
-    )[0]
+    found = PlannedStep.of_tokens(plan, np.arange(plan.num_rows))
+    staged = TrueShapeTensors(CPU, contiguous_pa).stage(found)[0]
     random = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:

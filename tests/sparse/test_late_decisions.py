@@ -133,7 +133,7 @@ class Both:
         order = list(counts)
         computed = [fresh.get(name, self.tokens[name] - 1) for name in order]
         sizes = (np.array(some, np.int32) for some in (computed, list(counts.values()), map_tokens(self, order)))
-        batch = BatchInput(*sizes, np.zeros((len(order), 1), np.int32))
+        batch = BatchInput(*sizes, (np.zeros((len(order), 1), np.int32),))
         found = self.late.decide(sent, step_drafts, [live[name] for name in order], batch)
         assert found == expected
         right = {name: min(accepted.get(name, 0), drafts.get(name, 0)) for name in order}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +26,21 @@ class BatchInput(NamedTuple):
 
     num_computed, num_scheduled: tokens whose K/V are in the cache already; tokens to compute now (>= 1).
     num_tokens: tokens known of the request (prompt and outputs); a request yields logits once all of them are computed.
-    block_tables: [requests, width] physical block ids; entries that the tokens above do not reach are undefined. With a
-        slot for each token they are runs of slots, [requests, width, 3] of `TokenTable`.
-    others: block tables of the other KV-cache groups.
+    tables: of each KV-cache group, [requests, width] physical block ids; entries that the tokens above do not reach are
+        undefined. With a slot for each token they are runs of slots, [requests, width, 3] of `TokenTable`.
     table_rows: int64 [requests] rows of the request table; None: request i has row i.
     """
 
     num_computed: NDArray[np.int32]
     num_scheduled: NDArray[np.int32]
     num_tokens: NDArray[np.int32]
-    block_tables: NDArray[np.int32]
-    others: tuple[NDArray[np.int32], ...] = ()
+    tables: tuple[NDArray[np.int32], ...]
     table_rows: NDArray[np.int64] | None = None
+
+    @property
+    def block_tables(self) -> NDArray[np.int32]:
+        """The table of the first group, whose blocks the sizes of buckets count."""
+        return self.tables[0]
 
     @property
     def has_token_tables(self) -> bool:
@@ -46,9 +49,13 @@ class BatchInput(NamedTuple):
 
     def take(self, index: NDArray[np.int64]) -> BatchInput:
         """The entries of these requests."""
-        computed, scheduled, tokens, tables, *others = (array[index] for array in (*self[:4], *self.others))
+        computed, scheduled, tokens = self.num_computed[index], self.num_scheduled[index], self.num_tokens[index]
         rows = index if self.table_rows is None else self.table_rows[index]
-        return BatchInput(computed, scheduled, tokens, tables, tuple(others), rows)
+        return BatchInput(computed, scheduled, tokens, tuple(table[index] for table in self.tables), rows)
+
+    def of_group(self, number: int) -> BatchInput:
+        """The same step with the table of one group alone."""
+        return self._replace(tables=(self.tables[number],))
 
 
 class GroupPlan(NamedTuple):
@@ -65,6 +72,21 @@ class GroupPlan(NamedTuple):
     unique: UniquePlan | None
     selection: SelectionPlan | None = None
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Those of attention that the step has."""
+        found = (("shared", self.shared), ("unique", self.unique), ("causal", self.causal))
+        return tuple(name for name, part in found if part is not None)
+
+
+class PlanOfGroup(Protocol):
+    """What a kind of KV-cache group plans of a step: `GroupPlan` for attention."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that the step has in this group, by which its tensors are chosen; see `StepTensor`."""
+        ...
+
 
 class UnifiedPlan(NamedTuple):
     """A step, decided. Rows are query tokens in the flat batch; single rows (one new token) come first.
@@ -77,7 +99,7 @@ class UnifiedPlan(NamedTuple):
     num_single: rows [0, num_single) are the single rows.
     logits_requests, logits_rows: requests (indices into the BatchInput) that yield a token, and their rows.
     groups: the same rows in each KV-cache group, at least one. The sizes of buckets, sparse methods and the record of
-        a step speak of the first one, whose parts have properties of their own here.
+        a step speak of the first one, which is of attention; its parts have properties of their own here.
     """
 
     requests: NDArray[np.int64]
@@ -88,27 +110,31 @@ class UnifiedPlan(NamedTuple):
     num_single: int
     logits_requests: NDArray[np.int64]
     logits_rows: NDArray[np.int64]
-    groups: tuple[GroupPlan, ...]
+    groups: tuple[PlanOfGroup, ...]
+
+    @property
+    def first(self) -> GroupPlan:
+        return cast(GroupPlan, self.groups[0])
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        return self.groups[0].slots
+        return self.first.slots
 
     @property
     def causal(self) -> CausalPlan | None:
-        return self.groups[0].causal
+        return self.first.causal
 
     @property
     def shared(self) -> SharedPlan | None:
-        return self.groups[0].shared
+        return self.first.shared
 
     @property
     def unique(self) -> UniquePlan | None:
-        return self.groups[0].unique
+        return self.first.unique
 
     @property
     def selection(self) -> SelectionPlan | None:
-        return self.groups[0].selection
+        return self.first.selection
 
     @property
     def num_rows(self) -> int:

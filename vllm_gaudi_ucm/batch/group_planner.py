@@ -3,42 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, SteadyPlanner, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, PlanOfGroup, SteadyPlanner, UnifiedPlan
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput
 from vllm_gaudi_ucm.batch.window import Window
 
+Planned = dict[tuple[int, Window | None], GroupPlan]
+"""Plans of groups of attention behind the first, by block size and window."""
 
-class GroupPlanner:
-    """Plans of several groups as one.
+
+class GroupPlanner(Protocol):
+    """Plans the steps of one KV-cache group."""
+
+    def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> PlanOfGroup:
+        """Returns the plan of the group.
+
+        batch: with the group's table alone. step: its rows, as the first group has them. planned: other groups of the
+        step, to which a group of attention adds its own plan.
+        """
+        ...
+
+
+class AttentionPlanner:
+    """See GroupPlanner.
 
     Args:
-        groups: the first is that of `BatchInput.block_tables`, the others those of `BatchInput.others`.
+        group: of attention.
         causal_slice: query rows per causal slice.
         batches: in flight, see SteadyPlanner.
     """
 
-    def __init__(self, groups: Sequence[KvGroup], causal_slice: int = 512, batches: int = 1) -> None:
-        self._groups = tuple(groups)
-        self._planners = [SteadyPlanner(group.block_size, causal_slice, batches, group.window) for group in groups]
+    def __init__(self, group: KvGroup, causal_slice: int = 512, batches: int = 1) -> None:
+        self._group = group
+        self.steady = SteadyPlanner(group.block_size, causal_slice, batches, group.window)
+
+    def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> GroupPlan:
+        kind = (self._group.block_size, self._group.window)
+        leader = planned.get(kind)
+        found = None if leader is None else with_tables(step, leader, batch.block_tables, self._group)
+        if found is None:
+            found = self.steady.plan(batch).first
+        planned.setdefault(kind, found)
+        return found
+
+
+class StepPlanner:
+    """Plans steps of several groups.
+
+    Args:
+        planners: of each group, in the order of `BatchInput.tables`. The first is of attention.
+    """
+
+    def __init__(self, planners: Sequence[GroupPlanner]) -> None:
+        self._first = cast(AttentionPlanner, planners[0]).steady
+        self._others = tuple(planners[1:])
 
     def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
-        """selection: of the first group; a group with a window has none."""
-        plan = self._planners[0].plan(batch, selection)
-        others = (batch._replace(block_tables=tables, others=()) for tables in batch.others)
-        found = [*plan.groups]
-        alike: dict[tuple[int, Window | None], GroupPlan] = {}
-        for group, planner, one in zip(self._groups[1:], self._planners[1:], others, strict=True):
-            kind = (group.block_size, group.window)
-            leader = alike.get(kind)
-            own = None if leader is None else with_tables(plan, leader, one.block_tables, group)
-            found += planner.plan(one).groups if own is None else (own,)
-            alike.setdefault(kind, found[-1])
-        return plan._replace(groups=tuple(found))
+        """selection: of the first group."""
+        plan = self._first.plan(batch.of_group(0), selection)
+        planned: Planned = {}
+        others = (planner.plan(batch.of_group(number), plan, planned) for number, planner in enumerate(self._others, 1))
+        return plan._replace(groups=(*plan.groups, *others))
 
 
 def with_tables(plan: UnifiedPlan, leader: GroupPlan, tables: NDArray[np.int32], group: KvGroup) -> GroupPlan | None:
@@ -66,8 +96,11 @@ def with_tables(plan: UnifiedPlan, leader: GroupPlan, tables: NDArray[np.int32],
     return leader._replace(slots=slots, unique=unique._replace(blocks=blocks.astype(np.int64)))
 
 
-def make_planner(groups: Sequence[KvGroup], causal_slice: int, batches: int = 1) -> SteadyPlanner | GroupPlanner:
-    """groups: at least one."""
-    if len(groups) > 1:
-        return GroupPlanner(groups, causal_slice, batches)
-    return SteadyPlanner(groups[0].block_size, causal_slice, batches, groups[0].window)
+def make_planner(groups: Sequence[KvGroup], causal_slice: int, batches: int = 1) -> SteadyPlanner | StepPlanner:
+    """Returns the planner of a model whose groups are all of attention. groups: at least one."""
+    return planner_of([AttentionPlanner(group, causal_slice, batches) for group in groups])
+
+
+def planner_of(planners: Sequence[GroupPlanner]) -> SteadyPlanner | StepPlanner:
+    """Returns one planner of several groups."""
+    return StepPlanner(planners) if len(planners) > 1 else cast(AttentionPlanner, planners[0]).steady

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,14 @@ class LiveRequest:
         return scores
 
 
+class KeepsOfRequests(Protocol):
+    """Keeps something of running requests, by their rows in the request table."""
+
+    def forget(self, row: int) -> None:
+        """The request of this row has finished, or was preempted."""
+        ...
+
+
 class RequestTable:
     """Rows of the live requests.
 
@@ -79,6 +87,7 @@ class RequestTable:
         groups: of the KV cache, the first one's block size is `block_size`; none stands for one with all layers.
         draft_groups: those of a draft model, whose blocks are in tables of the same requests.
         inputs, draft_inputs: what the model and a draft model read of each row.
+        keepers: learn which requests have lost their place on the device.
     """
 
     def __init__(
@@ -92,16 +101,18 @@ class RequestTable:
         draft_groups: Sequence[KvGroup] = (),
         inputs: RowInputs = BUILT_IN_INPUTS,
         draft_inputs: RowInputs = BUILT_IN_INPUTS,
+        keepers: Sequence[KeepsOfRequests] = (),
     ) -> None:
         self._block_size = block_size
         self._tokens = TokenTable(max_num_seqs, block_size) if by_token else None
+        self._groups = tuple(groups) or (KvGroup(0, block_size),)
         # by number, in vLLM's lists of block ids
         self._tables = {
             group.number: BlockTable(max_num_seqs, 0 if by_token else -(-max_model_len // group.block_size))
-            for group in (*(groups or (KvGroup(0, block_size),)), *draft_groups)
+            for group in (*self._groups, *draft_groups)
         }
         self._first = next(iter(self._tables.values()))
-        self._others = tuple(self._tables[group.number] for group in groups[1:])
+        self._keepers = tuple(keepers)
         self.max_model_len = max_model_len
         kinds: tuple[type[RowInput], ...] = (TokenIds, *inputs, *draft_inputs)
         made = {kind: kind(max_num_seqs, max_model_len) for kind in dict.fromkeys(kinds)}
@@ -134,6 +145,9 @@ class RequestTable:
 
         Finished comes first: an id may be reused in the same step.
         """
+        if self._keepers:
+            self._forget(scheduler_output.finished_req_ids)
+            self._forget(scheduler_output.preempted_req_ids or ())
         for request_id in scheduler_output.finished_req_ids:
             self._remove(request_id)
         for new in scheduler_output.scheduled_new_reqs:
@@ -148,9 +162,8 @@ class RequestTable:
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         num_scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(requests))
         num_computed = self.num_computed[rows]
-        others = tuple(table.of(rows) for table in self._others)
-        sizes = num_computed, num_scheduled, self.num_tokens[rows]
-        return requests, BatchInput(*sizes, self.tables(rows), others, rows)
+        tables = self.tables_of(rows, self._groups)
+        return requests, BatchInput(num_computed, num_scheduled, self.num_tokens[rows], tables, rows)
 
     def planned(self, plan: UnifiedPlan, summaries: NDArray[np.int64] = NO_BLOCKS) -> PlannedStep:
         """Returns the step with what the model reads of its rows. summaries: see PlannedStep."""
@@ -160,17 +173,11 @@ class RequestTable:
         """Returns a pass of the draft model with what that reads of its rows."""
         return PlannedStep(plan, {one.name: one.of(plan) for one in self._read_by_drafts})
 
-    def tables(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Of some rows of this table, as a BatchInput has them."""
+    def tables_of(self, rows: NDArray[np.int64], groups: Sequence[KvGroup]) -> tuple[NDArray[np.int32], ...]:
+        """Returns the block tables of some rows in each of these groups, as a BatchInput has them."""
         if self._tokens is not None:
-            return self._tokens.of(rows)
-        return self.block_tables[rows, : int(self.num_blocks[rows].max(initial=0))]
-
-    def tables_of(self, rows: NDArray[np.int64], groups: Sequence[KvGroup]) -> list[NDArray[np.int32]]:
-        """The same in each of these groups."""
-        if self._tokens is not None:
-            return [self._tokens.of(rows) for _ in groups]
-        return [self._tables[group.number].of(rows) for group in groups]
+            return tuple(self._tokens.of(rows) for _ in groups)
+        return tuple(self._tables[group.number].of(rows) for group in groups)
 
     def room(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """[rows] tokens that the blocks or slots of some rows hold."""
@@ -318,6 +325,13 @@ class RequestTable:
             )
         for token in tokens[:missing]:
             self.append_token(request, token)
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                for keeper in self._keepers:
+                    keeper.forget(request.row)
 
     def _clear_blocks(self, row: int) -> None:
         for table in self._tables.values():

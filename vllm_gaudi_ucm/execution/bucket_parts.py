@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
-from vllm_gaudi_ucm.execution.group_tensors import group_blocks
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.group_room import most_blocks
+from vllm_gaudi_ucm.graphs.shapes.group_room import GroupBlocks, group_room, most_blocks
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
@@ -26,39 +25,49 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
 SHORTEST_SLICE = 128
 
 
+def group_blocks(number: int, group: KvGroup, shape: ForwardShape, limits: Limits) -> GroupBlocks:
+    """Returns the blocks of a group that a bucket has room for. number: its place among the groups."""
+    if not number:
+        return GroupBlocks(shape.shared_blocks, shape.unique_blocks)
+    return group_room(shape, limits, group.most_blocks)
+
+
 class BucketParts:
-    """Makes the parts of each KV-cache group from the static tensors of a bucket.
+    """Makes the parts of a KV-cache group of attention from the static tensors of a bucket.
 
     Args:
+        number: the group's place among the groups.
+        group: of attention.
         limits: of the steps; `contiguous` decides whether the first group's unique part reads a slice of the cache or
             gathers.
         causal_slice: rows per slice of the causal part.
         device: where the tensors are.
-        groups: of the KV cache.
     """
 
-    def __init__(self, limits: Limits, causal_slice: int, device: torch.device, groups: Sequence[KvGroup]) -> None:
+    def __init__(self, number: int, group: KvGroup, limits: Limits, causal_slice: int, device: torch.device) -> None:
+        self._number = number
+        self._group = group
         self._limits = limits
         self._max_decode_rows = limits.max_decode_rows
         self._causal_slice = causal_slice
-        self._groups = groups
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)
 
-    def of(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
-        """number: of the group, among `groups`. tensors: by their plain names."""
+    def of(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
+        """tensors: of the group, by their plain names."""
         return AttentionParts(
-            causal=self._causal(number, shape, tensors) if "groups" in tensors else None,
-            shared=self._shared(number, shape, tensors) if "shared_hi" in tensors else None,
-            unique=self._unique(number, shape, tensors) if "unique_hi" in tensors else None,
-            positions=tensors["positions"] if self._window(number) else None,
+            causal=self._causal(shape, tensors) if "groups" in tensors else None,
+            shared=self._shared(shape, tensors) if "shared_hi" in tensors else None,
+            unique=self._unique(shape, tensors) if "unique_hi" in tensors else None,
+            positions=tensors["positions"] if self._window else None,
         )
 
-    def _window(self, number: int) -> int:
-        """Tokens that a row of a group sees; 0: all."""
-        if not number:
+    @property
+    def _window(self) -> int:
+        """Tokens that a row sees; 0: all."""
+        if not self._number:
             return self._limits.window
-        window = self._groups[number].window
+        window = self._group.window
         return 0 if window is None else window.tokens
 
     def refill(self) -> None:
@@ -66,11 +75,11 @@ class BucketParts:
         self._zero.zero_()
         self._row_numbers.copy_(torch.arange(len(self._row_numbers)))
 
-    def _causal(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> CausalPart:
+    def _causal(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> CausalPart:
         """Which rows are one request's is data: a slice sees as many rows before it as a request has at most, or as a
         window shows."""
         q, step, longest = shape.query_len, self._causal_slice, self._limits.max_model_len
-        longest = min(longest, self._window(number) or longest)
+        longest = min(longest, self._window or longest)
         if q > longest:
             # packed prompts: all rows of a slice look back as far as its first, so short slices waste less
             step = min(step, max(SHORTEST_SLICE, longest // 4))
@@ -84,16 +93,16 @@ class BucketParts:
             tiles = CausalTiles(tensors["tiles"][0], tensors["tiles"][1], rows, levels)
         return CausalPart(tensors["groups"], tuple(slices), tiles, tensors.get("causal_first_rows"))
 
-    def _shared(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> SharedPart:
+    def _shared(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> SharedPart:
         hi = tensors["shared_hi"]
-        blocks = group_blocks(number, self._groups[number], shape, self._limits).shared
+        blocks = group_blocks(self._number, self._group, shape, self._limits).shared
         everything = SharedGroup(self._row_numbers[: shape.query_len], 0, blocks)
         if "shared_lo" in tensors:
             lo, from_first = tensors["shared_lo"], False
         else:
             lo, from_first = tensors.get("shared_from", self._zero).expand(hi.shape), "shared_from" not in tensors
         spans, rise = tensors["row_spans"], tensors.get("shared_rise")
-        most = self._most_blocks(number)
+        most = self._most_blocks
         return SharedPart(
             blocks=tensors["shared_blocks"],
             row_spans=spans,
@@ -105,20 +114,21 @@ class BucketParts:
             most_of_span=most,
         )
 
-    def _unique(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> UniquePart:
+    def _unique(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> UniquePart:
         hi = tensors["unique_hi"]
         return UniquePart(
-            blocks=None if self._limits.contiguous and not number else tensors["unique_blocks"],
+            blocks=None if self._limits.contiguous and not self._number else tensors["unique_blocks"],
             rows=tensors["unique_rows"],
             lo=tensors.get("unique_lo", self._zero).expand(hi.shape),
             hi=hi,
             num_rows=min(shape.query_len, self._max_decode_rows),
             from_first="unique_lo" not in tensors,
-            most_of_row=self._most_blocks(number),
+            most_of_row=self._most_blocks,
         )
 
-    def _most_blocks(self, number: int) -> int | None:
-        """Cached blocks that a request of a group sees at most; None: a window does not say."""
-        window = self._window(number)
-        size = self._groups[number].block_size if number else self._limits.block_size
+    @property
+    def _most_blocks(self) -> int | None:
+        """Cached blocks that a request sees at most; None: there is no window that bounds them."""
+        window = self._window
+        size = self._group.block_size if self._number else self._limits.block_size
         return most_blocks(window, size) if window else None

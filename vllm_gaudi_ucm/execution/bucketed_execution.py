@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.attention.groups import LayerGroups
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, divide_batch
 from vllm_gaudi_ucm.batch.block_use import Room
-from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.agreed_bucket import agreed_bucket
-from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep, grouped_metadata, step_metadata
+from vllm_gaudi_ucm.execution.attention_metadata import grouped_metadata, step_metadata
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import (
     BucketTensors,
@@ -23,8 +22,9 @@ from vllm_gaudi_ucm.execution.graph_manager import (
     cut_copies,
     cut_views,
 )
-from vllm_gaudi_ucm.execution.group_tensors import held_by_groups, step_table
+from vllm_gaudi_ucm.execution.group_tensors import divided_by, held_by_groups
 from vllm_gaudi_ucm.execution.handover import Handover
+from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape
 from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.batch.planned_step import PlannedStep
     from vllm_gaudi_ucm.distributed.stage import StageTensors
+    from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
-    from vllm_gaudi_ucm.execution.decoder import Decoder, StepMetadata
+    from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
@@ -136,9 +137,7 @@ class BucketedExecution:
         self._selects = choices is not None
         limits: Limits = ready.buckets.limits if self._selects else ready.buckets.limits.dense
         self._block_size, self._contiguous = limits.block_size, limits.contiguous
-        self._groups = groups or LayerGroups((KvGroup(0, limits.block_size, decoder.window),))
-        kv_groups = self._groups.groups
-        table = step_table(kv_groups, decoder.inputs)
+        self._groups = groups or LayerGroups.alone(limits.block_size, decoder.window)
         self._room = Room(ready.buckets.limits.most_shared_blocks, ready.buckets.limits.max_context_blocks)
 
         def graphs(limits: Limits, choices: SelectionLimits | None) -> ForwardGraphs:
@@ -148,9 +147,9 @@ class BucketedExecution:
                 device,
                 pin_memory=pin_memory,
                 choices=choices,
-                table=table,
+                groups=self._groups.groups,
+                inputs=decoder.inputs,
                 cut=cut,
-                groups=kv_groups,
                 rows_each=rows_each,
             )
             return ForwardGraphs(inputs, make_runner, self._compute, stage)
@@ -182,19 +181,9 @@ class BucketedExecution:
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
         first, *others = self._groups.groups
-        divisions = divide_batch(batch, first.block_size, self._room, remainders.tolist(), first.window)
-        for group, tables in zip(others, batch.others, strict=True):
-            most = group.most_blocks
-            if most is not None and most * len(batch.num_scheduled) <= self._room.shared_blocks:
-                continue
-            # mostly not divided further: what is shared in one group is shared in the others
-            whole = batch._replace(block_tables=tables, others=())
-            parts = (
-                (index, divide_batch(whole.take(index), group.block_size, self._room, window=group.window))
-                for index in divisions
-            )
-            divisions = [index[part] for index, found in parts for part in found]
-        return divisions
+        whole = batch.of_group(0)
+        divisions = divide_batch(whole, first.kv.block_size, self._room, remainders.tolist(), first.kv.window)
+        return divided_by(others, batch, divisions, self._room)
 
     def stage(self, step: PlannedStep) -> StepShape:
         plan = step.plan

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl, UnifiedAttentionMetadata
-from vllm_gaudi_ucm.attention.groups import GroupedMetadata, LayerGroups
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
 from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
-from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK, has_attention
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.ops.registry import AUTO
-from vllm_gaudi_ucm.ops.unified_attention.api import Plan, prepare
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
-from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
 from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
 from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, set_forward_context
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
@@ -31,16 +27,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
-    from vllm_gaudi_ucm.execution.step_tensors import StepInputs
+    from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
-    from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
-    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 logger = plugin_logger(__name__)
-
-StepMetadata = UnifiedAttentionMetadata | GroupedMetadata
-"""Attention of one step: of all layers in one KV-cache group, or of each group."""
 
 HIDDEN = "hidden_states"
 """The name of what the last stage has."""
@@ -123,13 +114,12 @@ class Decoder:
     @property
     def num_layers(self) -> int:
         """Layers with attention that are here."""
-        return sum(isinstance(module, AttentionLayerBase) for module in cast(nn.Module, self.model).modules())
+        return len(self._attention_layers())
 
     @cached_property
     def latent(self) -> LatentSizes | None:
         """Where all layers are of latent attention, alike."""
-        layers = [layer for layer in cast(nn.Module, self.model).modules() if isinstance(layer, AttentionLayerBase)]
-        sizes = {layer.sizes if isinstance(layer, LatentAttention) else None for layer in layers}
+        sizes = {layer.sizes if isinstance(layer, LatentAttention) else None for layer in self._attention_layers()}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
@@ -154,8 +144,12 @@ class Decoder:
         return any(impl.shares for impl in self._attention())
 
     def _attention(self) -> list[UnifiedAttentionImpl]:
+        return [cast(UnifiedAttentionImpl, layer.impl) for layer in self._attention_layers()]
+
+    def _attention_layers(self) -> list[AttentionLayerBase]:
+        """Returns the layers with attention; layers with a state have no implementation of it."""
         layers = cast(nn.Module, self.model).modules()
-        return [cast(UnifiedAttentionImpl, layer.impl) for layer in layers if isinstance(layer, AttentionLayerBase)]
+        return [layer for layer in layers if isinstance(layer, AttentionLayerBase) and has_attention(layer)]
 
     def compile(self, compiler: StaticCompiler) -> None:
         """From now on layers and output head run compiled, once for each set of shapes.
@@ -267,64 +261,3 @@ class Decoder:
     def _wide_logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """A compiled region casts what it computes."""
         return self._logits(hidden, rows).float()
-
-
-def step_metadata(
-    slots: torch.Tensor,
-    parts: AttentionParts,
-    block_size: int,
-    implementation: str,
-    sparse: SparseWorker | None,
-    summary_blocks: torch.Tensor | None = None,
-    selection: SelectionTensors | None = None,
-    *,
-    reused: bool = False,
-    plan: Plan | None = None,
-    room: torch.Tensor | None = None,
-    latent: LatentSizes | None = None,
-) -> UnifiedAttentionMetadata:
-    """Prepares a step's parts for the layers of one KV-cache group, for dense layers too where there are any.
-
-    latent: where all of them are of latent attention. See UnifiedAttentionMetadata, LayerSelection and `prepare` for
-    the other arguments.
-    """
-    new_tokens = None
-    if latent is not None and sparse is None and latent.divides(parts):
-        new_tokens = prepare(AttentionParts(parts.causal), block_size, implementation=implementation, plan=plan)
-        if new_tokens.implementation.gives_log_sums:
-            parts = parts._replace(causal=None)
-        else:
-            new_tokens = None
-    prepared = prepare(parts, block_size, implementation=implementation, plan=plan)
-    choices = None
-    if selection is not None:
-        dense_parts = None
-        if sparse is not None and sparse.has_dense_layers:
-            whole = parts._replace(selected=selection.candidates_part(block_size))
-            dense_parts = prepare(whole, block_size, implementation=implementation, plan=plan)
-        name = AUTO if sparse is None else sparse.implementation
-        at_once = prepared.implementation.name == "native" and name in ("native", AUTO)
-        choices = LayerSelection(
-            selection, dense_parts, reused, at_once, room=room, implementation=name, parts=prepared
-        )
-    # layers that have nothing to summarise or choose are those of a dense server, and as fast
-    if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
-        return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens)
-    return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices)
-
-
-def grouped_metadata(
-    first: UnifiedAttentionMetadata,
-    inputs: StepInputs,
-    groups: LayerGroups,
-    implementation: str,
-    plan: Plan | None = None,
-) -> StepMetadata:
-    """The metadata of all groups; `first`, which a sparse method and summaries are in, is that of the first one."""
-    if not inputs.groups:
-        return first
-    others = (
-        step_metadata(one.slots, one.parts, group.block_size, implementation, None, plan=plan)
-        for one, group in zip(inputs.groups, groups.groups[1:], strict=True)
-    )
-    return GroupedMetadata((first, *others), groups.steps)

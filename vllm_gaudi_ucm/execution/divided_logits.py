@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,46 @@ def take_rows(whole: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return whole.index_select(0, places)
 
 
+class LogitsOfParts(Protocol):
+    """Puts logits of the parts of a step in the places of the whole step."""
+
+    def put(self, logits: torch.Tensor, slots: NDArray[np.int64], count: int, position: int = 0) -> torch.Tensor:
+        """Copies a part's rows [at least len(slots), vocabulary] to their slots.
+
+        count: slots of the whole step. position: of the drafts; 0 is the last certain token.
+
+        Returns the rows of all slots, as far as they were put.
+        """
+        ...
+
+    def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
+        """Returns the rows of some slots, in this order: [at least len(slots), vocabulary]."""
+        ...
+
+
+class TrueShapeLogits:
+    """See LogitsOfParts: a new buffer for each step and draft."""
+
+    def __init__(self) -> None:
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def put(self, logits: torch.Tensor, slots: NDArray[np.int64], count: int, position: int = 0) -> torch.Tensor:
+        whole = self._whole.get(position)
+        if whole is None or len(whole) != count:
+            whole = self._whole[position] = logits.new_zeros((count, logits.shape[1]))
+        put_rows(whole, torch.from_numpy(slots).to(whole.device), logits[: len(slots)])
+        return whole
+
+    def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
+        whole = self._whole[position]
+        return take_rows(whole, torch.from_numpy(slots).to(whole.device))
+
+
 class DividedLogits:
-    """One buffer with a row for each slot, and one more for the padding of the parts; one more buffer for each draft.
+    """See LogitsOfParts, at static shapes.
+
+    There is one buffer with a row for each slot and one more for the padding of the parts, and another one for each
+    draft.
 
     Args:
         execution: whose logits they are.
@@ -49,17 +87,12 @@ class DividedLogits:
         self._whole += [torch.zeros_like(self._whole[0]) for _ in range(num_drafts)]
 
     def put(self, logits: torch.Tensor, slots: NDArray[np.int64], count: int, position: int = 0) -> torch.Tensor:
-        """Copies a part's rows [at least len(slots), vocabulary] to their slots.
-
-        position: of the drafts; 0 is the last certain token.
-
-        Returns the rows of all slots, `count` of them and padding up to a bucket, as far as they were put.
-        """
+        """Returns also padding up to a bucket."""
         self._copy(logits, slots, self._whole[position])
         return self._whole[position][: self._execution.logits_bucket(count)]
 
     def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
-        """The rows of some slots, in this order, and padding up to a bucket: [at least len(slots), vocabulary]."""
+        """Returns also padding up to a bucket."""
         return self._select(slots, self._execution.logits_bucket(len(slots)), self._whole[position])
 
     def warm(self, logits: torch.Tensor) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.execution.bucket_parts import BucketParts
+from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInputs
+from vllm_gaudi_ucm.execution.attention_group import ONE_GROUP
 from vllm_gaudi_ucm.execution.group_names import Parts, of_group
-from vllm_gaudi_ucm.execution.group_tensors import ONE_GROUP
+from vllm_gaudi_ucm.execution.group_tensors import step_table
 from vllm_gaudi_ucm.execution.step_sizes import Sizes
 from vllm_gaudi_ucm.execution.step_tensors import (
-    STEP_TENSORS,
     StepArrays,
     StepInputs,
     StepTensor,
@@ -25,8 +25,8 @@ from vllm_gaudi_ucm.execution.step_tensors import (
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, phase_string
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.kv_group import KvGroup
     from vllm_gaudi_ucm.batch.planned_step import PlannedStep
+    from vllm_gaudi_ucm.execution.cache_group import CacheGroup
     from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
@@ -186,9 +186,9 @@ class BucketTensors:
         device: where the model runs.
         pin_memory: whether host buffers are pinned, so that the host goes on while they are copied.
         choices: sizes of the choices of a sparse method, where one is on.
-        table: what a step has.
+        groups: of the KV cache.
+        inputs: what the model reads of each row.
         cut: `cut_views`, or `cut_copies` as a compiled region.
-        groups: of the KV cache; `table` is what a step of these has.
         rows_each: rows of a request that may be asked for at once.
     """
 
@@ -199,17 +199,17 @@ class BucketTensors:
         device: torch.device,
         pin_memory: bool = False,
         choices: SelectionLimits | None = None,
-        table: Sequence[StepTensor] = STEP_TENSORS,
+        groups: Sequence[CacheGroup] = ONE_GROUP,
+        inputs: RowInputs = BUILT_IN_INPUTS,
         cut: Callable[[torch.Tensor, Places], list[torch.Tensor]] = cut_views,
-        groups: Sequence[KvGroup] = ONE_GROUP,
         rows_each: int = 1,
     ) -> None:
         self._cut = cut
         self._limits = limits
         self._choices = choices
-        self._parts = BucketParts(limits, causal_slice, device, groups)
-        self._num_groups = len(groups)
+        self._groups = [group.in_buckets(k, limits, causal_slice, device) for k, group in enumerate(groups)]
         self._device = device
+        table = step_table(groups, inputs)
         self._table = [entry for entry in table if entry.only != "true shape"]
         self._inputs = input_names(table)
         largest = Sizes(limits.maximum.forward.with_prompt_tiles(1), limits, choices)
@@ -245,16 +245,17 @@ class BucketTensors:
         """The tensors in a flat one; their phase is the shape's, or it is an error."""
         layout = self._layout(shape, self._steps.all[0])
         tensors = dict(zip(layout.names, self._cut(flat, layout.places), strict=True))
-        parts, *others = (self._parts.of(k, shape, of_group(tensors, k)) for k in range(self._num_groups))
-        phase = phase_string(*(part is not None for part in parts[:3]))
+        groups = [group.of(shape, of_group(tensors, k)) for k, group in enumerate(self._groups)]
+        phase = phase_string(*(part is not None for part in groups[0].parts[:3]))
         if phase != shape.phase:
             raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
         choices = self._choices if shape.selected_blocks else None
-        return StepInputs.of(tensors, parts, choices, self._inputs, others)
+        return StepInputs.of(tensors, groups, choices, self._inputs)
 
     def refill(self) -> None:
         """Every tensor on the device anew, after a warm-up that computed nothing."""
-        self._parts.refill()
+        for group in self._groups:
+            group.refill()
         for flat in self._flat.values():
             flat.zero_()
 

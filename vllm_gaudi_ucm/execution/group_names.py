@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from vllm_gaudi_ucm.batch.batch_plan import GroupPlan
-
-Parts = tuple[str | None, ...]
+Parts = tuple[str, ...]
 
 
 def group_suffix(number: int) -> str:
     """What the names of a KV-cache group's tensors and parts end with; number: its place among the groups."""
     return f".{number}" if number else ""
-
-
-def parts_of_others(groups: Sequence[GroupPlan]) -> Parts:
-    """What a step has of the groups behind the first, see `StepArrays.parts`."""
-    found: list[str | None] = []
-    for number, plan in enumerate(groups[1:], 1):
-        has = {
-            "shared": plan.shared is not None,
-            "unique": plan.unique is not None,
-            "causal": plan.causal is not None,
-        }
-        found += [name + group_suffix(number) if is_there else None for name, is_there in has.items()]
-    return tuple(found)
 
 
 def of_group(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:

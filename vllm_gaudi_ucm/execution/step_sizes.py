@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -23,6 +24,10 @@ class Sizes(NamedTuple):
         return min(self.shape.query_len, self.limits.max_num_seqs) + 1
 
 
+Size = Callable[[Sizes], tuple[int, ...] | None]
+"""The shape of a tensor in a bucket; None: the bucket has no such tensor."""
+
+
 def of_rows(sizes: Sizes) -> tuple[int, ...]:
     return (sizes.shape.query_len,)
 
@@ -40,18 +45,6 @@ def of_shared_blocks(sizes: Sizes) -> tuple[int, ...] | None:
     return (sizes.shape.shared_blocks,) if sizes.shape.shared_blocks else None
 
 
-def of_unique_blocks(sizes: Sizes) -> tuple[int, ...] | None:
-    return (sizes.shape.unique_blocks,) if sizes.shape.unique_blocks else None
-
-
 def of_first_tokens(sizes: Sizes) -> tuple[int, ...] | None:
     """Blocks of requests begin at their first token: then there is no such tensor, and no operator that reads it."""
     return of_shared_blocks(sizes) if sizes.limits.strip else None
-
-
-def of_unique_lo(sizes: Sizes) -> tuple[int, ...] | None:
-    return of_unique_blocks(sizes) if sizes.limits.strip or sizes.limits.window else None
-
-
-def of_shared_lo(sizes: Sizes) -> tuple[int, ...] | None:
-    return (sizes.spans, sizes.shape.shared_blocks) if sizes.shape.shared_blocks and sizes.limits.window else None

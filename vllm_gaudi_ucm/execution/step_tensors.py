@@ -1,14 +1,13 @@
 """The tensors that a step's model forward reads: one table, at true shapes and padded to a bucket.
 
-An entry says what a tensor is: its values of a planned step, its size in a bucket, its pad. Those of `RowInput`s come
-first, then those of the plan.
+An entry says what a tensor is: its values of a planned step, its size in a bucket, its pad. Entries of `RowInput`s come
+first, then those of each KV-cache group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,34 +15,22 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
-from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS, PlannedStep
-from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInput, RowInputs
+from vllm_gaudi_ucm.batch.planned_step import PlannedStep
+from vllm_gaudi_ucm.batch.row_input import RowInput, RowInputs
 from vllm_gaudi_ucm.batch.row_tiles import row_tiles
-from vllm_gaudi_ucm.execution.group_names import Parts, group_suffix, parts_of_others
+from vllm_gaudi_ucm.execution.group_names import Parts, group_suffix
 from vllm_gaudi_ucm.execution.step_sizes import (
     Sizes,
-    of_causal_rows,
-    of_first_tokens,
     of_rows,
-    of_shared_blocks,
-    of_shared_lo,
-    of_tiles,
-    of_unique_blocks,
-    of_unique_lo,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded, levels
-from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
 )
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
-    CANDIDATE_ARRAYS,
-    CHOICE_ARRAYS,
-    SPAN_ARRAYS,
     SelectionTensors,
-    pad_values,
 )
 
 NO_GROUP = -1
@@ -71,16 +58,17 @@ class StepArrays(NamedTuple):
     @property
     def parts(self) -> Parts:
         """What the step has; see StepTensor."""
-        plan = self.plan
-        common = (
-            "rows",
-            None if plan.unique is None else "gathered unique" if self.block_ids is None else "unique",
-            None if plan.causal is None else "causal",
-            None if plan.shared is None else "shared",
-            "summaries" if len(self.summary_blocks) else None,
-            None if plan.selection is None else "selection",
-        )
-        return common if len(plan.groups) == 1 else (*common, *parts_of_others(plan.groups))
+        found = ["rows"]
+        if len(self.summary_blocks):
+            found.append("summaries")
+        if self.plan.selection is not None:
+            found.append("selection")
+        for number, group in enumerate(self.plan.groups):
+            end = group_suffix(number)
+            found += [part + end for part in group.parts]
+        if self.block_ids is None and "unique" in found:
+            found[found.index("unique")] = "gathered unique"
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -132,112 +120,10 @@ class StepTensor:
             whole[: values.shape[0], : values.shape[1]] = values
 
 
-def _place_tiles(plan: UnifiedPlan | None, shape: ForwardShape) -> NDArray[np.int64]:
+def place_tiles(plan: UnifiedPlan | None, shape: ForwardShape) -> NDArray[np.int64]:
     """[2, tiles] first and last row of each tile."""
     rows, most = shape.query_len, shape.causal_reach
     return np.stack(row_tiles(plan).places(rows, levels(rows, most)[0]))
-
-
-def _rise(step: StepArrays) -> NDArray[np.int64]:
-    shared = step.plan.shared
-    return of_window(None if shared is None else shared.rise)
-
-
-def _first_rows(step: StepArrays) -> NDArray[np.int64]:
-    causal = step.plan.causal
-    return of_window(None if causal is None else causal.first_rows)
-
-
-def of_window(found: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """A tensor of a window's plan; where the window hides nothing from a step pads do it all."""
-    return NO_BLOCKS if found is None else found
-
-
-def _selection_tensor(name: str, size: Callable[[SelectionLimits, ForwardShape], int]) -> StepTensor:
-    def in_bucket(sizes: Sizes) -> tuple[int, ...] | None:
-        if not sizes.shape.selected_blocks:
-            return None
-        assert sizes.choices is not None, "selected blocks without a sparse method"
-        return (size(sizes.choices, sizes.shape),)
-
-    def pad(sizes: Sizes) -> int:
-        assert sizes.choices is not None
-        return pad_values(sizes.choices.spans(sizes.shape.query_len), sizes.choices)[name]
-
-    return StepTensor(name, attrgetter(f"plan.selection.{name}"), in_bucket, pad, ("selection",))
-
-
-_UNIQUE = ("unique", "gathered unique")
-
-PLAN_TENSORS: tuple[StepTensor, ...] = (
-    StepTensor("slots", attrgetter("plan.slots"), of_rows, DUMMY_BLOCK),
-    StepTensor("groups", attrgetter("plan.causal.groups"), of_causal_rows, NO_GROUP, ("causal",), np.int32),
-    StepTensor(
-        "tiles",
-        lambda step: _place_tiles(step.plan, step.shape),
-        of_tiles,
-        lambda sizes: _place_tiles(None, sizes.shape),
-        only="bucket",
-    ),
-    StepTensor("shared_blocks", attrgetter("plan.shared.blocks"), of_shared_blocks, DUMMY_BLOCK, ("shared",)),
-    StepTensor(
-        "row_spans",
-        attrgetter("plan.row_requests"),
-        lambda sizes: of_rows(sizes) if sizes.shape.shared_blocks else None,
-        # rows that are no request's
-        lambda sizes: sizes.spans - 1,
-        ("shared",),
-    ),
-    StepTensor("shared_lo", attrgetter("plan.shared.lo"), of_shared_lo, 0, ("shared",), np.int32),
-    StepTensor(
-        "shared_rise",
-        _rise,
-        lambda sizes: of_rows(sizes) if sizes.shape.shared_blocks and sizes.limits.window else None,
-        0,
-        ("shared",),
-        only="bucket",
-    ),
-    StepTensor(
-        "causal_first_rows",
-        _first_rows,
-        lambda sizes: of_causal_rows(sizes) if sizes.limits.window else None,
-        0,
-        ("causal",),
-        only="bucket",
-    ),
-    StepTensor(
-        "shared_hi",
-        attrgetter("plan.shared.hi"),
-        lambda sizes: (sizes.spans, sizes.shape.shared_blocks) if sizes.shape.shared_blocks else None,
-        0,
-        ("shared",),
-        np.int32,
-    ),
-    StepTensor("shared_from", attrgetter("plan.shared.first_tokens"), of_first_tokens, 0, ("shared",), only="bucket"),
-    StepTensor(
-        "unique_blocks",
-        attrgetter("plan.unique.blocks"),
-        lambda sizes: None if sizes.limits.contiguous else of_unique_blocks(sizes),
-        DUMMY_BLOCK,
-        ("gathered unique",),
-    ),
-    StepTensor("unique_rows", attrgetter("plan.unique.rows"), of_unique_blocks, 0, _UNIQUE, by_block=True),
-    StepTensor("unique_lo", attrgetter("plan.unique.lo"), of_unique_lo, 0, _UNIQUE, np.int32, by_block=True),
-    StepTensor("unique_hi", attrgetter("plan.unique.hi"), of_unique_blocks, 0, _UNIQUE, np.int32, by_block=True),
-    StepTensor(
-        "summary_blocks",
-        attrgetter("summary_blocks"),
-        lambda sizes: None if sizes.choices is None else (sizes.choices.summaries(sizes.shape.query_len),),
-        DUMMY_BLOCK,
-        ("summaries",),
-    ),
-    *(_selection_tensor(name, lambda choices, shape: choices.spans(shape.query_len)) for name in SPAN_ARRAYS),
-    *(
-        _selection_tensor(name, lambda choices, shape: choices.candidates(shape.query_len, shape.selected_blocks))
-        for name in CANDIDATE_ARRAYS
-    ),
-    *(_selection_tensor(name, lambda choices, shape: shape.selected_blocks) for name in CHOICE_ARRAYS),
-)
 
 
 def input_tensors(inputs: RowInputs) -> tuple[StepTensor, ...]:
@@ -254,57 +140,54 @@ def _input_tensor(kind: type[RowInput]) -> StepTensor:
     return StepTensor(name, lambda step: step.step.inputs[name], size, kind.pad, dtype=kind.dtype, is_input=True)
 
 
-STEP_TENSORS = (*input_tensors(BUILT_IN_INPUTS), *PLAN_TENSORS)
-"""The tensors of a model with one KV-cache group that reads only token ids and positions."""
-
-
 def input_names(table: Sequence[StepTensor]) -> list[str]:
     """Returns the names of the entries that a model's forward reads."""
     return [entry.name for entry in table if entry.is_input]
-
-
-class GroupInputs(NamedTuple):
-    """slots: int64 [rows], of a KV-cache group. parts: of its attention."""
-
-    slots: torch.Tensor
-    parts: AttentionParts
 
 
 class StepInputs(NamedTuple):
     """What the forward of a step reads. Rows are query tokens in flat order.
 
     rows: int64 [rows] of each `RowInput`, or [columns, rows], by its name; token ids and positions are among them.
-    slots: int64 [rows].
-    summary_blocks: int64 [blocks] to be summarised, where a sparse method is on.
-    selection: the choices of the step, where it has any.
-    groups: what layers of the KV-cache groups behind the first read in place of slots and parts.
+    groups: what layers of each KV-cache group read, as its kind makes it (`CacheGroup`). The first is of attention.
+    summary_blocks: int64 [blocks] to be summarised, if a sparse method is on.
+    selection: the choices of the step, if it has any.
     """
 
     rows: dict[str, torch.Tensor]
-    slots: torch.Tensor
-    parts: AttentionParts
+    groups: tuple[Any, ...]
     summary_blocks: torch.Tensor | None
     selection: SelectionTensors | None
-    groups: tuple[GroupInputs, ...] = ()
 
     @classmethod
     def of(
         cls,
         tensors: dict[str, torch.Tensor],
-        parts: AttentionParts,
+        groups: Sequence[Any],
         choices: SelectionLimits | None,
         inputs: Sequence[str],
-        groups: Sequence[AttentionParts] = (),
     ) -> StepInputs:
-        """parts: without the selected one. choices: of a step that has any. inputs: names of `rows`. groups: the parts
-        of those behind the first."""
+        """groups: those of attention without the selected part. choices: of a step that has any. inputs: names of
+        `rows`."""
         selection = None
         if choices is not None:
             selection = SelectionTensors.of(tensors, choices)
-            parts = parts._replace(selected=selection.chosen_part())
-        more = tuple(GroupInputs(tensors[f"slots{group_suffix(k)}"], own) for k, own in enumerate(groups, 1))
+            first, *others = groups
+            groups = (first._replace(parts=first.parts._replace(selected=selection.chosen_part())), *others)
         rows = {name: tensors[name] for name in inputs}
-        return cls(rows, tensors["slots"], parts, tensors.get("summary_blocks"), selection, more)
+        return cls(rows, tuple(groups), tensors.get("summary_blocks"), selection)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [rows], of the first group."""
+        slots: torch.Tensor = self.groups[0].slots
+        return slots
+
+    @property
+    def parts(self) -> AttentionParts:
+        """Attention of the first group."""
+        parts: AttentionParts = self.groups[0].parts
+        return parts
 
     @property
     def token_ids(self) -> torch.Tensor:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.attention.groups import GroupedMetadata, LayerGroups
+from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
-from vllm_gaudi_ucm.batch.kv_group import KvGroup
-from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep, StepMetadata, grouped_metadata, step_metadata
+from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata, grouped_metadata, step_metadata
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep
 from vllm_gaudi_ucm.execution.execution import StepShape
-from vllm_gaudi_ucm.execution.group_tensors import step_table
+from vllm_gaudi_ucm.execution.group_tensors import divided_by
+from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
@@ -65,7 +66,7 @@ class TrueShapeExecution:
         groups: LayerGroups | None = None,
     ) -> None:
         self._carried = carried
-        self._groups = groups or LayerGroups((KvGroup(0, block_size, decoder.window),))
+        self._groups = groups or LayerGroups.alone(block_size, decoder.window)
         self._decoder = decoder
         self._implementation = _checked(config.implementation, device, decoder.specs)
         self._graphs = graphs
@@ -77,8 +78,7 @@ class TrueShapeExecution:
         self._room = (
             None if limits is None else torch.zeros(limits.max_selected_blocks, dtype=torch.int64, device=device)
         )
-        table = step_table(self._groups.groups, decoder.inputs)
-        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits, table)
+        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits, self._groups.groups, decoder.inputs)
         self._inputs: StepInputs
         self._metadata: StepMetadata
         self._selection: LayerSelection | None = None
@@ -90,7 +90,7 @@ class TrueShapeExecution:
         self._rows: int | None = None
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
-        return [np.arange(len(batch.num_scheduled))]
+        return divided_by(self._groups.groups[1:], batch, [np.arange(len(batch.num_scheduled))], None)
 
     def stage(self, step: PlannedStep) -> StepShape:
         plan = step.plan

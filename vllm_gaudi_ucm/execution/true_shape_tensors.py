@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import GroupPlan, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
+from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInputs
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
+from vllm_gaudi_ucm.execution.attention_group import ONE_GROUP
+from vllm_gaudi_ucm.execution.cache_group import CacheGroup
 from vllm_gaudi_ucm.execution.group_names import Parts, of_group
+from vllm_gaudi_ucm.execution.group_tensors import step_table
 from vllm_gaudi_ucm.execution.step_tensors import (
-    STEP_TENSORS,
     StepArrays,
     StepInputs,
     StepTensor,
@@ -23,14 +26,6 @@ from vllm_gaudi_ucm.execution.step_tensors import (
     true_shape,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.ops.unified_attention.parts import (
-    AttentionParts,
-    CausalPart,
-    CausalSlice,
-    SharedGroup,
-    SharedPart,
-    UniquePart,
-)
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
 ContiguousPa = Literal["auto"] | bool
@@ -48,8 +43,8 @@ class TrueShapeTensors:
         contiguous_pa: read the unique blocks as one contiguous slice of the cache (True), gather them by id (False), or
             choose by bytes ("auto"), so that prefix caching and contiguous KV work together.
         choices: sizes of the choices of a sparse method, where one is on.
-        table: what a step has.
-        by_token: entries of the unique part may be few tokens of a block, so that these are counted.
+        groups: of the KV cache.
+        inputs: what the model reads of each row.
     """
 
     def __init__(
@@ -57,15 +52,15 @@ class TrueShapeTensors:
         device: torch.device,
         contiguous_pa: ContiguousPa = "auto",
         choices: SelectionLimits | None = None,
-        table: Sequence[StepTensor] = STEP_TENSORS,
-        *,
-        by_token: bool = False,
+        groups: Sequence[CacheGroup] = ONE_GROUP,
+        inputs: RowInputs = BUILT_IN_INPUTS,
     ) -> None:
-        self._by_token = by_token
         self._device = device
         self._is_host = device.type == "cpu"
         self._contiguous_pa = contiguous_pa
         self._choices = choices
+        table = step_table(groups, inputs)
+        self._groups = tuple(groups)
         self._table = [entry for entry in table if entry.only != "bucket"]
         self._inputs = input_names(table)
         self._entries: dict[Parts, list[StepTensor]] = {}
@@ -78,11 +73,11 @@ class TrueShapeTensors:
         shape = true_shape(plan, unique_blocks)
         step = StepArrays(planned, shape.forward, block_ids)
         tensors = {entry.name: self._tensor(entry.at_true_shape(step)) for entry in self._entries_of(step.parts)}
-        first, *others = (
-            self._parts(plan, group, of_group(tensors, number) if number else tensors)
-            for number, group in enumerate(plan.groups)
-        )
-        return StepInputs.of(tensors, first, choices, self._inputs, others), shape
+        groups = [
+            group.at_true_shape(plan, own, of_group(tensors, number), self._tensor)
+            for number, (group, own) in enumerate(zip(self._groups, plan.groups, strict=True))
+        ]
+        return StepInputs.of(tensors, groups, choices, self._inputs), shape
 
     def _entries_of(self, parts: Parts) -> list[StepTensor]:
         found = self._entries.get(parts)
@@ -108,34 +103,6 @@ class TrueShapeTensors:
         if reads_slice == "auto":
             reads_slice = slice_len <= SLICE_READ_LIMIT * len(blocks)
         return (blocks, slice_len) if reads_slice else (None, len(blocks))
-
-    def _parts(self, plan: UnifiedPlan, group: GroupPlan, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
-        """The parts of one KV-cache group. tensors: of the group, by their plain names."""
-        causal = shared = unique = None
-        if group.causal is not None:
-            slices = tuple(CausalSlice(*bounds) for bounds in group.causal.slices)
-            causal = CausalPart(tensors["groups"], slices, first_rows=self._of_rows(group.causal.first_rows))
-        if group.shared is not None:
-            groups = tuple(SharedGroup(self._tensor(rows), lo, hi) for rows, lo, hi in group.shared.groups)
-            ranges = tensors["shared_lo"], tensors["shared_hi"]
-            shared = SharedPart(
-                tensors["shared_blocks"],
-                tensors["row_spans"],
-                *ranges,
-                groups,
-                rise=self._of_rows(group.shared.rise),
-                most_of_span=group.shared.most_of_request,
-            )
-        if group.unique is not None:
-            ranges = tensors["unique_lo"], tensors["unique_hi"]
-            count = int((group.unique.hi - group.unique.lo).sum()) if self._by_token else None
-            blocks, rows = tensors.get("unique_blocks"), tensors["unique_rows"]
-            most = int(np.bincount(group.unique.rows).max(initial=0))
-            unique = UniquePart(blocks, rows, *ranges, plan.num_single, num_tokens=count, most_of_row=most)
-        return AttentionParts(causal, shared, unique, positions=tensors["positions"])
-
-    def _of_rows(self, array: NDArray[np.int64] | None) -> torch.Tensor | None:
-        return None if array is None else self._tensor(array)
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -194,6 +194,18 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
     return {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
 
 
+def has_attention(layer: AttentionLayerBase) -> bool:
+    """Returns whether a layer has attention; others keep a state, or nothing."""
+    return hasattr(layer, "impl")
+
+
+def other_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """Returns what each layer without attention keeps, by its name: vLLM hands out no blocks for it."""
+    layers = {name: one for name, one in attention_layers(vllm_config).items() if not has_attention(one)}
+    specs = {name: one.get_kv_cache_spec(vllm_config) for name, one in layers.items()}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
 def kv_cache_specs(
     vllm_config: VllmConfig, *, choosing: bool = False, with_draft_model: bool = False
 ) -> dict[str, KVCacheSpec]:
@@ -205,7 +217,8 @@ def kv_cache_specs(
         is one table for all.
     """
     layers = attention_layers(vllm_config)
-    specs = {name: one.get_kv_cache_spec(vllm_config) for name, one in layers.items() if shared_with(one) is None}
+    own = {name: one for name, one in layers.items() if has_attention(one) and shared_with(one) is None}
+    specs = {name: one.get_kv_cache_spec(vllm_config) for name, one in own.items()}
     found = {name: spec for name, spec in specs.items() if spec is not None}
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         found = keep_split_chunks(found)

@@ -182,8 +182,9 @@ class UcmWorker(RefusedCalls, WorkerBase):
             budget = self._lockstep.workers.least(budget)
         if self.cache_config.kv_cache_memory_bytes is not None:
             return budget
-        # a block's summaries are stored in addition to it
-        return int(budget / (1 + summaries_per_block(self._ucm, self.vllm_config, self.get_kv_cache_spec())))
+        # summaries and states of a block are memory of their own
+        summaries = summaries_per_block(self._ucm, self.vllm_config, self.get_kv_cache_spec())
+        return int(budget / (1 + summaries + self.model_runner.share_of_blocks()))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
-from vllm_gaudi_ucm.attention.groups import LayerGroups
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.window import Window
-from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, shared_with
+from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
+from vllm_gaudi_ucm.execution.layer_groups import GroupLayer, LayerGroups
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, has_attention, shared_with
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.runner.other_groups import other_groups
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
 from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens, tokens_kept
@@ -39,7 +41,7 @@ def kv_groups(
     layers = _implementations(vllm_config, of_draft_model)
     number_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
     for name, layer in attention_layers(vllm_config).items():
-        if (target := shared_with(layer)) is not None:
+        if has_attention(layer) and (target := shared_with(layer)) is not None:
             number_of[name] = number_of[target]
     found: dict[tuple[int, Window | None], list[str]] = {}
     for name, number in number_of.items():
@@ -66,9 +68,13 @@ def _others_see_all(vllm_config: VllmConfig) -> bool:
 def layer_groups(
     groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig, *, of_draft_model: bool = False
 ) -> LayerGroups:
-    """The same, known to the layers."""
+    """The same with the groups of other kinds, known to the layers."""
     found = kv_groups(groups, vllm_config, of_draft_model=of_draft_model)
-    return LayerGroups.of(found, _implementations(vllm_config, of_draft_model))
+    layers: dict[str, GroupLayer] = dict(_implementations(vllm_config, of_draft_model))
+    others = () if of_draft_model else other_groups(vllm_config, found[0])
+    context = attention_layers(vllm_config)
+    layers |= {name: cast("GroupLayer", context[name]) for group in others for name in group.kv.layers}
+    return LayerGroups.of([*(AttentionGroup(group) for group in found), *others], layers)
 
 
 def _implementations(vllm_config: VllmConfig, of_draft_model: bool) -> dict[str, UnifiedAttentionImpl]:
@@ -76,7 +82,7 @@ def _implementations(vllm_config: VllmConfig, of_draft_model: bool) -> dict[str,
     return {
         name: cast("UnifiedAttentionImpl", layer.impl)
         for name, layer in layers
-        if is_draft_layer(name) == of_draft_model
+        if has_attention(layer) and is_draft_layer(name) == of_draft_model
     }
 
 

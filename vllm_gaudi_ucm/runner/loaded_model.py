@@ -10,7 +10,6 @@ import torch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.attention.groups import LayerGroups
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.distributed.ranks import Ranks
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.observability.host_work import HostWork
@@ -95,7 +95,7 @@ class AllocatedModel:
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return self.groups.groups[0].block_size
+        return self.groups.groups[0].kv.block_size
 
     @property
     def calls_layers(self) -> bool:

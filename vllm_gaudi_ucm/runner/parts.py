@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
-TOO_MANY_BLOCKS = "more shared blocks than ucm.graphs.max_shared_blocks, or ranges than the largest bucket holds"
+TOO_MANY_BLOCKS = (
+    "more shared blocks than ucm.graphs.max_shared_blocks, more ranges than the largest bucket holds, or a state that "
+    "another request of the step computes"
+)
 PARTIAL_LOAD = "what is left of a prompt that was loaded in part runs alone"
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
-    from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
+    from vllm_gaudi_ucm.batch.group_planner import StepPlanner
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.runner.drafts import Drafts
@@ -44,7 +44,7 @@ class StepRunner:
         self,
         *,
         requests: RequestTable,
-        planner: SteadyPlanner | GroupPlanner,
+        planner: SteadyPlanner | StepPlanner,
         execution: Execution,
         sampler: NoSampler,
         drafts: Drafts,

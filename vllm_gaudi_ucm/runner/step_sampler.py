@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
-    from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
+    from vllm_gaudi_ucm.execution.divided_logits import LogitsOfParts
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.runner.computed_step import ComputedStep, Division
     from vllm_gaudi_ucm.runner.drafts import Drafts
@@ -68,15 +68,17 @@ class LogitsSource:
 
     Args:
         execution: computes them.
-        divided: the logits of divided steps; None: no step is divided.
+        divided: the logits of divided steps.
+        at_once: logits of all positions are computed in one call, and gathered: static shapes have no graph for that.
         prompt_logprobs: scores prompts.
         bypassed: called with a reason where something runs outside of the graphs.
     """
 
     execution: Execution
-    divided: DividedLogits | None
+    divided: LogitsOfParts
     prompt_logprobs: PromptLogprobs
     bypassed: Callable[[str], None]
+    at_once: bool
 
 
 class StepSampler(NoSampler):
@@ -112,9 +114,8 @@ class StepSampler(NoSampler):
     def begin(self, step: ComputedStep) -> None:
         self._batch.sync([step.requests[index] for index in step.yields.nonzero()[0].tolist()])
         if step.drafts.tokens:
-            # static shapes have no graph that gathers rows
-            at_once = self._source.divided is None
-            step.verify(StepLogits(self._source.execution, step.drafts, at_once, self._batch.wants_likeliest))
+            likeliest = self._batch.wants_likeliest
+            step.verify(StepLogits(self._source.execution, step.drafts, self._source.at_once, likeliest))
 
     def in_order(self, plan: UnifiedPlan, members: list[LiveRequest]) -> tuple[UnifiedPlan, NDArray[np.int64]]:
         return in_slot_order(plan, members, self._batch.slots)
@@ -124,18 +125,13 @@ class StepSampler(NoSampler):
         plan, count = division.plan, len(self._batch.slots)
         if step.verified is None:
             logits = self._source.execution.logits(plan.logits_rows)
-            step.computed(self._divided.put(logits, slots, count) if division.is_part else logits)
+            step.computed(self._source.divided.put(logits, slots, count) if division.is_part else logits)
             return
         yielding = [division.members[index] for index in plan.logits_requests.tolist()]
         if division.is_part:
-            step.verified.compute_division(yielding, plan.logits_rows, slots, self._divided, count)
+            step.verified.compute_division(yielding, plan.logits_rows, slots, self._source.divided, count)
         else:
             step.verified.compute(yielding, plan.logits_rows)
-
-    @property
-    def _divided(self) -> DividedLogits:
-        assert self._source.divided is not None, "only static shapes divide steps"
-        return self._source.divided
 
     def sample(self, step: ComputedStep, grammar: Grammar | None) -> SampledTokens:
         if step.verified is not None:

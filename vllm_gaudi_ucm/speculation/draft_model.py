@@ -122,14 +122,12 @@ class DraftModelProposer:
         likeliest next token) of the rows that get drafts.
         """
         table = self._table
-        tables, *others = table.tables_of(rows, self._groups)
         batch = BatchInput(
             num_computed=begin.astype(np.int32),
             num_scheduled=(end - begin).astype(np.int32),
             # with a token more than is computed a request yields nothing
             num_tokens=(end + ~drafts).astype(np.int32),
-            block_tables=tables,
-            others=tuple(others),
+            tables=table.tables_of(rows, self._groups),
             table_rows=rows,
         )
         divisions = self._execution.divide(batch)

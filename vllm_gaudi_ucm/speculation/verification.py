@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsLists, first_gr
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
-    from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
+    from vllm_gaudi_ucm.execution.divided_logits import LogitsOfParts
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sampling.sampling import SlotSampler
@@ -42,7 +42,7 @@ class StepLogits:
         self._greedy = greedy
         self.likeliest: LikeliestTokens | None = None
         """Likeliest tokens of all rows of an undivided step, instead of logits; None: call `at`."""
-        self._divided: DividedLogits | None = None
+        self._divided: LogitsOfParts | None = None
         self._first = torch.empty(0)
         self._everything: torch.Tensor | None = None
         self._row_of: dict[LiveRequest, int] = {}
@@ -78,7 +78,7 @@ class StepLogits:
         requests: Sequence[LiveRequest],
         last_rows: NDArray[np.int64],
         slots: NDArray[np.int64],
-        divided: DividedLogits,
+        divided: LogitsOfParts,
         num_slots: int,
     ) -> None:
         """Computes all positions of one division of a step; the next division overwrites its hidden states.

@@ -28,6 +28,7 @@ from vllm_gaudi_ucm.kv_cache.allocation import bind_kv_caches, dummy_kv_cache, k
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
+from vllm_gaudi_ucm.runner.other_groups import allocate_others
 from vllm_gaudi_ucm.start.kernel_compilation import KernelCompilation, compile_kernels
 from vllm_gaudi_ucm.start.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.vllm_api.kv_cache import groups_of, in_blocks_of
@@ -134,6 +135,8 @@ def _measure(
     # vLLM's specs of slots have no groups: a draft model or a window is refused with these
     made = None if tile is not None else groups_of(vllm_config, specs)
     groups = None if made is None else layer_groups(made, vllm_config)
+    if groups is not None:
+        allocate_others(groups, vllm_config, 1, tensors_on)
     draft_groups = None
     if made is not None and draft_model is not None:
         draft_groups = layer_groups(made, vllm_config, of_draft_model=True)

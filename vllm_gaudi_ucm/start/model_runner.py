@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.attention.latent import LatentAttention, register_latent_attention
+from vllm_gaudi_ucm.attention.latent import register_latent_attention
 from vllm_gaudi_ucm.batch.window import Window
+from vllm_gaudi_ucm.execution.cache_group import served_layers
 from vllm_gaudi_ucm.execution.decoder import HIDDEN, Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases
@@ -21,6 +22,7 @@ from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows, refuse_windows_in_one_table
 from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
+from vllm_gaudi_ucm.runner.other_groups import refuse_beside_states, share_of_blocks
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
@@ -29,7 +31,6 @@ from vllm_gaudi_ucm.start.setup import WorkerParts, make_parts
 from vllm_gaudi_ucm.vllm_api.kv_cache import in_blocks_of, in_tiles
 from vllm_gaudi_ucm.vllm_api.loading import get_model
 from vllm_gaudi_ucm.vllm_api.model import (
-    Attention,
     ChunkedLocalAttention,
     as_trained,
     densely,
@@ -54,20 +55,18 @@ if TYPE_CHECKING:
 
 logger = plugin_logger(__name__)
 
-SERVED_LAYERS: tuple[type, ...] = (Attention, ChunkedLocalAttention, LatentAttention, ServedMoeRunner)
-
 
 class ServedLayers(dict[str, Any]):
     """vLLM's `static_forward_context`: layer names to layers, which register themselves while a model is built.
 
     Layers with a state of their own beyond the tokens of a step are registered here: attention of every kind, recurrent
-    layers, mixtures of experts. Plain attention, attention in chunks, latent attention and our mixture of experts are
+    layers, mixtures of experts. Layers of the registered kinds of cache groups and our mixture of experts are
     supported, and further arguments of attention are up to its implementation (`UnifiedAttentionImpl`). Subclasses mask
     differently, or cache different data: treating them like their base class would give wrong tokens.
     """
 
     def __setitem__(self, name: str, layer: Any) -> None:
-        if type(layer) not in SERVED_LAYERS:
+        if type(layer) not in (*served_layers(), ServedMoeRunner):
             raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
         if isinstance(layer, ChunkedLocalAttention):
             window = cast("UnifiedAttentionImpl", layer.impl).window
@@ -171,6 +170,7 @@ class ModelRunner:
         )
         self._draft_decoder = draft[0] if draft else None
         refuse_beside_windows(self.decoder, self._draft_decoder, self._config, self._vllm_config)
+        refuse_beside_states(self._config, self._vllm_config)
         if on_cpu:
             from vllm_gaudi_ucm.ops.cpu.host_memory import keep_all_freed_memory
 
@@ -235,6 +235,10 @@ class ModelRunner:
         """The most bytes of the KV cache that are not slots: the dummy block, and the rest of the last block."""
         per_slot = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         return 0 if self._tile is None else 2 * self._tile * per_slot
+
+    def share_of_blocks(self) -> float:
+        """Returns the bytes that layers without attention take for each block, as a share of the block's bytes."""
+        return share_of_blocks(self.get_kv_cache_spec(), self._vllm_config)
 
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:

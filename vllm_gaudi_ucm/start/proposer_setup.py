@@ -43,7 +43,7 @@ def make_proposer(
             carried=allocated.carried,
             groups=allocated.draft_groups,
         )
-        groups = allocated.draft_groups.groups
+        groups = allocated.draft_groups.kv
         return DraftModelProposer(execution, table, groups, longest, ahead=allocated.drafts_ahead)
     assert config.prompt_lookup_min is not None
     assert config.prompt_lookup_max is not None
@@ -63,7 +63,7 @@ def _draft_model_at_static_shapes(
     return DraftModelProposer(
         graphs.execution,
         allocated.requests,
-        allocated.draft_groups.groups,
+        allocated.draft_groups.kv,
         max_model_len,
         likeliest=graphs.likeliest,
         divided=divided,

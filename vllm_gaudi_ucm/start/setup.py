@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel, LoadedModel
+from vllm_gaudi_ucm.runner.other_groups import allocate_others, refuse_uneven_stages
 from vllm_gaudi_ucm.runner.parts import StepRecords
 from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
 from vllm_gaudi_ucm.start.memory_setup import make_memory
@@ -111,22 +112,25 @@ def _make_allocated(
 ) -> AllocatedModel:
     """Makes the objects of an allocated cache. undo: closes them."""
     groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config)
+    refuse_uneven_stages(groups, model.ranks)
     draft_groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config, of_draft_model=True)
-    block_size, vllm_config = groups.groups[0].block_size, model.vllm_config
+    block_size, vllm_config = groups.kv[0].block_size, model.vllm_config
     transfer = _make_transfer(model, kv_cache_config)
     if transfer is not None:
         undo.callback(transfer.close)
     kv_caches = _allocate(model, kv_cache_config, transfer)
+    allocate_others(groups, vllm_config, kv_cache_config.num_blocks, model.tensors_on)
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     requests = RequestTable(
         max_num_seqs,
         vllm_config.model_config.max_model_len,
         block_size,
         by_token=model.by_token,
-        groups=groups.groups,
-        draft_groups=draft_groups.groups,
+        groups=groups.kv,
+        draft_groups=draft_groups.kv,
         inputs=model.decoder.inputs,
         draft_inputs=() if model.draft_decoder is None else model.draft_decoder.inputs,
+        keepers=[one for one in (group.follows_requests for group in groups.groups) if one is not None],
     )
     sparse = make_sparse_worker(
         model.config,

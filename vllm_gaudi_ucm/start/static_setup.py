@@ -13,9 +13,7 @@ from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel
-    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 
 def make_static(allocated: AllocatedModel) -> StaticShapes:
@@ -31,7 +29,7 @@ def make_static(allocated: AllocatedModel) -> StaticShapes:
         0 if remainders is None else len(remainders.keys),
         *((0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)),
     )
-    static = StaticShapes(allocated, buckets, usage, partial(_refill, allocated.kv_caches, sparse))
+    static = StaticShapes(allocated, buckets, usage, partial(_refill, allocated))
     static.divided_logits.reserve(model.vllm_config.num_speculative_tokens)
     if sparse is not None and model.device.kind == "hpu":
         # kernels on other devices skip pads
@@ -56,14 +54,17 @@ def _limits(allocated: AllocatedModel) -> Limits:
         0 if sparse is None or sparse.limits is None else sparse.limits.max_selected_blocks,
         memory=step_memory(vllm_config, config, model.device.kind),
         by_token=model.by_token,
-        window=allocated.groups.groups[0].window,
+        window=allocated.groups.kv[0].window,
         own_blocks=reads_own_blocks(config, model.device.kind),
     )
 
 
-def _refill(kv_caches: dict[str, LayerCache], sparse: SparseWorker | None) -> None:
-    """Resets the tensors to their initial values, before any request."""
-    for rows in chain.from_iterable(kv_caches.values()):
+def _refill(allocated: AllocatedModel) -> None:
+    """Resets tensors to their initial values, before any request."""
+    sparse = allocated.sparse
+    for rows in chain.from_iterable(allocated.kv_caches.values()):
         rows.zero_()
+    for group in allocated.groups.groups:
+        group.refill()
     if sparse is not None and sparse.selector is not None:
         sparse.selector.refill()

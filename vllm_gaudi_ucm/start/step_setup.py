@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_gaudi_ucm.batch.group_planner import make_planner
+from vllm_gaudi_ucm.batch.group_planner import planner_of
 from vllm_gaudi_ucm.distributed.ranks import Ranks
+from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
@@ -74,10 +75,13 @@ def make_steps(
     runner = StepRunner(
         requests=requests,
         # with asynchronous scheduling two batches are in flight, too, but of the same requests
-        planner=make_planner(
-            allocated.groups.groups,
-            model.config.attention.causal_slice,
-            batches=model.vllm_config.parallel_config.pipeline_parallel_size,
+        planner=planner_of(
+            [
+                group.planner(
+                    model.config.attention.causal_slice, model.vllm_config.parallel_config.pipeline_parallel_size
+                )
+                for group in allocated.groups.groups
+            ]
         ),
         execution=execution,
         sampler=sampler,
@@ -157,8 +161,8 @@ def _logits_source(allocated: AllocatedModel, execution: Execution, static: Stat
         host=None if static is None else allocated.host,
     )
     if static is None:
-        return LogitsSource(execution, None, scores, lambda reason: None)
-    return LogitsSource(execution, static.divided_logits, scores, static.bypassed)
+        return LogitsSource(execution, TrueShapeLogits(), scores, lambda reason: None, at_once=True)
+    return LogitsSource(execution, static.divided_logits, scores, static.bypassed, at_once=False)
 
 
 def _make_execution(allocated: AllocatedModel, static: StaticShapes | None) -> tuple[Execution, TokenSampler]:

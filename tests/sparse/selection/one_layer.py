@@ -13,8 +13,8 @@ import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
+from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
 from vllm_gaudi_ucm.execution.bucketed_execution import is_remainder, remainder_shapes
-from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
@@ -214,7 +214,7 @@ class OneLayer:
             tables[row, : len(self.tables[member.request_id])] = self.tables[member.request_id]
         computed = np.array([m.computed for m in members], np.int32)
         new = np.array([m.new for m in members], np.int32)
-        return BatchInput(computed, new, computed + new, tables)
+        return BatchInput(computed, new, computed + new, (tables,))
 
 
 def _inputs(limits: Limits, choices: SelectionLimits) -> BucketTensors:

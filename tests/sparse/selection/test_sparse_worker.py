@@ -12,7 +12,7 @@ import torch
 from tests.sparse.hook_log import HookLog
 from vllm_gaudi_ucm.attention import backend
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
-from vllm_gaudi_ucm.execution.decoder import step_metadata
+from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
 from vllm_gaudi_ucm.kv_cache.pair import KvPair
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart
 from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
@@ -112,7 +112,7 @@ def summarised(computed: int, drafts: list[int]) -> list[int]:
     new = step_drafts.num_scheduled["a"]
     batch = BatchInput(
         *(np.array([count], np.int32) for count in (computed, new, computed + new)),
-        np.arange(1, 9, dtype=np.int32)[None],
+        (np.arange(1, 9, dtype=np.int32)[None],),
     )
     requests: Any = [SimpleNamespace(request_id="a")]
     found = worker().step(output, step_drafts, requests, batch)
@@ -161,7 +161,7 @@ def test_drafts_of_padding_are_none(computed: int, drafts: list[int], full: list
 def test_tails_are_sparse_and_have_more_rows_than_a_verification(remainder_rows: int, remainders: list[int]) -> None:
     """Not dense prompts, decodes, or verifications."""
     new = np.array([1, 8, 8, 4, 5], np.int32)
-    batch = BatchInput(new, new, new, np.zeros((5, 4), np.int32))
+    batch = BatchInput(new, new, new, (np.zeros((5, 4), np.int32),))
     requests: Any = [SimpleNamespace(request_id=name) for name in "abcde"]
     chosen = RequestSelection(SelectionMode.SELECT, 1, 3, 1)
     output: Any = SimpleNamespace()

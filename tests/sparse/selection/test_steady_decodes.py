@@ -55,7 +55,7 @@ class Requests:
             tables[row, : len(self.tables[name])] = self.tables[name]
         computed = np.array([self.computed[name] for name in scheduled], np.int32)
         new = np.array(list(scheduled.values()), np.int32)
-        return BatchInput(computed, new, computed + new, tables)
+        return BatchInput(computed, new, computed + new, (tables,))
 
     def end(self, name: str) -> None:
         self.free += self.tables.pop(name)

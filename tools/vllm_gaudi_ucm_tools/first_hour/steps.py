@@ -85,7 +85,7 @@ def make_step(requests: list[tuple[int, int]], shared_blocks: int, heads: Heads,
         table[:shared_blocks] = 1 + np.arange(shared_blocks)
         table[shared_blocks : shared_blocks + own] = free + np.arange(own)
         free += own
-    plan = plan_batch(BatchInput(computed, scheduled, ends, tables), heads.block_size)
+    plan = plan_batch(BatchInput(computed, scheduled, ends, (tables,)), heads.block_size)
     random = torch.Generator().manual_seed(len(requests))
 
     def randn(*shape: int) -> Tensor:

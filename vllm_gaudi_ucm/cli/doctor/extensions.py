@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from vllm_gaudi_ucm.batch.row_input import ROW_INPUTS
 from vllm_gaudi_ucm.cli.doctor.check import Check
+from vllm_gaudi_ucm.execution.cache_group import CACHE_GROUPS
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
@@ -25,6 +26,7 @@ REGISTRIES: Sequence[Registry[Any]] = (
     STRATEGIES,
     STORES,
     ROW_INPUTS,
+    CACHE_GROUPS,
     ATTENTION,
     KV_CACHE,
     BLOCK_SELECTION,

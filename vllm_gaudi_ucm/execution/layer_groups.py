@@ -1,0 +1,52 @@
+"""The KV-cache groups of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from vllm_gaudi_ucm.attention.groups import GroupStep
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.window import Window
+    from vllm_gaudi_ucm.execution.cache_group import CacheGroup
+
+
+class GroupLayer(Protocol):
+    """A layer, or what computes it."""
+
+    def join(self, group: GroupStep | None) -> None:
+        """Has the layer read the step of this group. None: there is one group, whose metadata is the step's."""
+        ...
+
+
+class LayerGroups(NamedTuple):
+    """groups: at least one; the first is of attention. steps: of each, if there are several."""
+
+    groups: tuple[CacheGroup, ...]
+    steps: tuple[GroupStep, ...] = ()
+
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroup], layers: Mapping[str, GroupLayer]) -> LayerGroups:
+        """Tells each layer where to look. layers: by name, all that are in a group."""
+        if len(groups) == 1:
+            for layer in layers.values():
+                layer.join(None)
+            return cls(tuple(groups))
+        steps = tuple(GroupStep() for _ in groups)
+        for group, step in zip(groups, steps, strict=True):
+            for name in group.kv.layers:
+                layers[name].join(step)
+        return cls(tuple(groups), steps)
+
+    @classmethod
+    def alone(cls, block_size: int, window: Window | None) -> LayerGroups:
+        """Returns one group of attention with all layers. window: how far back its rows see."""
+        return cls((AttentionGroup(KvGroup(0, block_size, window)),))
+
+    @property
+    def kv(self) -> tuple[KvGroup, ...]:
+        """Which layers and blocks are of each group."""
+        return tuple(group.kv for group in self.groups)

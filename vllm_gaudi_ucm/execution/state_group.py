@@ -1,0 +1,298 @@
+"""Groups of layers that keep a state of each request, which each token changes: the base of kinds from outside."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.execution.cache_group import CacheGroup, Tensors, ToDevice
+from vllm_gaudi_ucm.execution.group_names import group_suffix
+from vllm_gaudi_ucm.execution.step_sizes import Sizes, of_rows
+from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, PlanOfGroup, UnifiedPlan
+    from vllm_gaudi_ucm.batch.block_use import Room
+    from vllm_gaudi_ucm.batch.group_planner import Planned
+    from vllm_gaudi_ucm.batch.kv_group import KvGroup
+    from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+    from vllm_gaudi_ucm.ops.unified_attention.api import Plan
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
+
+
+class StatePlaces(NamedTuple):
+    """Where the states of a group are, in tensors of [`rows`, ...]: the first rows belong to blocks, by block id.
+
+    The state behind the last token of a block belongs to the block, so prefix caching keeps it with the block. Each
+    running request has a slot, whose rows are the states behind its last tokens: the request goes on from one of them,
+    whichever of its drafts were rejected.
+
+    num_blocks: of the KV cache. num_slots: requests that run at once. rows_each: of a slot, tokens of a request whose
+    acceptance one step decides: its drafts and one more.
+    """
+
+    num_blocks: int
+    num_slots: int
+    rows_each: int
+
+    @property
+    def rows(self) -> int:
+        """The last one is never written: a request begins with zeros."""
+        return self.zeros + 1
+
+    @property
+    def zeros(self) -> int:
+        return self.num_blocks + self.num_slots * self.rows_each
+
+    def of_tokens(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rows of states behind tokens at these positions, of requests with these slots."""
+        return self.num_blocks + slots * self.rows_each + positions % self.rows_each
+
+
+class StatePlan(NamedTuple):
+    """Reads and writes of states in a step; requests are in flat order. See StateInputs."""
+
+    sources: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
+    kept_rows: NDArray[np.int64]
+    kept_at: NDArray[np.int64]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ()
+
+
+class StateInputs(NamedTuple):
+    """What layers with a state read of a step. In a bucket the last entries are pads, which change no state in use.
+
+    sources: int64 [requests] rows of states that requests go on from.
+    first_rows: int64 [requests] first row of the step of each request; its others follow.
+    row_requests: int64 [rows] request of each row.
+    kept_rows: int64 [kept] rows of the step behind which the state is kept.
+    kept_at: int64 [kept] rows of states to write them to. Pads alone are written to one row several times.
+    """
+
+    sources: torch.Tensor
+    first_rows: torch.Tensor
+    row_requests: torch.Tensor
+    kept_rows: torch.Tensor
+    kept_at: torch.Tensor
+
+
+class StateGroup(CacheGroup):
+    """States of requests. A kind derives from this, names its layers, and says what one state is.
+
+    A layer has `get_kv_cache_spec`, `bind_kv_cache`, which gets a tensor [rows, *`state_shape`], and `join(step)`: in
+    the forward `step.metadata` is a StateInputs.
+
+    Args:
+        kv: see CacheGroup; its table is the first group's.
+        max_num_seqs: requests that run at once.
+        rows_each: tokens of a request whose acceptance one step decides.
+    """
+
+    def __init__(self, kv: KvGroup, max_num_seqs: int, rows_each: int) -> None:
+        super().__init__(kv)
+        self._max_num_seqs = max_num_seqs
+        self._rows_each = rows_each
+        self._planner: StatePlanner | None = None
+        self._states: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def make(cls, kv: KvGroup, vllm_config: VllmConfig) -> StateGroup:
+        return cls(kv, vllm_config.scheduler_config.max_num_seqs, 1 + vllm_config.num_speculative_tokens)
+
+    @classmethod
+    @abstractmethod
+    def state_of(cls, spec: KVCacheSpec) -> tuple[tuple[int, ...], torch.dtype]:
+        """Returns shape and dtype of one state of a layer."""
+
+    @property
+    def follows_requests(self) -> StatePlanner:
+        return self._made_planner()
+
+    def bytes_per_block(self, spec: KVCacheSpec) -> int:
+        shape, dtype = self.state_of(spec)
+        return math.prod(shape) * dtype.itemsize
+
+    def allocate(self, specs: Mapping[str, KVCacheSpec], num_blocks: int, device: torch.device) -> dict[str, Any]:
+        places = StatePlaces(num_blocks, self._max_num_seqs, self._rows_each)
+        self._planner = StatePlanner(self.kv.block_size, places)
+        for name, spec in specs.items():
+            shape, dtype = self.state_of(spec)
+            self._states[name] = torch.zeros((places.rows, *shape), dtype=dtype, device=device)
+        return dict(self._states)
+
+    def refill(self) -> None:
+        for states in self._states.values():
+            states.zero_()
+
+    def _made_planner(self) -> StatePlanner:
+        assert self._planner is not None, "allocate makes the planner"
+        return self._planner
+
+    def planner(self, causal_slice: int, batches: int) -> StatePlanner:
+        return self._made_planner()
+
+    def tensors(self, number: int) -> tuple[StepTensor, ...]:
+        end = group_suffix(number)
+
+        def entry(name: str, pad: int) -> StepTensor:
+            def values(step: StepArrays) -> NDArray[np.int64]:
+                found: NDArray[np.int64] = getattr(step.plan.groups[number], name)
+                return found
+
+            return StepTensor(name + end, values, self._of_requests if "kept" not in name else self._of_kept, pad)
+
+        return (
+            # pads read a state that they leave as it is
+            entry("sources", DUMMY_BLOCK),
+            entry("first_rows", 0),
+            StepTensor("row_requests" + end, attrgetter("plan.row_requests"), of_rows, lambda sizes: sizes.spans - 1),
+            entry("kept_rows", 0),
+            entry("kept_at", DUMMY_BLOCK),
+        )
+
+    @staticmethod
+    def _of_requests(sizes: Sizes) -> tuple[int, ...]:
+        return (sizes.spans,)
+
+    def _of_kept(self, sizes: Sizes) -> tuple[int, ...]:
+        """Last tokens of each request, and of each block that becomes full."""
+        rows, requests = sizes.shape.query_len, sizes.spans - 1
+        full = min(rows, rows // self.kv.block_size + requests)
+        return (min(rows, requests * self._rows_each) + full,)
+
+    def divide(self, batch: BatchInput, room: Room | None) -> list[NDArray[np.int64]]:
+        """A request that goes on from a block runs behind the part of the step that fills the block."""
+        return self._made_planner().divide(batch)
+
+    def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> StateInputs:
+        return StateInputs(*(tensors[name] for name in StateInputs._fields))
+
+    def in_buckets(self, number: int, limits: Limits, causal_slice: int, device: torch.device) -> _InBuckets:
+        return _InBuckets()
+
+    def metadata(self, inputs: StateInputs, implementation: str, plan: Plan | None) -> StateInputs:
+        return inputs
+
+
+class _InBuckets:
+    """See GroupInBuckets."""
+
+    def of(self, shape: ForwardShape, tensors: Tensors) -> StateInputs:
+        return StateInputs(*(tensors[name] for name in StateInputs._fields))
+
+    def refill(self) -> None:
+        """There is nothing of its own."""
+
+
+class StatePlanner:
+    """Plans reads and writes of states, and gives running requests their slots.
+
+    Args:
+        block_size: tokens per block.
+        places: of the states.
+    """
+
+    def __init__(self, block_size: int, places: StatePlaces) -> None:
+        self._block_size = block_size
+        self._places = places
+        self._free = list(range(places.num_slots))[::-1]
+        # by row of the request table
+        self._slots: dict[int, int] = {}
+        # of each slot, the tokens behind which its rows hold states: positions [begin, end)
+        self._begin = np.zeros(places.num_slots, np.int64)
+        self._end = np.zeros(places.num_slots, np.int64)
+
+    def forget(self, row: int) -> None:
+        """See KeepsOfRequests."""
+        slot = self._slots.pop(row, None)
+        if slot is not None:
+            self._begin[slot] = self._end[slot] = 0
+            self._free.append(slot)
+
+    def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> StatePlan:
+        """See GroupPlanner.
+
+        Raises:
+            ValueError: a request goes on behind a token whose state is not kept.
+        """
+        slots = self._slots_of(step.table_rows)
+        computed = batch.num_computed[step.requests].astype(np.int64)
+        tables = batch.block_tables
+        sources = self._sources(slots, computed, tables, step.requests)
+        first, behind = step.query_start[:-1], step.query_start[1:]
+        from_end = behind[step.row_requests] - 1 - np.arange(step.num_rows)
+        last = np.flatnonzero(from_end < self._places.rows_each)
+        full = np.flatnonzero((step.positions + 1) % self._block_size == 0)
+        blocks = tables[step.requests[step.row_requests[full]], step.positions[full] // self._block_size]
+        last_at = self._places.of_tokens(slots[step.row_requests[last]], step.positions[last])
+        self._end[slots] = computed + behind - first
+        self._begin[slots] = np.maximum(computed, self._end[slots] - self._places.rows_each)
+        return StatePlan(
+            sources,
+            first,
+            np.concatenate([last, full]),
+            np.concatenate([last_at, blocks.astype(np.int64)]),
+        )
+
+    def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
+        """Returns the requests, by index, of parts of a step: none goes on from a block that its own part fills."""
+        rows = np.arange(len(batch.num_scheduled)) if batch.table_rows is None else batch.table_rows
+        computed = batch.num_computed.astype(np.int64)
+        from_blocks = self._read_blocks(rows, computed)
+        if not from_blocks.any():
+            return [np.arange(len(rows))]
+        size, parts, filled = self._block_size, [[]], set()  # type: ignore[var-annotated]
+        for index, begin in enumerate(computed.tolist()):
+            table = batch.block_tables[index]
+            if from_blocks[index] and int(table[begin // size - 1]) in filled:
+                parts.append([])
+                filled = set()
+            parts[-1].append(index)
+            filled |= set(table[begin // size : (begin + int(batch.num_scheduled[index])) // size].tolist())
+        return [np.array(part) for part in parts]
+
+    def _slots_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        for row in rows.tolist():
+            if row not in self._slots:
+                self._slots[row] = self._free.pop()
+        return np.array([self._slots[row] for row in rows.tolist()], np.int64)
+
+    def _read_blocks(self, rows: NDArray[np.int64], computed: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns which requests go on from the state of a block."""
+        slots = np.array([self._slots.get(row, -1) for row in rows.tolist()], np.int64)
+        in_slot = (slots >= 0) & (self._begin[slots] < computed) & (computed <= self._end[slots])
+        return (computed > 0) & ~in_slot
+
+    def _sources(
+        self,
+        slots: NDArray[np.int64],
+        computed: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        requests: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        found = np.full(len(slots), self._places.zeros, np.int64)
+        in_slot = (self._begin[slots] < computed) & (computed <= self._end[slots])
+        found[in_slot] = self._places.of_tokens(slots[in_slot], computed[in_slot] - 1)
+        others = np.flatnonzero((computed > 0) & ~in_slot)
+        lost = others[computed[others] % self._block_size != 0]
+        if len(lost):
+            raise ValueError(
+                f"a state behind {int(computed[lost[0]])} tokens: found none, expected one behind each block of "
+                f"{self._block_size} tokens; report this as a defect of the plugin"
+            )
+        found[others] = tables[requests[others], computed[others] // self._block_size - 1]
+        return found

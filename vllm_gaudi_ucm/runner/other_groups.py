@@ -1,0 +1,97 @@
+"""KV-cache groups of layers without attention: which there are, their memory, and what excludes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
+from vllm_gaudi_ucm.execution.cache_group import CacheGroup, kind_of
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, other_specs
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.distributed.ranks import Ranks
+    from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
+
+
+def other_groups(vllm_config: VllmConfig, first: KvGroup) -> list[CacheGroup]:
+    """Returns the groups of layers without attention, one of each kind. They read the table of the first group.
+
+    Raises:
+        UnsupportedFeatureError: no kind is registered for what a layer keeps.
+    """
+    kinds: dict[type[CacheGroup], list[str]] = {}
+    for name, spec in other_specs(vllm_config).items():
+        kinds.setdefault(_kind(name, spec), []).append(name)
+    return [kind.make(first._replace(window=None, layers=tuple(names)), vllm_config) for kind, names in kinds.items()]
+
+
+def _kind(name: str, spec: KVCacheSpec) -> type[CacheGroup]:
+    kind = kind_of(spec)
+    if kind is None:
+        wanted = "register a kind of cache group for it"
+        raise UnsupportedFeatureError(f"layers that keep {type(spec).__name__} ({wanted})", f"the model's layer {name}")
+    return kind
+
+
+def refuse_uneven_stages(groups: LayerGroups, ranks: Ranks) -> None:
+    """Raises UnsupportedFeatureError, on all workers, unless every stage of a pipeline has layers of each kind.
+
+    All stages divide a step alike, and a kind of state decides how.
+    """
+    count = sum(not isinstance(group, AttentionGroup) for group in groups.groups)
+    if ranks.size > 1 and ranks.most(count) != ranks.least(count):
+        raise UnsupportedFeatureError(
+            "stages of which some have layers with a state, and others have none (take one stage)",
+            "--pipeline-parallel-size",
+        )
+
+
+def allocate_others(groups: LayerGroups, vllm_config: VllmConfig, num_blocks: int, device: torch.device) -> None:
+    """Makes what vLLM's blocks do not hold, and binds it to the layers. num_blocks: of the KV cache."""
+    specs, layers = other_specs(vllm_config), attention_layers(vllm_config)
+    for group in groups.groups:
+        own = {name: specs[name] for name in group.kv.layers if name in specs}
+        for name, made in group.allocate(own, num_blocks, device).items():
+            layers[name].bind_kv_cache(made)
+
+
+def share_of_blocks(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> float:
+    """Returns the bytes that layers without attention take for each block, as a share of the block's bytes.
+
+    specs: of the layers with attention.
+    """
+    block_size = next(iter(specs.values())).block_size
+    others = sum(
+        _kind(name, spec).make(KvGroup(0, block_size), vllm_config).bytes_per_block(spec)
+        for name, spec in other_specs(vllm_config).items()
+    )
+    return others / sum(one.page_size_bytes for one in specs.values())
+
+
+def refuse_beside_states(config: UcmConfig, vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedFeatureError for what moves, copies or shares parts of blocks, if layers keep other things."""
+    names = list(other_specs(vllm_config))
+    if not names:
+        return
+    asked = {
+        "ucm.kv_cache.granularity token": config.kv_cache.granularity == "token",
+        "ucm.kv_cache.partial_hits": config.kv_cache.partial_hits,
+        "ucm.kv_cache.compaction": config.kv_cache.compaction,
+        "ucm.preemption.mode (take recompute)": config.preemption.mode != "recompute",
+        "ucm.memory_mode": config.memory_mode.enabled,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--speculative-config (a draft model with such layers)": any(map(is_draft_layer, names)),
+    }
+    for option, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedFeatureError(f"a model with layers that keep a state ({names[0]})", option)
