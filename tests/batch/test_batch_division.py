@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.batch.batches import Request, Step, lay_out, steps
 from tests.batch.token_steps import TokenStep, token_steps
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, divide_batch, plan_batch
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.block_use import Room
+from vllm_gaudi_ucm.batch.division import divide_batch
 from vllm_gaudi_ucm.batch.window import Window
 
 

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from tests.batch.scheduling import Known, new_request, step_output
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, plan_batch
-from vllm_gaudi_ucm.batch.request_table import RequestTable
+from vllm_gaudi_ucm.batch.request_table import DraftModelRows, RequestTable
 from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, ROW_INPUTS, Positions, RowInput, TokenIds, inputs_of
 
 
@@ -80,7 +80,7 @@ def test_nothing_of_a_request_reaches_the_next_owner_of_its_row() -> None:
 
 
 def test_a_draft_model_has_inputs_of_its_own() -> None:
-    table = RequestTable(1, 8, 4, inputs=(*BUILT_IN_INPUTS, Voice), draft_inputs=BUILT_IN_INPUTS)
+    table = RequestTable(1, 8, 4, inputs=(*BUILT_IN_INPUTS, Voice), draft=DraftModelRows())
     table.update(step_output({"a": 3}, new=[new_request(request("a", 7, 1))]))
     _, batch = table.scheduled({"a": 3})
     plan = plan_batch(batch, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,16 @@ class LiveRequest:
         return scores
 
 
+class DraftModelRows(NamedTuple):
+    """Groups and row inputs of a draft model; see RequestTable."""
+
+    groups: Sequence[KvGroup] = ()
+    inputs: RowInputs = BUILT_IN_INPUTS
+
+
+NO_DRAFT_MODEL = DraftModelRows()
+
+
 class KeepsOfRequests(Protocol):
     """Keeps something of running requests, by their rows in the request table."""
 
@@ -85,8 +95,8 @@ class RequestTable:
         block_size: tokens per cache block.
         by_token: each token has a slot of its own, and `block_size` slots are what operations read as a block.
         groups: of the KV cache, the first one's block size is `block_size`; none stands for one with all layers.
-        draft_groups: those of a draft model, whose blocks are in tables of the same requests.
-        inputs, draft_inputs: what the model and a draft model read of each row.
+        inputs: what the model reads of each row.
+        draft: the same of a draft model, whose blocks are in tables of the same requests.
         keepers: learn which requests have lost their place on the device.
     """
 
@@ -98,9 +108,8 @@ class RequestTable:
         *,
         by_token: bool = False,
         groups: Sequence[KvGroup] = (),
-        draft_groups: Sequence[KvGroup] = (),
         inputs: RowInputs = BUILT_IN_INPUTS,
-        draft_inputs: RowInputs = BUILT_IN_INPUTS,
+        draft: DraftModelRows = NO_DRAFT_MODEL,
         keepers: Sequence[KeepsOfRequests] = (),
     ) -> None:
         self._block_size = block_size
@@ -109,17 +118,17 @@ class RequestTable:
         # by number, in vLLM's lists of block ids
         self._tables = {
             group.number: BlockTable(max_num_seqs, 0 if by_token else -(-max_model_len // group.block_size))
-            for group in (*self._groups, *draft_groups)
+            for group in (*self._groups, *draft.groups)
         }
         self._first = next(iter(self._tables.values()))
         self._keepers = tuple(keepers)
         self.max_model_len = max_model_len
-        kinds: tuple[type[RowInput], ...] = (TokenIds, *inputs, *draft_inputs)
+        kinds: tuple[type[RowInput], ...] = (TokenIds, *inputs, *draft.inputs)
         made = {kind: kind(max_num_seqs, max_model_len) for kind in dict.fromkeys(kinds)}
         self._token_ids = made[TokenIds]
         self._inputs = tuple(made.values())
         self._read = tuple(made[kind] for kind in inputs)
-        self._read_by_drafts = tuple(made[kind] for kind in draft_inputs)
+        self._read_by_drafts = tuple(made[kind] for kind in draft.inputs)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
         self.requests: dict[str, LiveRequest] = {}

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.latent import LatentAttention
-from vllm_gaudi_ucm.batch.batch_plan import GroupPlan, PlanOfGroup, UnifiedPlan, divide_batch
+from vllm_gaudi_ucm.batch.batch_plan import GroupPlan, PlanOfGroup, UnifiedPlan
+from vllm_gaudi_ucm.batch.division import divide_batch
 from vllm_gaudi_ucm.batch.group_planner import AttentionPlanner
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS

@@ -15,8 +15,6 @@ from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.latent import LatentSizes
-    from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
-    from vllm_gaudi_ucm.execution.step_tensors import StepInputs
     from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
@@ -66,20 +64,3 @@ def step_metadata(
     if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
         return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens)
     return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices)
-
-
-def grouped_metadata(
-    first: UnifiedAttentionMetadata,
-    inputs: StepInputs,
-    groups: LayerGroups,
-    implementation: str,
-    plan: Plan | None = None,
-) -> StepMetadata:
-    """Returns the metadata of all groups. first: of the first one, which has a sparse method and summaries."""
-    if len(inputs.groups) == 1:
-        return first
-    others = (
-        group.metadata(one, implementation, plan)
-        for one, group in zip(inputs.groups[1:], groups.groups[1:], strict=True)
-    )
-    return GroupedMetadata((first, *others), groups.steps)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, divide_batch
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.batch.block_use import Room
+from vllm_gaudi_ucm.batch.division import divide_batch
 from vllm_gaudi_ucm.execution.agreed_bucket import agreed_bucket
-from vllm_gaudi_ucm.execution.attention_metadata import grouped_metadata, step_metadata
+from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
 from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import (
@@ -329,7 +330,7 @@ class BucketedExecution:
         )
         if self._sparse is not None:
             self._sparse.begin_forward(metadata.selection)
-        every = grouped_metadata(metadata, inputs, self._groups, self._implementation, self._plan)
+        every = self._groups.metadata(metadata, inputs, self._implementation, self._plan)
         found = self._run(inputs, every)
         if self._sparse is not None:
             self._sparse.end_forward(metadata.selection)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from vllm_gaudi_ucm.attention.groups import GroupStep
+from vllm_gaudi_ucm.attention.groups import GroupedMetadata, GroupStep
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
     from vllm_gaudi_ucm.batch.window import Window
+    from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata
     from vllm_gaudi_ucm.execution.cache_group import CacheGroup
+    from vllm_gaudi_ucm.execution.step_tensors import StepInputs
+    from vllm_gaudi_ucm.ops.unified_attention.api import Plan
 
 
 class GroupLayer(Protocol):
@@ -45,6 +49,18 @@ class LayerGroups(NamedTuple):
     def alone(cls, block_size: int, window: Window | None) -> LayerGroups:
         """Returns one group of attention with all layers. window: how far back its rows see."""
         return cls((AttentionGroup(KvGroup(0, block_size, window)),))
+
+    def metadata(
+        self, first: UnifiedAttentionMetadata, inputs: StepInputs, implementation: str, plan: Plan | None = None
+    ) -> StepMetadata:
+        """Returns the metadata of all groups. first: of the first one, which has a sparse method and summaries."""
+        if len(inputs.groups) == 1:
+            return first
+        others = (
+            group.metadata(one, implementation, plan)
+            for one, group in zip(inputs.groups[1:], self.groups[1:], strict=True)
+        )
+        return GroupedMetadata((first, *others), self.steps)
 
     @property
     def kv(self) -> tuple[KvGroup, ...]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
-from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata, grouped_metadata, step_metadata
+from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata, step_metadata
 from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.group_tensors import divided_by
@@ -117,7 +117,7 @@ class TrueShapeExecution:
             latent=self._decoder.latent,
         )
         self._selection = metadata.selection
-        self._metadata = grouped_metadata(metadata, inputs, self._groups, self._implementation)
+        self._metadata = self._groups.metadata(metadata, inputs, self._implementation)
         return StepShape(shape, shape)
 
     def forward(self) -> None:

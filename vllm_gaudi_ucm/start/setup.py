@@ -6,7 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.batch.request_table import RequestTable
+from vllm_gaudi_ucm.batch.request_table import DraftModelRows, RequestTable
 from vllm_gaudi_ucm.connector.transfer_config import OURS
 from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
@@ -127,9 +127,8 @@ def _make_allocated(
         block_size,
         by_token=model.by_token,
         groups=groups.kv,
-        draft_groups=draft_groups.kv,
         inputs=model.decoder.inputs,
-        draft_inputs=() if model.draft_decoder is None else model.draft_decoder.inputs,
+        draft=DraftModelRows(draft_groups.kv, () if model.draft_decoder is None else model.draft_decoder.inputs),
         keepers=[one for one in (group.follows_requests for group in groups.groups) if one is not None],
     )
     sparse = make_sparse_worker(

@@ -109,7 +109,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
     """Has vLLM's fixture of a process group take the platform's backend: it knows Gloo and NCCL alone, by device."""
     names = fixturedef.func.__globals__
     begin = names.get("init_distributed_environment")
-    if fixturedef.argname == "dist_init" and not hasattr(begin, "__wrapped__"):
+    if fixturedef.argname == "dist_init" and begin is not None and not hasattr(begin, "__wrapped__"):
         names["init_distributed_environment"] = _on_the_platform(begin)
 
 

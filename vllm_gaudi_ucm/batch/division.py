@@ -1,0 +1,77 @@
+"""Parts of a step that fit the largest bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+from vllm_gaudi_ucm.batch.block_use import Room, fitting_groups
+from vllm_gaudi_ucm.batch.token_runs import run_pairs
+from vllm_gaudi_ucm.batch.window import Window, blocks_before
+
+
+def divide_batch(
+    batch: BatchInput, block_size: int, room: Room, alone: Collection[int] = (), window: Window | None = None
+) -> list[NDArray[np.int64]]:
+    """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks or ranges, or
+    a request has to run `alone` (indices into the batch).
+
+    Requests keep their order: vLLM lets a request find blocks in the cache that one scheduled before it fills in the
+    same step, and those that use the same blocks mostly stay together. Each group takes as many as fit; a request alone
+    always does (`Limits` makes sure).
+    """
+    if not len(alone):
+        return _divide(batch, block_size, room, window)
+    apart, groups = set(alone), []
+    # a request that runs alone is a run of its own, whatever its neighbours are
+    for number, run in groupby(range(len(batch.num_scheduled)), lambda index: index if index in apart else -1):
+        index = np.array(list(run))
+        if number in apart:
+            groups.append(index)
+        else:
+            groups += [index[group] for group in _divide(batch.take(index), block_size, room, window)]
+    return groups
+
+
+def _divide(batch: BatchInput, block_size: int, room: Room, window: Window | None) -> list[NDArray[np.int64]]:
+    everything = np.arange(len(batch.num_scheduled))
+    contexts = _contexts(batch, block_size, window)
+    if not batch.has_token_tables:
+        room = room._replace(ranges=len(contexts.keys))
+    if len(contexts.keys) <= min(room):
+        return [everything]
+    several = np.repeat(batch.num_scheduled > 1, contexts.counts)
+    keys, users = np.unique(contexts.keys, return_counts=True)
+    shared_blocks = int(((users > 1) | np.isin(keys, contexts.keys[several])).sum())
+    if shared_blocks <= room.shared_blocks and len(keys) <= room.ranges:
+        return [everything]
+    parts = np.split(contexts.keys, contexts.counts.cumsum()[:-1])
+    return [np.array(group) for group in fitting_groups(parts, batch.num_scheduled, room)]
+
+
+class _Contexts(NamedTuple):
+    """keys: [pairs] blocks of the cached contexts, or first slots of ranges, request by request; counts: of each."""
+
+    keys: NDArray[np.integer]
+    counts: NDArray[np.int64]
+
+
+def _contexts(batch: BatchInput, block_size: int, window: Window | None) -> _Contexts:
+    tokens = batch.num_computed + (batch.num_scheduled == 1)
+    if batch.has_token_tables:
+        requests = np.arange(len(tokens))
+        pairs = run_pairs(tokens.astype(np.int64), requests, batch.block_tables, block_size)
+        return _Contexts(pairs.key, np.bincount(pairs.request, minlength=len(tokens)))
+    num_blocks = -(-tokens // block_size)
+    column = np.arange(batch.block_tables.shape[1])
+    used = column < num_blocks[:, None]
+    if window is not None:
+        before = blocks_before(window.first_seen(batch.num_computed.astype(np.int64)), tokens, block_size)
+        used &= column >= before[:, None]
+        num_blocks = num_blocks - before
+    return _Contexts(batch.block_tables[used], num_blocks)
