@@ -17,6 +17,11 @@ class MissingToolsError(RuntimeError):
     """The package of tools is not installed, or is from another release."""
 
 
+def is_installed() -> bool:
+    """Returns whether the package is there, of any release."""
+    return _installed() is not None
+
+
 def installed_commands() -> dict[str, EntryPoint]:
     """Returns commands by name, in alphabetical order; none if the package is not installed."""
     found = _installed()

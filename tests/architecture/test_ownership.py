@@ -46,7 +46,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/kv_cache/allocation.py": "types of a C function",
     "vllm_gaudi_ucm/prefetch/threads.py": "flag of a finalizer",
     # places of a thread, which has its own
-    "graphs/recipes/recorder.py": "threading.local",
+    "tools/vllm_gaudi_ucm_tools/recipes/recorder.py": "threading.local",
     "ops/unified_attention/impl/cuda/work.py": "threading.local",
     "vllm_gaudi_ucm/device/cuda.py": "threading.local",
     "vllm_gaudi_ucm/device/hpu.py": "threading.local",

@@ -13,12 +13,12 @@ from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.operator_cost import trace
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import kernels as hpu_kernels
 from vllm_gaudi_ucm_tools.op_cost.op_cost import BATCHES, Batch, full_work, least_work
+from vllm_gaudi_ucm_tools.op_cost.operator_cost import trace
 from vllm_gaudi_ucm_tools.op_cost.row import fused_kernel
 
 pytestmark = pytest.mark.slow  # traces many batches through every implementation

@@ -10,6 +10,8 @@ import pytest
 from tests.architecture.sources import FOLDERS, ROOT, TOOLS
 from vllm_gaudi_ucm import developer_tools
 from vllm_gaudi_ucm.cli import main as cli
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 INSTALL = "pip install 'vllm-gaudi-ucm[tools]'"
 
@@ -56,6 +58,13 @@ def test_help_lists_what_is_there_and_names_the_rest(capsys: pytest.CaptureFixtu
 def test_other_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--max-graphs", "8", "--json"]) == 0
     assert '"strategy": "padding_aware"' in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_tools")
+def test_an_option_of_a_server_says_what_to_install() -> None:
+    with pytest.raises(UcmConfigError, match=r"ucm\.graphs\.recipe_check.*'count'.*vllm-gaudi-ucm\[tools\]"):
+        UcmConfig.resolve({"graphs": {"recipe_check": "count"}}, "ucm")
+    assert UcmConfig.resolve({"graphs": {"recipe_check": "off"}}, "ucm").graphs.recipe_check == "off"
 
 
 def test_tools_of_another_release_are_refused(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
-from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeError
+from vllm_gaudi_ucm_tools.recipes.recorder import RecipeError
 
 Check = Literal["off", "count", "fail"]
 

@@ -10,14 +10,14 @@ import weakref
 import pytest
 import torch
 
-from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeRecorder
+from vllm_gaudi_ucm_tools.recipes.recorder import RecipeRecorder
 
 ROUNDS, MIB = 60, 16
 
 # as a server does on a CPU, for good: what is freed goes back to the heap, where it lies between what is not
 PROBE = f"""
 import resource, torch
-from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeRecorder
+from vllm_gaudi_ucm_tools.recipes.recorder import RecipeRecorder
 from vllm_gaudi_ucm.ops.cpu.host_memory import keep_all_freed_memory
 
 def peak():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_gaudi_ucm.graphs.recipes import recorder as recorder_module
-from vllm_gaudi_ucm.graphs.recipes.recipe import NewRecipe
-from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeError, RecipeRecorder
+from vllm_gaudi_ucm_tools.recipes import recorder as recorder_module
+from vllm_gaudi_ucm_tools.recipes.recipe import NewRecipe
+from vllm_gaudi_ucm_tools.recipes.recorder import RecipeError, RecipeRecorder
 
 
 @pytest.fixture(params=[False, True], ids=["grad", "inference"])

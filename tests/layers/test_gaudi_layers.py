@@ -17,7 +17,6 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from tests.ops.gaudi_kernels import KERNELS, gaudi_software, rms_norm, rotary
 from vllm_gaudi_ucm.graphs.cost.compile_cost import LAYER_NODES
-from vllm_gaudi_ucm.graphs.operator_cost import trace
 from vllm_gaudi_ucm.layers.hpu import layers as gaudi_layers
 from vllm_gaudi_ucm.layers.hpu.layers import (
     LAYERS,
@@ -28,6 +27,7 @@ from vllm_gaudi_ucm.layers.hpu.layers import (
     GaudiYaRNScalingRotaryEmbedding,
     register_gaudi_layers,
 )
+from vllm_gaudi_ucm_tools.op_cost.operator_cost import trace
 
 HIDDEN, HEAD, HEADS, KV_HEADS, POSITIONS = 96, 16, 3, 1, 64
 DTYPES = (torch.bfloat16, torch.float32)

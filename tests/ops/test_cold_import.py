@@ -24,7 +24,7 @@ ROOMS = (
     "vllm_gaudi_ucm.ops",
     "vllm_gaudi_ucm.graphs",
     "vllm_gaudi_ucm.graphs.shapes.bucket",
-    "vllm_gaudi_ucm.graphs.recipes.recorder",
+    "vllm_gaudi_ucm_tools.recipes.recorder",
     *modules_of("runners"),
     *modules_of("warm_up"),
     "vllm_gaudi_ucm.ops.kv_cache.api",

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.batch import Request, Shape, build, sparse_requests_strategy
 from tests.ops.oracle import assert_matches, attend
-from vllm_gaudi_ucm.graphs.operator_cost import trace
 from vllm_gaudi_ucm.ops.unified_attention.api import (
     choose_implementation,
     choose_static_implementation,
@@ -25,6 +24,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.products import Products
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu.rows import Chunk, chunks
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, CausalSlice
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm_tools.op_cost.operator_cost import trace
 
 pytestmark = pytest.mark.slow  # large batches in tiles
 

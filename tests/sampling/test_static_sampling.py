@@ -30,11 +30,11 @@ from tests.sampling.sampling_twins import (
     poisoned_logits,
     random_grammar,
 )
-from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeRecorder
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
 from vllm_gaudi_ucm.sampling.stages.token_mask import mask_logits
 from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
+from vllm_gaudi_ucm_tools.recipes.recorder import RecipeRecorder
 
 SEEDS = st.integers(0, 1 << 30)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, create_model, field_validator
 
+from vllm_gaudi_ucm.developer_tools import DISTRIBUTION, is_installed
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.options.errors import WORDS, Problem, UcmConfigError, shown
 from vllm_gaudi_ucm.options.section import Section
@@ -81,11 +82,20 @@ class GraphsConfig(Section):
     recipe_check: Literal["off", "count", "fail"] = Field(
         default="off",
         description="Hash every operator stream as a device would compile it: `count` logs and counts those first seen "
-        "after warm-up, `fail` raises. For finding them without a Gaudi; costs time in every operator.",
+        "after warm-up, `fail` raises. For finding them without a Gaudi; costs time in every operator, and needs the "
+        "package `vllm-gaudi-ucm-tools`.",
     )
     recipe_cache: Path | None = Field(
         default=None, strict=False, description="Folder where recipes stay for the next start: Gaudi's, or inductor's."
     )
+
+    @field_validator("recipe_check")
+    @classmethod
+    def _recipes_are_checked_by_the_tools(cls, value: str) -> str:
+        if value != "off" and not is_installed():
+            expected = f"off, or the package {DISTRIBUTION}, which checks them: pip install 'vllm-gaudi-ucm[tools]'"
+            raise UcmConfigError([Problem("ucm.graphs.recipe_check", shown(value), expected)])
+        return value
 
     @field_validator("strategy_options", mode="before")
     @classmethod

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from vllm_gaudi_ucm.developer_tools import load_part
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.graphs.recipes.recipe import NewRecipe
 
 logger = plugin_logger(__name__)
+
+
+class Recorder(Protocol):
+    """The part `recipe-recorder` of the tools, which hashes the operators of a region."""
+
+    @property
+    def new_recipes(self) -> int:
+        """Recipes first seen after `seal`, outside of `warming`."""
+
+    def recording(self, label: str) -> AbstractContextManager[None]:
+        """Takes what runs in here as one recipe."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Takes what is first seen in here, in this thread, as warm-up."""
+
+    def seal(self) -> None:
+        """Ends the warm-up."""
 
 
 class RecipeStages:
@@ -30,12 +47,11 @@ class RecipeStages:
     ) -> None:
         self._device = device
         self._on_new = on_new
-        self._recorder = None
+        self._recorder: Recorder | None = None
         if check != "off":
-            # hashing costs time in every operator, and its module is needed for nothing else
-            from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeRecorder
-
-            self._recorder = RecipeRecorder(check, device_type=device_type, report=self._report)
+            # hashing costs time in every operator
+            recorder = load_part("recipe-recorder", "ucm.graphs.recipe_check")
+            self._recorder = recorder(check, device_type=device_type, report=self._report)
 
     @property
     def are_cut(self) -> bool:
@@ -63,6 +79,6 @@ class RecipeStages:
         """Recipes first seen after warm-up; 0 where nothing is recorded."""
         return 0 if self._recorder is None else self._recorder.new_recipes
 
-    def _report(self, recipe: NewRecipe) -> None:
+    def _report(self, recipe: object) -> None:
         logger.warning("A new recipe after warm-up: %s", recipe)
         self._on_new()

@@ -23,7 +23,6 @@ from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, Work, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.operator_cost import VECTOR_WORK, OperatorTrace, StreamCost, trace
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
@@ -33,6 +32,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm_tools.op_cost.node_count import NodeCount, count_nodes
 from vllm_gaudi_ucm_tools.op_cost.op_cost import Batch, full_work, least_work
+from vllm_gaudi_ucm_tools.op_cost.operator_cost import VECTOR_WORK, OperatorTrace, StreamCost, trace
 
 SOFTMAX_OPERATIONS = 4
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
 
-from vllm_gaudi_ucm.graphs.recipes.recipe import NewRecipe, OperatorStream, Recipe
+from vllm_gaudi_ucm_tools.recipes.recipe import NewRecipe, OperatorStream, Recipe
 
 Check = Literal["count", "fail"]
 
