@@ -8,15 +8,15 @@ import statistics
 import time
 from typing import Any
 
-from vllm_gaudi_ucm.cli.buckets.tune import TuneReport
 from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, dominates
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.tuning.certificate import certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
+from vllm_gaudi_ucm_tools.buckets.certificate import certify
+from vllm_gaudi_ucm_tools.buckets.tune import TuneReport
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Simulation
 
 REPEATS = 7

@@ -8,7 +8,6 @@ KNOWN = [
     {"attention.backend", "attention.groups"},
     {"first_hour.bench", "first_hour.child"},
     {"graphs.runners.base", "graphs.runners.compiled", "graphs.runners.cuda.graphs", "graphs.runners.hpu.lazy"},
-    {"op_cost.op_cost", "op_cost.row"},
     {"ops.moe.choice", "ops.moe.impl.cuda.choice"},
     {"observability.phase_log", "observability.phase_summary"},
     {"ops.quantised_linear.rounding", "ops.quantised_linear.weight"},

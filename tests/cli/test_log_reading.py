@@ -8,7 +8,7 @@ import pytest
 
 from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.buckets import phases
+from vllm_gaudi_ucm_tools.phases import phases
 
 
 @pytest.mark.parametrize("least", [0, 1 << 30])

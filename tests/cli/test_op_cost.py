@@ -17,7 +17,8 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import kernels as hpu_kernels
-from vllm_gaudi_ucm_tools.op_cost.op_cost import BATCHES, Batch, full_work, least_work
+from vllm_gaudi_ucm_tools.op_cost.batch import BATCHES, Batch
+from vllm_gaudi_ucm_tools.op_cost.least_work import full_work, least_work
 from vllm_gaudi_ucm_tools.op_cost.operator_cost import trace
 from vllm_gaudi_ucm_tools.op_cost.row import fused_kernel
 

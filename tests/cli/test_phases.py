@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.observability.records import mixed_steps, write_log
-from vllm_gaudi_ucm.cli.buckets import phases
+from vllm_gaudi_ucm_tools.phases import phases
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_without_matplotlib_the_extra_is_named(
 
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     assert run(log, "--plot", tmp_path / "x.png") == 2
-    assert "pip install 'vllm-gaudi-ucm[plot]'" in capsys.readouterr().err
+    assert "pip install 'vllm-gaudi-ucm[tools]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("plot", ["x.foo", "no/folder/x.png"])

@@ -34,16 +34,6 @@ def test_a_command_says_what_to_install(name: str, no_tools: None, capsys: pytes
     assert INSTALL in found
 
 
-@pytest.mark.parametrize("arguments", [["--mix", "chat"], ["--count-nodes", "--max-graphs", "8"]])
-def test_an_option_says_what_to_install(
-    arguments: list[str], no_tools: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", *arguments]) == 2
-    found = words_of(capsys)
-    assert f"{arguments[0]} needs the package" in found
-    assert INSTALL in found
-
-
 @pytest.mark.usefixtures("no_tools")
 def test_help_lists_what_is_there_and_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -51,13 +41,14 @@ def test_help_lists_what_is_there_and_names_the_rest(capsys: pytest.CaptureFixtu
     listed, _, rest = capsys.readouterr().out.partition("Not installed:")
     assert all(re.search(rf"^ +{name} ", listed, re.M) for name in cli.COMMANDS)
     assert not any(re.search(rf"^ +{name} ", listed, re.M) for name in cli.TOOLS)
-    assert all(name in rest for name in cli.TOOLS)
+    named = re.sub(r"\s", "", rest)  # names are broken behind hyphens
+    assert all(name in named for name in cli.TOOLS)
 
 
 @pytest.mark.usefixtures("no_tools")
 def test_other_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--max-graphs", "8", "--json"]) == 0
-    assert '"strategy": "padding_aware"' in capsys.readouterr().out
+    assert cli.main(["config"]) == 0
+    assert "recipe_check" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_tools")

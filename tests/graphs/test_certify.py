@@ -15,13 +15,13 @@ from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
 from tests.graphs.tuning import MAXIMUM, random_steps, seconds_of, sparse_steps
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.certificate import CeilingSearch, certify
-from vllm_gaudi_ucm.graphs.tuning.dual_prices import Ascent, DualPrices, first_prices, reduced_profits
 from vllm_gaudi_ucm.graphs.tuning.logits_rows import MAX_VALUES, best_rows, least_rows_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
+from vllm_gaudi_ucm_tools.buckets.certificate import CeilingSearch, certify
+from vllm_gaudi_ucm_tools.buckets.dual_prices import Ascent, DualPrices, first_prices, reduced_profits
+from vllm_gaudi_ucm_tools.buckets.padding import measure_padding
 
 pytestmark = pytest.mark.slow  # tunes many sets of buckets
 
@@ -132,7 +132,7 @@ def test_a_ceiling_without_boxes_is_loose_but_holds(monkeypatch: pytest.MonkeyPa
     objective = objective_of(5, 200)
     prices = objective.seconds * 1.3
     exact = CeilingSearch(objective, prices, 0.0, 0.0).run()
-    monkeypatch.setattr("vllm_gaudi_ucm.graphs.tuning.certificate.MAX_BOXES", 20)
+    monkeypatch.setattr("vllm_gaudi_ucm_tools.buckets.certificate.MAX_BOXES", 20)
     loose = CeilingSearch(objective, prices, 0.0, 0.0).run()
     assert loose.most > exact.most * (1 + 1e-9)
 
@@ -182,7 +182,7 @@ def test_a_coarse_objective_is_never_dearer(seed: int, most: int) -> None:
 
 
 def test_a_log_too_large_is_bounded_on_coarse_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_gaudi_ucm.graphs.tuning.certificate.MAX_SHAPES", 100)
+    monkeypatch.setattr("vllm_gaudi_ucm_tools.buckets.certificate.MAX_SHAPES", 100)
     steps = Steps.of(random_steps(2, 300))
     certified = certify(objective_of(2, 300), tune(steps, LIMITS, COST, 24, 0.0), 24)
     assert 0.0 <= certified.gap <= 0.1

@@ -14,14 +14,14 @@ from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, random_log
 from tests.graphs.tuning import MAXIMUM, random_steps, seconds_of, sparse_steps
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.certificate import certify
 from vllm_gaudi_ucm.graphs.tuning.logits_rows import best_rows, quantise
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.search import Search, cost_table, exchange
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
+from vllm_gaudi_ucm_tools.buckets.certificate import certify
+from vllm_gaudi_ucm_tools.buckets.padding import measure_padding
 
 pytestmark = pytest.mark.slow  # tunes many sets of buckets
 

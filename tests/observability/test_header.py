@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
-from vllm_gaudi_ucm.cli.buckets.cost_options import LIMIT_NAMES, OPTIONAL_LIMITS, limits_of
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.decisions.bucket_choice import server_limits
 from vllm_gaudi_ucm.platform import worker as worker_module
 from vllm_gaudi_ucm.platform.worker import UcmWorker
+from vllm_gaudi_ucm_tools.buckets.cost_options import LIMIT_NAMES, OPTIONAL_LIMITS, limits_of
 
 ENGINE: Any = SimpleNamespace(
     scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),

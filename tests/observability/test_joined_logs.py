@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.observability.records import HEADER, mixed_steps
-from vllm_gaudi_ucm.observability.joined_logs import JoinedLogs
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog, PhaseLogError, PhaseLogReader, read_phase_log
+from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
 
 
 def log(path: Path, first: int, count: int, **changes: Any) -> Path:

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from tests.observability.records import mixed_steps, step
-from vllm_gaudi_ucm.observability.phase_summary import BAR_WIDTH, PhaseSummary, PhaseTotals, phase_bars, summary_text
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, PhaseTotals, summary_text
+from vllm_gaudi_ucm_tools.phases.phase_bars import BAR_WIDTH, phase_bars
+from vllm_gaudi_ucm_tools.phases.summary_json import summary_json
 
 
 def test_totals_are_the_sums_of_the_steps() -> None:
@@ -55,7 +57,7 @@ def test_the_selected_part_is_named_where_it_worked() -> None:
     summary = PhaseSummary(records)
     assert summary.total().attention_shares() == {"causal": 0.05, "shared": 0.1, "unique": 0.45, "selected": 0.4}
     assert (summary.total().selected_pairs, summary.total().sparse) == (8, 2)
-    assert [phase["selected_pairs"] for phase in summary.to_json()["phases"]] == [8, 0]
+    assert [phase["selected_pairs"] for phase in summary_json(summary)["phases"]] == [8, 0]
     lines = summary_text(summary).splitlines()
     assert lines[0].split()[-1] == "selected"
     assert next(line for line in lines if line.strip().startswith("--u")).split()[-1] == "66.7%"
@@ -66,7 +68,7 @@ def test_the_selected_part_is_named_where_it_worked() -> None:
 
 
 def test_json_is_plain_and_its_shares_add_up() -> None:
-    value = PhaseSummary(mixed_steps(300)).to_json()
+    value = summary_json(PhaseSummary(mixed_steps(300)))
     assert sum(phase["step_share"] for phase in value["phases"]) == pytest.approx(1, abs=1e-5)
     assert sum(phase["time_share"] for phase in value["phases"]) == pytest.approx(1, abs=1e-5)
     assert value["planning_share"] == pytest.approx(0.1, abs=1e-5)
@@ -76,14 +78,14 @@ def test_json_is_plain_and_its_shares_add_up() -> None:
 def test_an_empty_summary_is_all_zero() -> None:
     summary = PhaseSummary()
     assert (summary.steps, summary.planning_share(), summary.total().p50_ms) == (0, 0.0, 0.0)
-    assert summary.to_json()["phases"] == []
+    assert summary_json(summary)["phases"] == []
     assert "attention work" in summary_text(summary)
 
 
 def test_a_step_of_no_time_is_counted() -> None:
     summary = PhaseSummary([step(0, ms=0.0)])
     assert summary.total().p50_ms < 0.01
-    assert summary.to_json()["phases"][0]["time_share"] == 0.0
+    assert summary_json(summary)["phases"][0]["time_share"] == 0.0
 
 
 def test_the_text_has_one_line_per_phase_and_the_totals() -> None:

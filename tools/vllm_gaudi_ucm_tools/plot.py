@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_gaudi_ucm.cli.buckets.cost_options import (
+from vllm_gaudi_ucm.cli.output import check_output
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.graphs.strategies import build_buckets
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
+from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
+from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
+from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
+from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
     add_limit_arguments,
     check_block_size,
@@ -20,20 +30,10 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     given_limits,
     limits_of,
 )
-from vllm_gaudi_ucm.cli.buckets.phases import open_logs
-from vllm_gaudi_ucm.cli.output import check_output
-from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.strategies import build_buckets
-from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
-from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
-from vllm_gaudi_ucm.observability.joined_logs import JoinedLogs
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
-from vllm_gaudi_ucm.observability.phase_plot import PHASE_COLOURS
-from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
-from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
-from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
+from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
+from vllm_gaudi_ucm_tools.phases.phase_plot import PHASE_COLOURS
+from vllm_gaudi_ucm_tools.phases.phases import open_logs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,16 +30,14 @@ COMMANDS = {
         "vllm_gaudi_ucm.cli.doctor.doctor", "say whether this machine can serve through the plugin, or why not"
     ),
     "config": Command("vllm_gaudi_ucm.cli.config", "print the configuration table, or check a configuration file"),
-    "plan": Command(
-        "vllm_gaudi_ucm.cli.buckets.plan", "show buckets, padding, memory and warm-up before paying for them"
-    ),
-    "phases": Command("vllm_gaudi_ucm.cli.buckets.phases", "summarise or draw a phase log"),
-    "tune": Command("vllm_gaudi_ucm.cli.buckets.tune", "choose the best buckets for a phase log"),
     "store": Command("vllm_gaudi_ucm.cli.store.store", "count, verify or clear the KV blocks in a file or Redis store"),
 }
-"""Commands for operators of a server."""
+"""Commands of the server's own package."""
 
 TOOLS = {
+    "plan": "show buckets, padding, memory and warm-up before paying for them",
+    "tune": "choose the best buckets for a phase log",
+    "phases": "summarise or draw a phase log",
     "first-hour": "probe this machine's device, and write a report that can be sent",
     "demo": "run a mixed load through a small model and show what happened",
     "fetch-model": "put the demo model in place",

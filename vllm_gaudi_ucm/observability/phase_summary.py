@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -160,60 +160,12 @@ class PhaseSummary:
         total = self.total()
         return total.plan_ms / total.ms if total.ms else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """The summary as plain values, for `--json`."""
-        total = self.total()
-        host = {"host_reads": total.host_reads, "host_stages": dict(total.host_stages.most_common())}
-        return {
-            **(host if total.host_reads or total.host_stages else {}),
-            **total.memory,
-            "steps": total.steps,
-            "tokens": total.tokens,
-            "ms": round(total.ms, 3),
-            "planning_share": round(self.planning_share(), 6),
-            "attention_shares": _rounded(total.attention_shares()),
-            "phases": [_phase_json(phase, totals, total) for phase, totals in self.ranked()],
-        }
-
-
-def _phase_json(phase: str, totals: PhaseTotals, total: PhaseTotals) -> dict[str, Any]:
-    return {
-        "phase": phase,
-        "steps": totals.steps,
-        "step_share": round(totals.steps / total.steps, 6),
-        "tokens": totals.tokens,
-        "mean_ms": round(totals.mean_ms, 4),
-        "p50_ms": round(totals.p50_ms, 4),
-        "time_share": round(totals.ms / total.ms, 6) if total.ms else 0.0,
-        "causal_pairs": totals.causal_pairs,
-        "shared_pairs": totals.shared_pairs,
-        "unique_pairs": totals.unique_pairs,
-        **({"selected_pairs": totals.selected_pairs, "sparse": totals.sparse} if total.selected_pairs else {}),
-        "attention_shares": _rounded(totals.attention_shares()),
-    }
-
-
-def _rounded(shares: dict[str, float]) -> dict[str, float]:
-    return {part: round(share, 6) for part, share in shares.items()}
-
 
 def _time_class(ms: float) -> int:
     return math.floor(math.log2(max(ms, SMALLEST_MS)) * CLASSES_PER_DOUBLING)
 
 
 PART_COLOURS = {"causal": "dark_orange", "shared": "green3", "unique": "dodger_blue2", "selected": "medium_purple"}
-BAR_WIDTH = 32
-EIGHTHS = " ▏▎▍▌▋▊▉"
-MEANING = {
-    "c--": "fresh prompts",
-    "-s-": "decodes, all context shared",
-    "--u": "decodes",
-    "cs-": "prompts with cached context",
-    "c-u": "fresh prompts with decodes",
-    "-su": "decodes, some context shared",
-    "csu": "prompts with context, decodes",
-    "---": "nothing to attend",
-}
 
 
 def summary_table(summary: PhaseSummary) -> Table:
@@ -250,20 +202,6 @@ def attention_sentence(summary: PhaseSummary) -> Text:
     return text
 
 
-def phase_bars(summary: PhaseSummary) -> Table:
-    """The phase histogram: one bar of steps per phase, with its meaning."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, width=BAR_WIDTH)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim", no_wrap=True)
-    most = max((totals.steps for totals in summary.by_phase.values()), default=1)
-    for phase, totals in summary.ranked():
-        bar = Text(_bar(totals.steps / most), style="cyan")
-        table.add_row(phase_text(phase), bar, f"{totals.steps:,}", MEANING.get(phase, ""))
-    return table
-
-
 def phase_text(phase: str) -> Text:
     """The phase string with each part in its colour."""
     text = Text()
@@ -292,9 +230,3 @@ def _cells(totals: PhaseTotals, total: PhaseTotals) -> list[str]:
         f"{totals.ms / (total.ms or 1.0):.1%}",
         *(f"{shares[part]:.1%}" if shares.get(part) else "-" for part in total.attention_shares()),
     ]
-
-
-def _bar(fraction: float) -> str:
-    """A bar of `fraction` of BAR_WIDTH in eighths of a character; never empty."""
-    eighths = max(1, round(fraction * BAR_WIDTH * 8))
-    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()

@@ -13,9 +13,9 @@ from tests.graphs.warm_up.sets import bucket_sets, server_buckets, usages
 from vllm_gaudi_ucm.graphs.cost.compile_cost import graph_nodes
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
-from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton, choose_skeleton
+from vllm_gaudi_ucm_tools.buckets.padding import measure_padding
 
 
 def modelled_seconds(shapes: list[ForwardShape], logits: list[int]) -> float:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.cli.buckets.cost_options import read_model
 from vllm_gaudi_ucm.device.detect import detect_device
+from vllm_gaudi_ucm_tools.buckets.cost_options import read_model
 from vllm_gaudi_ucm_tools.demo.load import DemoRequest
 
 if TYPE_CHECKING:

@@ -14,10 +14,12 @@ from rich.text import Text
 
 from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
-from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, attention_sentence, phase_bars, summary_table
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, attention_sentence, summary_table
 from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.demo.engine import Answer
 from vllm_gaudi_ucm_tools.demo.load import GUIDE, LONG, SAMPLED, SHORT
+from vllm_gaudi_ucm_tools.phases.phase_bars import phase_bars
+from vllm_gaudi_ucm_tools.phases.summary_json import summary_json
 
 LINE = 76
 ANSWER_LINES = 3
@@ -72,7 +74,7 @@ class DemoResult:
             "output_tokens_per_s": round(self.output_tokens / self.seconds, 2),
             "median_first_token_s": round(self.first_token_s, 4),
             "answers": [_answer_json(answer) for answer in self.answers],
-            "phases": PhaseSummary(self.records).to_json(),
+            "phases": summary_json(PhaseSummary(self.records)),
         }
 
 

@@ -6,95 +6,25 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.cli.buckets.cost_options import (
+from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, device_spec
+from vllm_gaudi_ucm_tools.buckets.cost_options import (
     LIMIT_NAMES,
     add_cost_arguments,
     add_limit_arguments,
     add_strategy_arguments,
     read_model,
 )
-from vllm_gaudi_ucm.cli.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
-from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, Work, device_spec
+from vllm_gaudi_ucm_tools.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
+from vllm_gaudi_ucm_tools.op_cost.batch import BATCHES
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from vllm_gaudi_ucm_tools.op_cost.row import OpCostRow
-
-
-class Batch(NamedTuple):
-    """Requests as (computed, scheduled) tokens; the first `prefix` tokens are in blocks of all of them."""
-
-    name: str
-    text: str
-    requests: list[tuple[int, int]]
-    prefix: int = 0
-
-    def plan(self, block_size: int) -> UnifiedPlan:
-        """The step, as the runner would plan it."""
-        ends = [sum(request) for request in self.requests]
-        tables = np.zeros((len(ends), -(-max(ends) // block_size)), np.int32)
-        shared = self.prefix // block_size
-        tables[:, :shared] = 1 + np.arange(shared)
-        free = 1 + shared
-        for table, end in zip(tables, ends, strict=True):
-            own = -(-end // block_size) - shared
-            table[shared : shared + own] = free + np.arange(own)
-            free += own
-        computed, scheduled = np.array(self.requests, np.int32).T
-        return plan_batch(BatchInput(computed, scheduled, computed + scheduled, (tables,)), block_size)
-
-
-BATCHES = {
-    batch.name: batch
-    for batch in (
-        Batch("decode", "64 requests at 8192", [(8191, 1)] * 64),
-        Batch("shared-prefix", "64 decodes, 8192 shared and 512 own", [(8703, 1)] * 64, 8192),
-        Batch("mixed", "a prompt of 2048 and 32 decodes at 4096", [(4095, 1)] * 32 + [(0, 2048)]),
-        Batch("prefill", "a prompt of 8192", [(0, 8192)]),
-        Batch("packed-prefill", "16 prompts of 512", [(0, 512)] * 16),
-    )
-}
-
-
-def least_work(plan: UnifiedPlan, model: ModelSpec) -> Work:
-    """Returns the least work of any implementation, in one layer.
-
-    Each (row, token) pair is multiplied twice; each token of the cache, each new token and each row is read, and each
-    result is written, once.
-    """
-    new = np.diff(plan.query_start)
-    new = new[new > 1]
-    pairs = int((new * (new + 1) // 2).sum())
-    cached = 0
-    if plan.unique is not None:
-        pairs += int(plan.unique.hi.sum())
-        cached += int(plan.unique.hi.sum())
-    if plan.shared is not None:
-        pairs += int(plan.shared.hi[plan.row_requests].sum())
-        cached += int(plan.shared.hi.max(0).sum())
-    return _work(model, plan.num_rows, pairs, cached + int(new.sum()))
-
-
-def full_work(phase: str, rows: int, shared: int, unique: int, block_size: int, model: ModelSpec) -> Work:
-    """The same of a step that fills a bucket: one prompt, and every row sees every shared block."""
-    causal = rows * (rows + 1) // 2 if "c" in phase else 0
-    pairs = causal + (rows * shared + unique) * block_size
-    return _work(model, rows, pairs, (shared + unique) * block_size + (rows if causal else 0))
-
-
-def _work(model: ModelSpec, rows: int, pairs: int, tokens: int) -> Work:
-    both = model.head_dim + model.value_dim
-    elements = rows * model.heads * both + tokens * model.kv_elements
-    return Work(2.0 * model.heads * both * pairs, float(elements * model.dtype_bytes))
-
 
 MOST_BUCKETS = 8
 # Limits that the named batches use; the others decide which buckets exist.

@@ -30,8 +30,9 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm_tools.op_cost.batch import Batch
+from vllm_gaudi_ucm_tools.op_cost.least_work import full_work, least_work
 from vllm_gaudi_ucm_tools.op_cost.node_count import NodeCount, count_nodes
-from vllm_gaudi_ucm_tools.op_cost.op_cost import Batch, full_work, least_work
 from vllm_gaudi_ucm_tools.op_cost.operator_cost import VECTOR_WORK, OperatorTrace, StreamCost, trace
 
 SOFTMAX_OPERATIONS = 4

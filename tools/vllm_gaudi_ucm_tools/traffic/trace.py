@@ -7,18 +7,19 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from vllm_gaudi_ucm.cli.buckets.cost_options import (
+from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress, written_whole
+from vllm_gaudi_ucm.observability.log_file import keep_previous
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog, PhaseLogError
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
+from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
     add_limit_arguments,
     cost_model,
     limits_of,
     read_model,
 )
-from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress, written_whole
-from vllm_gaudi_ucm.observability.log_file import keep_previous
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog, PhaseLogError
-from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
-from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.phases.summary_json import summary_json
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Mix, Simulation
 
 REPORT_EVERY = 100
@@ -45,10 +46,11 @@ def run(args: argparse.Namespace) -> int:
     check_output("--output", args.output)
     summary, header = write_trace(args)
     if args.json:
-        print(json.dumps({"header": header, "log": str(args.output), **summary.to_json()}, indent=2))
+        print(json.dumps({"header": header, "log": str(args.output), **summary_json(summary)}, indent=2))
         return 0
 
-    from vllm_gaudi_ucm.observability.phase_summary import phase_bars, summary_table
+    from vllm_gaudi_ucm.observability.phase_summary import summary_table
+    from vllm_gaudi_ucm_tools.phases.phase_bars import phase_bars
 
     console = report_console()
     console.print(

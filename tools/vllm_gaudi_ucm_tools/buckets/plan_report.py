@@ -14,12 +14,12 @@ from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CAUSAL_SLICE, PARTIAL_BYTES, CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton, choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey
 from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
 from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
 
 # What vLLM leaves of a device's memory by default.
 USABLE = 0.9

@@ -55,7 +55,7 @@ def _figure_class() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotUnavailable(
-            "--plot needs matplotlib, which is not installed: pip install 'vllm-gaudi-ucm[plot]'"
+            "--plot needs matplotlib, which is not installed: pip install 'vllm-gaudi-ucm[tools]'"
         ) from error
     return Figure
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_ucm.cli.output import check_output, report_console
-from vllm_gaudi_ucm.observability.joined_logs import JoinedLogs
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
+from vllm_gaudi_ucm_tools.phases.summary_json import summary_json
 
 LONG_BYTES = 32 << 20  # about 100,000 steps, read in two seconds
 
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"gaudi-ucm phases: {error}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps({"header": header, **summary.to_json()}, indent=2))
+        print(json.dumps({"header": header, **summary_json(summary)}, indent=2))
     else:
         show(summary, header, args.plot)
     return 0
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def write_plot(records: list[StepRecord], path: Path, header: dict[str, Any]) -> None:
     """Write the picture of a log; an unknown suffix or a missing folder raises."""
-    from vllm_gaudi_ucm.observability.phase_plot import plot_phases
+    from vllm_gaudi_ucm_tools.phases.phase_plot import plot_phases
 
     model = Path(str(header.get("model", ""))).name
     plot_phases(records, path, title=f"{model or 'phase log'}: {counted(len(records), 'step')}")
@@ -81,7 +82,8 @@ def write_plot(records: list[StepRecord], path: Path, header: dict[str, Any]) ->
 def show(summary: PhaseSummary, header: dict[str, Any], plot: Path | None = None) -> None:
     """Print the histogram, the table and the attention shares."""
 
-    from vllm_gaudi_ucm.observability.phase_summary import attention_sentence, phase_bars, summary_table
+    from vllm_gaudi_ucm.observability.phase_summary import attention_sentence, summary_table
+    from vllm_gaudi_ucm_tools.phases.phase_bars import phase_bars
 
     console = report_console()
     facts = ", ".join(f"{name} {value}" for name, value in header.items() if name != "schema" and value is not None)

@@ -7,9 +7,25 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from vllm_gaudi_ucm.cli.buckets.cost_options import (
+from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
+from vllm_gaudi_ucm.cli.output import task_progress
+from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
+from vllm_gaudi_ucm.decisions.bucket_choice import most_buckets
+from vllm_gaudi_ucm.decisions.step_memory import StepMemory, as_served
+from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEFAULT_SPECS
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, remainder_rows
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
+from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
+from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
+from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
+from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
     add_limit_arguments,
     add_strategy_arguments,
@@ -21,27 +37,10 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     read_model,
     strategy_options,
 )
-from vllm_gaudi_ucm.cli.buckets.phases import open_logs
-from vllm_gaudi_ucm.cli.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
-from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
-from vllm_gaudi_ucm.cli.output import task_progress
-from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
-from vllm_gaudi_ucm.decisions.bucket_choice import most_buckets
-from vllm_gaudi_ucm.decisions.step_memory import StepMemory, as_served
-from vllm_gaudi_ucm.developer_tools import DISTRIBUTION, load_part
-from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEFAULT_SPECS
-from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
-from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, remainder_rows
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
-from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
-from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
-from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
-from vllm_gaudi_ucm.observability.joined_logs import JoinedLogs
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
+from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
+from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
+from vllm_gaudi_ucm_tools.phases.phases import open_logs
+from vllm_gaudi_ucm_tools.traffic.mix_traffic import MixTraffic
 
 # vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is what the device's memory holds.
 DEFAULT_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 8192, "block_size": 128}
@@ -60,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument(
         "--mix",
         metavar="NAME",
-        help=f"the traffic: a synthetic mix of gaudi-ucm trace, with its own limits (needs {DISTRIBUTION})",
+        help="the traffic: a synthetic mix of gaudi-ucm trace, with its own limits",
     )
     parser.add_argument(
         "--max-graphs",
@@ -79,8 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count-nodes",
         action="store_true",
-        help="count the nodes of attention in every bucket instead of taking the most there may be; imports torch "
-        f"(needs {DISTRIBUTION})",
+        help="count the nodes of attention in every bucket instead of taking the most there may be; imports torch",
     )
     parser.add_argument(
         "--step-memory",
@@ -120,7 +118,7 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     """Chooses the buckets, runs the traffic through them, and adds up memory and time."""
     check_max_graphs(args.max_graphs)
     if args.mix is not None:
-        traffic = load_part("traffic", "--mix")(args, args.mix)
+        traffic = MixTraffic(args, args.mix)
         cost = cost_model(args, traffic.limits.block_size)
         return _report(
             args,
@@ -227,7 +225,9 @@ def _report(
 
 def _count(buckets: BucketSet, cost: CostModel, remainders: list[ForwardShape]) -> AttentionNodes:
     """Of every forward graph, counted once."""
-    attention_nodes = load_part("attention-nodes", "--count-nodes")
+    # torch takes seconds, which other plans need not
+    from vllm_gaudi_ucm_tools.op_cost.attention_nodes import attention_nodes
+
     counts: dict[ForwardShape, int] = {}
     with task_progress("counting nodes") as progress:
         shapes = [*buckets.forward, *remainders]
@@ -237,17 +237,7 @@ def _count(buckets: BucketSet, cost: CostModel, remainders: list[ForwardShape]) 
     return counts.__getitem__
 
 
-class Traffic(Protocol):
-    """The part `traffic` of the tools: a mix of requests under a server's limits."""
-
-    @property
-    def limits(self) -> Limits: ...
-
-    def buckets(self, cost: CostModel, count: int) -> Iterator[Bucket]:
-        """Yields the sizes of simulated steps."""
-
-
-def _simulate(traffic: Traffic, name: str, cost: CostModel) -> Steps:
+def _simulate(traffic: MixTraffic, name: str, cost: CostModel) -> Steps:
     with task_progress(f"simulating {name}") as progress:
         buckets = []
         for bucket in traffic.buckets(cost, MIX_STEPS):

@@ -1,0 +1,1 @@
+"""Reading phase logs: `gaudi-ucm phases`."""

@@ -1,1 +1,0 @@
-"""Commands around buckets: phases, trace, tune, plan and plot."""
