@@ -23,8 +23,8 @@ from rich.table import Table
 
 from benchmarks.admission import RULES
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader
+from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Mix
 
 if TYPE_CHECKING:

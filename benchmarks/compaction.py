@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.block_policies.compaction.policy import CompactionPolicy
-from vllm_gaudi_ucm.cli.output import report_console
+from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 

@@ -24,8 +24,8 @@ from rich.table import Table
 from vllm import LLM, SamplingParams
 
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm_tools.output import report_console
 
 SIDES: Mapping[str, dict[str, Any]] = {
     "gathered": {"attention": {"contiguous_pa": False}},

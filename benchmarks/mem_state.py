@@ -20,7 +20,7 @@ from benchmarks.device_slots import give_slots, new_state, take_slots
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.block_policies.compaction.free_runs import NO_BLOCK
 from vllm_gaudi_ucm.block_policies.id_runs import IdRuns
-from vllm_gaudi_ucm.cli.output import report_console
+from vllm_gaudi_ucm_tools.output import report_console
 
 MOST = 2048
 """Slots taken at once, at most: the static shape of a result."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import memory_mode
-from vllm_gaudi_ucm.cli.output import task_progress
+from vllm_gaudi_ucm_tools.output import task_progress
 
 if TYPE_CHECKING:
     from vllm import LLM

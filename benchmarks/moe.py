@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.moe_vllm import VllmKernel
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm.ops.cpu.packed_linear.api import can_pack
 from vllm_gaudi_ucm.ops.moe.api import (
@@ -44,6 +43,7 @@ from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import CodeKind
 from vllm_gaudi_ucm.ops.quantised_linear.weight import E2M1, QuantisedWeight
+from vllm_gaudi_ucm_tools.output import report_console
 
 
 class Shape(NamedTuple):

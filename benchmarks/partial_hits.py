@@ -26,7 +26,7 @@ from vllm.sampling_params import BeamSearchParams
 
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
+from vllm_gaudi_ucm_tools.output import report_console
 
 PROMPT = 300
 SHARING = 64

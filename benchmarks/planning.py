@@ -26,9 +26,10 @@ from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, SteadyPlanner, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
-from vllm_gaudi_ucm.cli.output import report_console
+from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
+from vllm_gaudi_ucm_tools.output import report_console
 
 BLOCK_SIZE = 128
 CACHE_BLOCKS = 1 << 17  # of a cache of 16 million tokens; block ids are scattered over it

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.table import Table
 
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm_tools.output import report_console
 
 if TYPE_CHECKING:
     from vllm import LLM

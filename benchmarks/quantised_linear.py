@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target, choose_product, dequantise
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
@@ -32,6 +31,7 @@ from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import FEW_ROWS, CudaCo
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
 from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm_tools.output import report_console
 
 E4M3 = torch.float8_e4m3fn
 KINDS = ("fp8 per tensor", "fp8 per channel", "fp8 per block", "W4A16", "W8A8")

@@ -24,7 +24,7 @@ from benchmarks.known_drafts import LOAD_FORMAT, SOURCES
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.sparse_engine import SHAPES, SUMMARY_DTYPES, medians, random_model, side, size
-from vllm_gaudi_ucm.cli.output import task_progress
+from vllm_gaudi_ucm_tools.output import task_progress
 
 DENSE, GSA, KVSTAR, VERIFY, UNLOCKED = "dense", "GSA", "KVStar", "KVStar, drafts", "GSA, drafts"
 STEP_GOAL, TOKENS_GOAL = 1.2, 1.5

@@ -17,7 +17,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.store_bandwidth import measure_bandwidth
 from benchmarks.store_step import measure_steps
-from vllm_gaudi_ucm.cli.output import report_console, task_progress
+from vllm_gaudi_ucm_tools.output import report_console, task_progress
 
 PARTS = ("bandwidth", "step", "first-token")
 

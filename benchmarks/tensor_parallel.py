@@ -22,9 +22,9 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_gaudi_ucm.cli.output import report_console, task_progress
 from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm_tools.output import report_console, task_progress
 
 # layers, hidden, intermediate, heads, KV heads, vocabulary; heads of 128
 SHAPES: dict[str, dict[str, int]] = {

@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.cli.output import report_console
+from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Mix
 
 BLOCK = 128

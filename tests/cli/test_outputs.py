@@ -15,8 +15,8 @@ import pytest
 from benchmarks import planning
 from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.output import check_output, report_console, written_whole
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog, read_phase_log
+from vllm_gaudi_ucm_tools.output import check_output, report_console, written_whole
 from vllm_gaudi_ucm_tools.traffic.simulation import Simulation
 
 # With input that does not exist: who looks at it first has begun to work.

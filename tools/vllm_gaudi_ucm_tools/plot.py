@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_gaudi_ucm.cli.output import check_output
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
@@ -31,6 +30,7 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     limits_of,
 )
 from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
+from vllm_gaudi_ucm_tools.output import check_output
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
 from vllm_gaudi_ucm_tools.phases.phase_plot import PHASE_COLOURS
 from vllm_gaudi_ucm_tools.phases.phases import open_logs

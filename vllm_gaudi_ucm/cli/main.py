@@ -30,7 +30,6 @@ COMMANDS = {
         "vllm_gaudi_ucm.cli.doctor.doctor", "say whether this machine can serve through the plugin, or why not"
     ),
     "config": Command("vllm_gaudi_ucm.cli.config", "print the configuration table, or check a configuration file"),
-    "store": Command("vllm_gaudi_ucm.cli.store.store", "count, verify or clear the KV blocks in a file or Redis store"),
 }
 """Commands of the server's own package."""
 
@@ -38,6 +37,7 @@ TOOLS = {
     "plan": "show buckets, padding, memory and warm-up before paying for them",
     "tune": "choose the best buckets for a phase log",
     "phases": "summarise or draw a phase log",
+    "store": "count, verify or clear the KV blocks in a file or Redis store",
     "first-hour": "probe this machine's device, and write a report that can be sent",
     "demo": "run a mixed load through a small model and show what happened",
     "fetch-model": "put the demo model in place",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
-from vllm_gaudi_ucm.options.files import read_config_file
+from vllm_gaudi_ucm.options.files import parse_json, read_config_file
 from vllm_gaudi_ucm.options.values import may_hold_password, shown_url
 from vllm_gaudi_ucm.registry import Registry, RegistryError
 from vllm_gaudi_ucm.store.base import ConfiguredStore, KvStore, StoreOptions
@@ -80,6 +80,11 @@ def open_store(options: StoreOptions, block_bytes: int, evicts: bool = True) -> 
         a policy of its own.
     """
     return store_class(options.kind).open(options, block_bytes, evicts)
+
+
+def resolve_store_text(text: str) -> StoreOptions:
+    """The options in JSON text or in the file at a path. Raises `UcmConfigError`."""
+    return resolve_store_options(parse_json(text, key="store") if text.lstrip().startswith("{") else text)
 
 
 def open_medium(options: StoreOptions, create: bool = True, evicts: bool = True) -> Medium:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
-from vllm_gaudi_ucm.cli.output import task_progress
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.decisions.bucket_choice import most_buckets
 from vllm_gaudi_ucm.decisions.step_memory import StepMemory, as_served
@@ -38,6 +37,7 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     strategy_options,
 )
 from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
+from vllm_gaudi_ucm_tools.output import task_progress
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
 from vllm_gaudi_ucm_tools.phases.phases import open_logs
 from vllm_gaudi_ucm_tools.traffic.mix_traffic import MixTraffic

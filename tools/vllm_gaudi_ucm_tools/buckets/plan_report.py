@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.decisions.step_memory import step_bytes
 from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes, Spread, graph_nodes, most_attention_nodes
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
@@ -20,6 +19,7 @@ from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey
 from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
 from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
+from vllm_gaudi_ucm_tools.output import report_console
 
 # What vLLM leaves of a device's memory by default.
 USABLE = 0.9

@@ -11,7 +11,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress, written_whole
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import blind_strategies, build_buckets
@@ -33,6 +32,7 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     read_model,
 )
 from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
+from vllm_gaudi_ucm_tools.output import check_output, report_console, task_progress, written_whole
 from vllm_gaudi_ucm_tools.phases.phases import open_logs
 
 

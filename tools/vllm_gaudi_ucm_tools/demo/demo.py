@@ -16,11 +16,11 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_gaudi_ucm.cli.output import check_output
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 from vllm_gaudi_ucm_tools.demo.engine import Answer, check_model, check_workers, serve, start_engine
 from vllm_gaudi_ucm_tools.demo.load import DemoRequest, build_load
 from vllm_gaudi_ucm_tools.demo.report import DemoResult, show_result
+from vllm_gaudi_ucm_tools.output import check_output
 from vllm_gaudi_ucm_tools.phases.phases import PICTURES, write_plot
 
 

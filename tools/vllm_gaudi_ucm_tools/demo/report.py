@@ -12,12 +12,12 @@ from typing import Any
 from rich.rule import Rule
 from rich.text import Text
 
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, attention_sentence, summary_table
 from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.demo.engine import Answer
 from vllm_gaudi_ucm_tools.demo.load import GUIDE, LONG, SAMPLED, SHORT
+from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm_tools.phases.phase_bars import phase_bars
 from vllm_gaudi_ucm_tools.phases.summary_json import summary_json
 

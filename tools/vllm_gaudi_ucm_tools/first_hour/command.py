@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm_tools.first_hour.catalogue import BY_NUMBER, PROBES
 from vllm_gaudi_ucm_tools.first_hour.probe import MODES
+from vllm_gaudi_ucm_tools.output import report_console
 
 DEFAULT_OUTPUT = Path("first-hour")
 EXIT_INTERRUPTED = 130

@@ -29,7 +29,7 @@ class Batch(NamedTuple):
             table[shared : shared + own] = free + np.arange(own)
             free += own
         computed, scheduled = np.array(self.requests, np.int32).T
-        return plan_batch(BatchInput(computed, scheduled, computed + scheduled, tables), block_size)
+        return plan_batch(BatchInput(computed, scheduled, computed + scheduled, (tables,)), block_size)
 
 
 BATCHES = {

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, device_spec
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     LIMIT_NAMES,
@@ -19,6 +18,7 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
 )
 from vllm_gaudi_ucm_tools.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
 from vllm_gaudi_ucm_tools.op_cost.batch import BATCHES
+from vllm_gaudi_ucm_tools.output import check_output, report_console, task_progress
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_ucm.cli.output import check_output, report_console
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.output import check_output, report_console
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
 from vllm_gaudi_ucm_tools.phases.summary_json import summary_json
 
@@ -28,7 +28,7 @@ def open_logs(paths: Sequence[Path], given: Collection[str] = ()) -> Iterator[Jo
             yield logs
         return
     # imported here: short logs are read before rich could be loaded
-    from vllm_gaudi_ucm.cli.output import task_progress
+    from vllm_gaudi_ucm_tools.output import task_progress
 
     with task_progress("reading") as progress, JoinedLogs(paths, progress, given) as logs:
         yield logs

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from vllm_gaudi_ucm.cli.output import report_console
 from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm_tools.sparse_report.cases import Case
 from vllm_gaudi_ucm_tools.sparse_report.measurement import Measurement
 

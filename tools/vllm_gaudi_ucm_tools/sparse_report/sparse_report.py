@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from vllm_gaudi_ucm.cli.output import check_output, task_progress
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm_tools.output import check_output, task_progress
 from vllm_gaudi_ucm_tools.sparse_report.cases import Case, check_length, make_cases
 from vllm_gaudi_ucm_tools.sparse_report.engine import PROMPT_CHUNK, EngineSettings
 from vllm_gaudi_ucm_tools.sparse_report.measurement import Measurement, measure, num_steps

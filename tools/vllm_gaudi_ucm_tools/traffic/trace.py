@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from vllm_gaudi_ucm.cli.output import check_output, report_console, task_progress, written_whole
 from vllm_gaudi_ucm.observability.log_file import keep_previous
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog, PhaseLogError
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
@@ -19,6 +18,7 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     limits_of,
     read_model,
 )
+from vllm_gaudi_ucm_tools.output import check_output, report_console, task_progress, written_whole
 from vllm_gaudi_ucm_tools.phases.summary_json import summary_json
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Mix, Simulation
 

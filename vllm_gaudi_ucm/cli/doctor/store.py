@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterator
 
 from vllm_gaudi_ucm.cli.doctor.check import Check, Status
-from vllm_gaudi_ucm.cli.store.store import resolve_store_text
 from vllm_gaudi_ucm.options.errors import UcmConfigError, counted
 from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.store.base import KvStore, StoreOptions
-from vllm_gaudi_ucm.store.factory import open_store, store_class
+from vllm_gaudi_ucm.store.factory import open_store, resolve_store_text, store_class
 
 SECTION = "store"
 BLOCK_BYTES = 1 << 20

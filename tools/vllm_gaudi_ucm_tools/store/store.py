@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
-from vllm_gaudi_ucm.cli.output import report_console, task_progress
-from vllm_gaudi_ucm.options.files import parse_json
 from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.store.base import StoreOptions
-from vllm_gaudi_ucm.store.factory import open_medium, resolve_store_options
+from vllm_gaudi_ucm.store.factory import open_medium, resolve_store_options, resolve_store_text
 from vllm_gaudi_ucm.store.medium import Medium, Progress, StoredBlock, clear_blocks, verify_blocks
+from vllm_gaudi_ucm_tools.output import report_console, task_progress
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +41,6 @@ def store_options(args: argparse.Namespace) -> StoreOptions:
     if args.url is not None:
         return resolve_store_options({"kind": "redis", "url": args.url})
     return resolve_store_text(args.store)
-
-
-def resolve_store_text(text: str) -> StoreOptions:
-    """The options in JSON text or in the file at a path. Raises `UcmConfigError`."""
-    return resolve_store_options(parse_json(text, key="store") if text.lstrip().startswith("{") else text)
 
 
 Result = TypeVar("Result")
