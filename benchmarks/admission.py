@@ -21,9 +21,9 @@ from rich.table import Table
 
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.block_policies.admission.future_blocks import Footprint, peak_blocks
-from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Prefix, Request, Simulation
 
 if TYPE_CHECKING:

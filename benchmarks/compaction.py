@@ -25,9 +25,9 @@ from vllm.v1.request import Request
 
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.block_policies.compaction.policy import CompactionPolicy
-from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
+from vllm_gaudi_ucm_tools.output import report_console
 
 RULES = ("vLLM", "contiguous first", "compaction")
 COLOURS = ("#D55E00", "#E69F00", "#0072B2")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_gaudi_ucm.graphs.cost.compile_cost import CUDA_CAPTURE, GAUDI_COMPILE, NO_COMPILATION, CompileCost
 from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 from vllm_gaudi_ucm.graphs.cost.experts import ExpertSpec
 
@@ -17,14 +16,12 @@ GB = 1e9
 class DeviceSpec:
     """Peaks of one device.
 
-    flops: per second, in the dtype of weights there.
-    bandwidth: bytes per second of device memory.
-    memory: bytes of device memory.
-    launch_seconds: fixed cost of a replay, and of each attention part in it.
-    compile_cost: cost of compiling and capturing one new shape.
-    graph_bytes: device memory of one captured graph, in addition to its activations.
-    source: origin of the figures.
-    link: bytes per second that a device sends to the others of its machine, and receives at the same time.
+        flops: per second, in the dtype of weights there.
+        bandwidth: bytes per second of device memory.
+        memory: bytes of device memory.
+        launch_seconds: fixed cost of a replay, and of each attention part in it.
+        source: origin of the figures.
+        link: bytes per second that a device sends to the others of its machine, and receives at the same time.
     """
 
     name: str
@@ -32,33 +29,25 @@ class DeviceSpec:
     bandwidth: float
     memory: float
     launch_seconds: float
-    compile_cost: CompileCost
-    graph_bytes: float
     source: str
     link: float
 
 
-# vllm-gaudi, issue 1736: 300 buckets need 20 to 30 GiB while they are compiled.
-GAUDI_GRAPH_BYTES = 85e6
 # 21 of the 24 Ethernet ports, of 100 and 200 Gbit/s, go to the other seven cards of a machine.
 PAPERS = "vendor's papers"
 
 DEVICES = {
     device.name: device
     for device in (
-        DeviceSpec("gaudi2", 432e12, 2.45e12, 96 * GB, 20e-6, GAUDI_COMPILE, GAUDI_GRAPH_BYTES, PAPERS, 262.5e9),
-        DeviceSpec("gaudi3", 1835e12, 3.7e12, 128 * GB, 20e-6, GAUDI_COMPILE, GAUDI_GRAPH_BYTES, PAPERS, 525e9),
-        DeviceSpec(
-            "h200", 989e12, 4.8e12, 141 * GB, 10e-6, CUDA_CAPTURE, 8e6, "vendor's data sheet, dense bf16", 450e9
-        ),
+        DeviceSpec("gaudi2", 432e12, 2.45e12, 96 * GB, 20e-6, PAPERS, 262.5e9),
+        DeviceSpec("gaudi3", 1835e12, 3.7e12, 128 * GB, 20e-6, PAPERS, 525e9),
+        DeviceSpec("h200", 989e12, 4.8e12, 141 * GB, 10e-6, "vendor's data sheet, dense bf16", 450e9),
         DeviceSpec(
             "cpu",
             47e9,
             15e9,
             8 * GB,
             20e-6,
-            NO_COMPILATION,
-            0.0,
             "measured: fp32, two cores of a 2.6 GHz AMD EPYC, torch 2.13",
             5e9,
         ),

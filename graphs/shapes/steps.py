@@ -98,11 +98,6 @@ class Steps:
         return float(forward + cost.logits_seconds(self.logits) @ self.logits_counts)
 
 
-def shape_array(shapes: Iterable[ForwardShape]) -> Shapes:
-    """Returns [n, 4] forward shapes as rows, without their selected blocks."""
-    return graph_array(shapes)[:, :4]
-
-
 def graph_array(shapes: Iterable[ForwardShape | Bucket]) -> Shapes:
     """Returns [n, 6] forward shapes as rows, selected blocks and max prompt tiles last."""
     return np.array([_row(shape) for shape in shapes], np.int64).reshape(-1, 6)

@@ -15,13 +15,6 @@ from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.decisions.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
-from vllm_gaudi_ucm.graphs.cost.compile_cost import (
-    DECODE_NODES,
-    GAUDI_COMPILE,
-    LAYER_NODES,
-    MOST_NODES,
-    OUTER_NODES,
-)
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
@@ -29,6 +22,13 @@ from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
+from vllm_gaudi_ucm_tools.buckets.compile_cost import (
+    DECODE_NODES,
+    GAUDI_COMPILE,
+    LAYER_NODES,
+    MOST_NODES,
+    OUTER_NODES,
+)
 
 pytestmark = pytest.mark.slow  # plans many sets of buckets
 

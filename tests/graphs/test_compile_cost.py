@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.graphs.shapes import COST
-from vllm_gaudi_ucm.graphs.cost.compile_cost import (
+from vllm_gaudi_ucm.graphs.cost.specs import DEVICES
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm_tools.buckets.compile_cost import (
+    COMPILE_COSTS,
     CUDA_CAPTURE,
     DECODE_NODES,
     GAUDI_COMPILE,
@@ -18,8 +20,7 @@ from vllm_gaudi_ucm.graphs.cost.compile_cost import (
     graph_nodes,
     most_attention_nodes,
 )
-from vllm_gaudi_ucm.graphs.cost.specs import DEVICES
-from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm_tools.buckets.plan_report import GRAPH_BYTES
 
 DECODES, PROMPTS = ForwardShape("-su", 64, 10, 100), ForwardShape("c--", 64, 0, 0)
 
@@ -40,8 +41,9 @@ def test_more_nodes_take_longer_on_a_gaudi_and_not_where_nothing_is_compiled() -
     assert few.low < many.low
     assert few.high < many.high
     assert CUDA_CAPTURE.seconds(100) == CUDA_CAPTURE.seconds(50_000)
-    assert DEVICES["cpu"].compile_cost.seconds(100) == Spread(0.0, 0.0)
-    assert DEVICES["gaudi2"].compile_cost == DEVICES["gaudi3"].compile_cost == COST.device.compile_cost
+    assert COMPILE_COSTS["cpu"].seconds(100) == Spread(0.0, 0.0)
+    assert COMPILE_COSTS["gaudi2"] == COMPILE_COSTS["gaudi3"] == GAUDI_COMPILE
+    assert set(COMPILE_COSTS) == set(GRAPH_BYTES) == set(DEVICES)
 
 
 def test_nodes_of_a_graph() -> None:

@@ -7,9 +7,9 @@ import numpy as np
 from tests.graphs.shapes import COST, LIMITS
 from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array, shape_seconds
 
-MAXIMUM = shape_array([LIMITS.maximum.forward])
+MAXIMUM = graph_array([LIMITS.maximum.forward])[:, :4]
 
 
 def random_steps(seed: int, count: int) -> list[Bucket]:

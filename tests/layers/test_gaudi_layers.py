@@ -16,7 +16,6 @@ from vllm.model_executor.layers.rotary_embedding import llama3_rope, yarn_scalin
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from tests.ops.gaudi_kernels import KERNELS, gaudi_software, rms_norm, rotary
-from vllm_gaudi_ucm.graphs.cost.compile_cost import LAYER_NODES
 from vllm_gaudi_ucm.layers.hpu import layers as gaudi_layers
 from vllm_gaudi_ucm.layers.hpu.layers import (
     LAYERS,
@@ -27,6 +26,7 @@ from vllm_gaudi_ucm.layers.hpu.layers import (
     GaudiYaRNScalingRotaryEmbedding,
     register_gaudi_layers,
 )
+from vllm_gaudi_ucm_tools.buckets.compile_cost import LAYER_NODES
 from vllm_gaudi_ucm_tools.op_cost.operator_cost import trace
 
 HIDDEN, HEAD, HEADS, KV_HEADS, POSITIONS = 96, 16, 3, 1, 64

@@ -27,10 +27,6 @@ class KernelCompilation(NamedTuple):
     compiled: int = 0
     seconds: float = 0.0
 
-    def and_then(self, other: KernelCompilation) -> KernelCompilation:
-        """Both, one after the other."""
-        return KernelCompilation(self.found + other.found, self.compiled + other.compiled, self.seconds + other.seconds)
-
 
 def compile_kernels(
     executions: Sequence[BucketedExecution],

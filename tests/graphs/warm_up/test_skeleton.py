@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, steps
 from tests.graphs.warm_up.sets import bucket_sets, server_buckets, usages
-from vllm_gaudi_ucm.graphs.cost.compile_cost import graph_nodes
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton, choose_skeleton
+from vllm_gaudi_ucm_tools.buckets.compile_cost import COMPILE_COSTS, graph_nodes
 from vllm_gaudi_ucm_tools.buckets.padding import measure_padding
 
 
 def modelled_seconds(shapes: list[ForwardShape], logits: list[int]) -> float:
     """Compilation of every graph and one run of it."""
-    compile_cost = COST.device.compile_cost
+    compile_cost = COMPILE_COSTS[COST.device.name]
     compilation = sum(compile_cost.seconds(graph_nodes(key)).high for key in (*shapes, *logits))
     return compilation + sum(map(COST.forward, shapes)) + float(COST.logits_seconds(logits).sum())
 

@@ -12,7 +12,6 @@ from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.decisions.bucket_choice import most_buckets
 from vllm_gaudi_ucm.decisions.step_memory import StepMemory, as_served
-from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEFAULT_SPECS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -24,6 +23,7 @@ from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, bui
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
+from vllm_gaudi_ucm_tools.buckets.compile_cost import AttentionNodes
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
     add_limit_arguments,

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from vllm_gaudi_ucm.decisions.step_memory import step_bytes
-from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes, Spread, graph_nodes, most_attention_nodes
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CAUSAL_SLICE, PARTIAL_BYTES, CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -18,6 +17,13 @@ from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton, choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey
 from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
 from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.buckets.compile_cost import (
+    COMPILE_COSTS,
+    AttentionNodes,
+    Spread,
+    graph_nodes,
+    most_attention_nodes,
+)
 from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
 from vllm_gaudi_ucm_tools.output import report_console
 
@@ -25,6 +31,9 @@ from vllm_gaudi_ucm_tools.output import report_console
 USABLE = 0.9
 # Share of the usable memory that is kept for graphs and activations when the number of blocks is chosen.
 WORKSPACE = 0.15
+# Device memory of one captured graph, without its activations. vllm-gaudi, issue 1736: 300 buckets need 20 to 30 GiB
+# while they are compiled.
+GRAPH_BYTES = {"gaudi2": 85e6, "gaudi3": 85e6, "h200": 8e6, "cpu": 0.0}
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ def plan_memory(
     return PlanMemory(
         weights=float(weights),
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
-        graphs=(buckets.num_graphs + len(remainders)) * cost.device.graph_bytes,
+        graphs=(buckets.num_graphs + len(remainders)) * GRAPH_BYTES[cost.device.name],
         activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
         + float(buckets.logits[-1] * m.vocab * m.tensor * PARTIAL_BYTES * 2),
         usable=USABLE * cost.device.memory,
@@ -182,7 +191,7 @@ class PlanReport:
 
     def compile_seconds(self, key: BucketKey) -> Spread:
         """Of the graph of a bucket."""
-        return self.cost.device.compile_cost.seconds(self.nodes(key))
+        return COMPILE_COSTS[self.cost.device.name].seconds(self.nodes(key))
 
     def _seconds(self, keys: Sequence[BucketKey]) -> Spread:
         """Compilation of each graph, and one execution of it."""
@@ -277,7 +286,7 @@ def show(report: PlanReport) -> None:
     )
     if not memory.fits:
         console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")
-    per_node = report.cost.device.compile_cost.per_node
+    per_node = COMPILE_COSTS[report.cost.device.name].per_node
     if per_node.high:
         _show_compilation(console, report)
     if report.padding is not None:
@@ -322,7 +331,7 @@ def _show_compilation(console: Any, report: PlanReport) -> None:
         phase, size = ("logits", 0.0) if isinstance(key, int) else (key.phase, attention_bytes(key, report.cost))
         groups.setdefault((phase, report.nodes(key)), []).append(size)
     for (phase, nodes), sizes in groups.items():
-        each = report.cost.device.compile_cost.seconds(nodes)
+        each = COMPILE_COSTS[report.cost.device.name].seconds(nodes)
         count, largest = len(sizes), _gb(max(sizes)) if max(sizes) else ""
         table.add_row(phase, f"{count:,}", f"{nodes:,}", _range(each), _range(each.times(count)), largest)
     console.print(table)

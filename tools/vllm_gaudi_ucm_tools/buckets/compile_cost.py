@@ -63,6 +63,8 @@ GAUDI_COMPILE = CompileCost(Spread(_LOW[0], _HIGH[0]), Spread(_LOW[1], _HIGH[1])
 # A CUDA graph is captured, not compiled.
 CUDA_CAPTURE = CompileCost(Spread(0.3, 0.3), Spread(0.0, 0.0))
 NO_COMPILATION = CompileCost(Spread(0.0, 0.0), Spread(0.0, 0.0))
+COMPILE_COSTS = {"gaudi2": GAUDI_COMPILE, "gaudi3": GAUDI_COMPILE, "h200": CUDA_CAPTURE, "cpu": NO_COMPILATION}
+"""Compilation and capture of one new shape, by the name of a `DeviceSpec`."""
 
 # The most nodes of a layer's attention, in decode buckets and in any bucket: the limits that the hpu implementation
 # must meet.
