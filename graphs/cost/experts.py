@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
-
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token")
 # inputs that share a scale in gpt-oss's checkpoints; two devices never share one
@@ -23,10 +21,9 @@ MXFP4_GROUP = 32
 class ExpertSpec:
     """Experts of the layers that have some, or one device's part of them.
 
-    count: experts of a layer. chosen: experts of a row. inner: size of each. shared: size of the shared experts that
-        every row takes in addition. layers: layers that have experts; the others have a plain MLP. group: sizes of
-        experts on a device are multiples of it. codes: codes of a checkpoint with quantised experts. The time of a step
-        counts them as plain weights.
+    count: of a layer. chosen: of a row. inner: size of each. shared: size of what every row takes beside them.
+    layers: that have experts; the others have a plain MLP. group: what sizes of experts on a device are multiples of.
+    Quantised experts are counted as plain ones.
     """
 
     count: int
@@ -35,7 +32,6 @@ class ExpertSpec:
     shared: int
     layers: int
     group: int = 1
-    codes: CodeSpec | None = None
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], layers: int) -> ExpertSpec | None:
@@ -63,15 +59,7 @@ class ExpertSpec:
                 shared = inner
         quantised = config.get("quantization_config") or {}
         group = MXFP4_GROUP if quantised.get("quant_method") == "mxfp4" else 1
-        return cls(
-            count,
-            chosen,
-            inner,
-            shared,
-            layers=_layers(config, layers),
-            group=group,
-            codes=CodeSpec.of_experts(config, layers),
-        )
+        return cls(count, chosen, inner, shared, layers=_layers(config, layers), group=group)
 
     def shard(self, tensor: int, layers: int) -> ExpertSpec:
         """Returns the part of one of `tensor` devices, with this many of the model's layers. Whether devices share out
@@ -84,14 +72,6 @@ class ExpertSpec:
     def weights(self) -> int:
         """Returns the sizes of all experts of a layer together."""
         return self.count * self.inner + self.shared
-
-    def held_bytes(self, hidden: int, matrices: int, dtype_bytes: int, codes: CodeSpec | None) -> int:
-        """The bytes of the routed experts of a layer. matrices: matrices of each. codes: None if they are plain."""
-        ups, inner = matrices - 1, self.inner
-        if codes is None:
-            return self.count * matrices * hidden * inner * dtype_bytes
-        kept = codes.within(inner)
-        return self.count * (ups * kept.bytes(inner, hidden) + kept.bytes(hidden, inner))
 
     def computed(self, rows: ArrayLike) -> NDArray[np.float64]:
         """Returns the sizes that rows are multiplied with, together."""

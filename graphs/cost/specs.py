@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 from vllm_gaudi_ucm.graphs.cost.experts import ExpertSpec
 
 GB = 1e9
@@ -55,9 +54,7 @@ DEVICES = {
 }
 
 
-# Devices on which quantised experts stay the codes of the checkpoint, unless `ucm.quantised_experts` says otherwise.
-KEEP_CODES = {"h200"}
-# Devices whose figures stand for a device that has no entry of its own.
+# Whose figures stand for a device that has no entry of its own.
 DEFAULT_SPECS = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
 
 
@@ -80,35 +77,6 @@ CHOICES = {
     # these steps are not replayed without Python, unlike dense ones
     "cpu": ChoiceSpec(4e-4, 1e-3, "benchmarks.sparse_engine --device cpu --always, 2026-11-23"),
 }
-
-
-@dataclass(frozen=True)
-class ChipSpec:
-    """Figures for the cost of a stream of operators that `DeviceSpec` lacks.
-
-    on_chip: bytes of SRAM. vector: operations per second of the vector engines on two-byte elements.
-    """
-
-    on_chip: int
-    vector: float
-
-
-# Vendor's papers: 48 and 96 MB of SRAM; 11 and 28.7 TFLOPS in bfloat16, counting a fused multiply-add as two.
-CHIPS = {"gaudi2": ChipSpec(48_000_000, 5.5e12), "gaudi3": ChipSpec(96_000_000, 14.35e12)}
-
-
-@dataclass(frozen=True)
-class Work:
-    """flops: FLOPs of matrix products. bytes: traffic with device memory. vector: elements of other arithmetic."""
-
-    flops: float
-    bytes: float
-    vector: float = 0.0
-
-    def seconds(self, device: DeviceSpec) -> float:
-        """Returns a lower bound of the time: the time of the slowest engine, if all work in parallel at their peaks."""
-        chip = CHIPS[device.name]
-        return max(self.flops / device.flops, self.bytes / device.bandwidth, self.vector / chip.vector)
 
 
 def device_spec(name: str) -> DeviceSpec:
@@ -262,33 +230,6 @@ class ModelSpec:
             router = self.hidden * self.experts.count
             total += self.experts.layers * (per_size * (self.experts.weights - self.intermediate) + router)
         return total * self.dtype_bytes
-
-    def held_bytes(self, device: str, kept: str = "auto") -> int:
-        """Returns the bytes of the weights on a device, where quantised experts stay codes or become plain weights.
-
-        kept: like `ucm.quantised_experts`: `auto`, `codes` or `plain`.
-
-        Raises:
-            ValueError: `codes` on a Gaudi that has no product with them.
-        """
-        codes = self._kept_codes(device, kept)
-        if self.experts is None or codes is None:
-            return self.weight_bytes
-        reason = codes.why_not_on_gaudi(self.hidden, self.experts.inner) if device in CHIPS else None
-        if reason is not None:
-            raise ValueError(f"--quantised-experts is 'codes', but on a {device} {reason}; take 'auto' or 'plain'")
-        plain, coded = (
-            self.experts.held_bytes(self.hidden, self.mlp_matrices, self.dtype_bytes, form) for form in (None, codes)
-        )
-        return self.weight_bytes - self.experts.layers * (plain - coded)
-
-    def _kept_codes(self, device: str, kept: str) -> CodeSpec | None:
-        """Returns the codes of experts that stay codes; see `ops.moe.api.are_codes_enough`."""
-        if self.experts is None or self.experts.codes is None or kept == "plain":
-            return None
-        codes = self.experts.codes.within(self.experts.inner)
-        stay = kept == "codes" or (device in KEEP_CODES and codes.has_kernel(self.hidden, self.experts.inner))
-        return codes if stay else None
 
     @property
     def mlp_activations(self) -> int:

@@ -27,9 +27,9 @@ from vllm_gaudi_ucm.sparse.selection.block_scorer import ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, LayerSelection, Scoring
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 from vllm_gaudi_ucm_tools.op_cost.attention_nodes import shape_parts
-from vllm_gaudi_ucm_tools.op_cost.least_work import full_work
 from vllm_gaudi_ucm_tools.op_cost.node_count import NodeCount, count_graph, count_nodes
 from vllm_gaudi_ucm_tools.op_cost.row import META, LayerTensors, bucket_parts, layer_cost, layer_nodes, plan_nodes
+from vllm_gaudi_ucm_tools.op_cost.work import full_work
 
 DECODE, ANY = 60, 150
 BLOCK, BLOCKS, MODEL = 128, 4097, LLAMA_8B

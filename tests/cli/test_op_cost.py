@@ -18,9 +18,9 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu import kernels as hpu_kernels
 from vllm_gaudi_ucm_tools.op_cost.batch import BATCHES, Batch
-from vllm_gaudi_ucm_tools.op_cost.least_work import full_work, least_work
 from vllm_gaudi_ucm_tools.op_cost.operator_cost import trace
 from vllm_gaudi_ucm_tools.op_cost.row import fused_kernel
+from vllm_gaudi_ucm_tools.op_cost.work import full_work, least_work
 
 pytestmark = pytest.mark.slow  # traces many batches through every implementation
 

@@ -15,6 +15,8 @@ from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelSpec, devic
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
+from vllm_gaudi_ucm_tools.buckets.expert_codes import CodeSpec
+from vllm_gaudi_ucm_tools.buckets.held_weights import held_bytes
 
 BLOCKS = st.integers(0, 9000)
 SIZES = st.tuples(st.booleans(), st.integers(1, 9000), BLOCKS, BLOCKS, BLOCKS, st.integers(1, 40))
@@ -212,10 +214,16 @@ GPT_OSS = {
 }
 
 
+def with_codes(config: dict[str, Any]) -> tuple[ModelSpec, CodeSpec | None]:
+    """A model, and the codes of its experts."""
+    model = ModelSpec.from_hf_config(config)
+    return model, CodeSpec.of_experts(config, model.layers)
+
+
 def test_quantised_experts_stay_codes_on_a_gpu() -> None:
     """Elsewhere they are written out, two bytes for each weight. 90 groups of 32 are 23 on each of four devices, of
     which the last pads two."""
-    model = ModelSpec.from_hf_config(GPT_OSS)
+    model, codes = with_codes(GPT_OSS)
     assert model.weight_bytes == pytest.approx(2 * 20.3e9, rel=0.01)
     experts = 24 * 32 * 3 * 2880 * 2880
     held = model.weight_bytes - experts * 2 + experts // 2 + experts // 32 * 4
@@ -226,7 +234,7 @@ def test_quantised_experts_stay_codes_on_a_gpu() -> None:
         ("cpu", "codes", held),
         ("gaudi3", "auto", model.weight_bytes),
     ):
-        assert model.held_bytes(device, kept) == expected, (device, kept)
+        assert held_bytes(model, codes, device, kept) == expected, (device, kept)
     part = model.shard(4).experts
     assert part is not None
     assert part.inner == 736
@@ -261,10 +269,12 @@ FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 )
 def test_bytes_of_quantised_experts(quantised: dict[str, Any] | None, bytes_each: float) -> None:
     """On a GPU; a scale for each output is a thousandth."""
-    model, experts = ModelSpec.from_hf_config({**A3B, "quantization_config": quantised}), 48 * 128 * 3 * 2048 * 768
-    found = model.held_bytes("h200") - model.weight_bytes + 2 * experts
+    model, codes = with_codes({**A3B, "quantization_config": quantised})
+    experts = 48 * 128 * 3 * 2048 * 768
+    whole = held_bytes(model, codes, "h200")
+    found = whole - model.weight_bytes + 2 * experts
     assert found == pytest.approx(bytes_each * experts, rel=0.005)
-    assert model.shard(2).held_bytes("h200") == pytest.approx(model.held_bytes("h200") / 2, rel=0.01)
+    assert held_bytes(model.shard(2), codes, "h200") == pytest.approx(whole / 2, rel=0.01)
 
 
 def per_output(kind: str) -> dict[str, Any]:
@@ -294,14 +304,15 @@ OUTPUTS = 48 * 128 * (2 * 768 + 2048)
 def test_codes_on_a_gaudi(device: str, quantised: dict[str, Any] | None, found: int | str) -> None:
     """8-bit floats with a scale per matrix or output, as the server takes them. found: bytes beside one of each weight,
     or what is refused."""
-    model, experts = ModelSpec.from_hf_config({**A3B, "quantization_config": quantised}), 48 * 128 * 3 * 2048 * 768
-    assert model.held_bytes(device) == model.weight_bytes
+    model, codes = with_codes({**A3B, "quantization_config": quantised})
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert held_bytes(model, codes, device) == model.weight_bytes
     if isinstance(found, int):
-        assert model.held_bytes(device, "codes") == model.weight_bytes - experts + found
+        assert held_bytes(model, codes, device, "codes") == model.weight_bytes - experts + found
         return
     expected = f"--quantised-experts is 'codes', but on a {device} the product with codes takes {found}; take 'auto' or"
     with pytest.raises(ValueError, match=re.escape(expected)):
-        model.held_bytes(device, "codes")
+        held_bytes(model, codes, device, "codes")
 
 
 @pytest.mark.parametrize(

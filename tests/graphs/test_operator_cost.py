@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, Work, device_spec
+from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm_tools.op_cost.operator_cost import LINE, OperatorTrace, StreamCost, memory_traffic, trace
+from vllm_gaudi_ucm_tools.op_cost.work import CHIPS, Work
 
 MB = 1 << 20
 MANY = 1 << 40

@@ -21,7 +21,6 @@ from tests.engine.quantised_models import (
     mxfp4,
 )
 from tests.layers.quantised_configs import arguments
-from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 from vllm_gaudi_ucm.layers.quantised.configs import format_of_scheme
 from vllm_gaudi_ucm.layers.quantised.expert_formats import ExpertSizes
 from vllm_gaudi_ucm.layers.quantised.experts import ExpertStacks, _for_gaudi
@@ -30,6 +29,7 @@ from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts
+from vllm_gaudi_ucm_tools.buckets.expert_codes import CodeSpec
 
 EXPERTS, HIDDEN = 3, 64
 SHARDS = {"w1": "w13", "w3": "w13", "w2": "w2"}

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.ops.quantised import exact, random_weight
-from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 from vllm_gaudi_ucm.graphs.cost.experts import ExpertSpec
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, prepare_coded_experts
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.impl.hpu.experts import why_not_codes, within_range
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm_tools.buckets.expert_codes import CodeSpec
+from vllm_gaudi_ucm_tools.buckets.held_weights import expert_bytes
 
 PT_HPU_LAZY_MODE = "0"
 EXPERTS, HIDDEN, INNER, ROWS = 3, 32, 16, 6
@@ -89,7 +90,7 @@ def test_a_plan_counts_the_bytes_that_are_held() -> None:
     codes = CodeSpec.of_experts({"quantization_config": {"quant_method": "fp8"}}, layers=1)
     assert codes is not None
     assert codes.why_not_on_gaudi(HIDDEN, INNER) is None
-    assert ExpertSpec(EXPERTS, 2, INNER, 0, 1).held_bytes(HIDDEN, 3, 2, codes) == held
+    assert expert_bytes(ExpertSpec(EXPERTS, 2, INNER, 0, 1), HIDDEN, 3, codes) == held
 
 
 def test_what_has_no_product() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEVICES, LLAMA_8B, ModelSpec, device_spec
+from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, strip_size
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
+from vllm_gaudi_ucm_tools.buckets.expert_codes import CodeSpec
+from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 
 OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach", "strip", "window")
 LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
@@ -109,6 +111,22 @@ def read_model(path: Path | None) -> tuple[str, ModelSpec]:
     """(name, sizes) of the model at `path`, or of the default one; raises a ValueError that names the file."""
     if path is None:
         return LLAMA_NAME, LLAMA_8B
+    file, config = _read_config(path)
+    try:
+        return file.parent.name or file.name, ModelSpec.from_hf_config(config)
+    except ValueError as error:
+        raise ValueError(f"--model {file}: {error}") from error
+
+
+def read_codes(path: Path | None) -> CodeSpec | None:
+    """Returns the codes of the model's quantised experts, if it has any; raises a ValueError that names the file."""
+    if path is None:
+        return None
+    return CodeSpec.of_experts(_read_config(path)[1], read_model(path)[1].layers)
+
+
+def _read_config(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns (file, content)."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -119,10 +137,7 @@ def read_model(path: Path | None) -> tuple[str, ModelSpec]:
         raise ValueError(f"--model {file}: cannot be read as a config.json: nested too deeply") from error
     if not isinstance(config, dict):
         raise ValueError(f"--model {file}: found {type(config).__name__}, expected the JSON object of a config.json")
-    try:
-        return file.parent.name or file.name, ModelSpec.from_hf_config(config)
-    except ValueError as error:
-        raise ValueError(f"--model {file}: {error}") from error
+    return file, config
 
 
 def cost_model(args: argparse.Namespace, block_size: int) -> CostModel:

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.decisions.bucket_choice import most_buckets
 from vllm_gaudi_ucm.decisions.step_memory import StepMemory, as_served
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEFAULT_SPECS
+from vllm_gaudi_ucm.graphs.cost.specs import DEFAULT_SPECS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -33,10 +33,13 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     cost_model,
     given_limits,
     limits_of,
+    read_codes,
     read_model,
     strategy_options,
 )
+from vllm_gaudi_ucm_tools.buckets.held_weights import held_bytes
 from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
+from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import task_progress
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
 from vllm_gaudi_ucm_tools.phases.phases import open_logs
@@ -177,7 +180,7 @@ def _own_blocks(args: argparse.Namespace) -> bool:
 
 def _weights(args: argparse.Namespace, cost: CostModel) -> int:
     """Bytes on the device."""
-    return cost.model.held_bytes(args.device, args.quantised_experts)
+    return held_bytes(cost.model, read_codes(args.model), args.device, args.quantised_experts)
 
 
 def _report(

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from vllm_gaudi_ucm.decisions.step_memory import step_bytes
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CAUSAL_SLICE, PARTIAL_BYTES, CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -25,6 +24,7 @@ from vllm_gaudi_ucm_tools.buckets.compile_cost import (
     most_attention_nodes,
 )
 from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
+from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import report_console
 
 # What vLLM leaves of a device's memory by default.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, device_spec
+from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     LIMIT_NAMES,
     add_cost_arguments,
@@ -18,6 +18,7 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
 )
 from vllm_gaudi_ucm_tools.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
 from vllm_gaudi_ucm_tools.op_cost.batch import BATCHES
+from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import check_output, report_console, task_progress
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES
 

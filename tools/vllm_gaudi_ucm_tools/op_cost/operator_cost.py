@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from vllm_gaudi_ucm.graphs.cost.specs import Work
+from vllm_gaudi_ucm_tools.op_cost.work import Work
 from vllm_gaudi_ucm_tools.recipes.recipe import operator_of, tensors_in
 
 

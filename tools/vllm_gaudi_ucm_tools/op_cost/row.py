@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, Work, device_spec
+from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
@@ -31,9 +31,9 @@ from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm_tools.op_cost.batch import Batch
-from vllm_gaudi_ucm_tools.op_cost.least_work import full_work, least_work
 from vllm_gaudi_ucm_tools.op_cost.node_count import NodeCount, count_nodes
 from vllm_gaudi_ucm_tools.op_cost.operator_cost import VECTOR_WORK, OperatorTrace, StreamCost, trace
+from vllm_gaudi_ucm_tools.op_cost.work import CHIPS, Work, full_work, least_work
 
 SOFTMAX_OPERATIONS = 4
 

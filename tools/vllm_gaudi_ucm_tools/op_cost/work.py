@@ -1,11 +1,42 @@
-"""The least work of a step, with which operators are compared."""
+"""Work of a card: its time at the vendor's peaks, and the least of a step, with which operators are compared."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
-from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec, Work
+from vllm_gaudi_ucm.graphs.cost.specs import DeviceSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class ChipSpec:
+    """What the cost of a stream of operators needs beyond `DeviceSpec`.
+
+    on_chip: bytes of SRAM. vector: operations per second of the vector engines on two-byte elements.
+    """
+
+    on_chip: int
+    vector: float
+
+
+# Vendor's papers: 48 and 96 MB of SRAM; 11 and 28.7 TFLOPS in bfloat16, where a fused multiply-add counts as two.
+CHIPS = {"gaudi2": ChipSpec(48_000_000, 5.5e12), "gaudi3": ChipSpec(96_000_000, 14.35e12)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """flops: of matrix products. bytes: to and from the device's memory. vector: elements of other arithmetic."""
+
+    flops: float
+    bytes: float
+    vector: float = 0.0
+
+    def seconds(self, device: DeviceSpec) -> float:
+        """A lower bound of the time: that of the slowest engine, all working at once at their peaks."""
+        chip = CHIPS[device.name]
+        return max(self.flops / device.flops, self.bytes / device.bandwidth, self.vector / chip.vector)
 
 
 def least_work(plan: UnifiedPlan, model: ModelSpec) -> Work:
