@@ -52,7 +52,7 @@ MODELS: Mapping[str, Callable[[Path, Path], None]] = {
     "facebook/opt-350m": _OPT,
     "Qwen/Qwen3-0.6B": _QWEN3,
     "Qwen/Qwen3-1.7B": _QWEN3,
-    "Qwen/Qwen2-1.5B-Instruct": _QWEN2,
+    "Qwen/Qwen2-1.5B-Instruct": _demo,
     "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2,
     "Qwen/Qwen1.5-7B": partial(_shape, family="qwen2", max_position_embeddings=32768),
     "Qwen/Qwen2.5-VL-3B-Instruct": partial(_shape, family="qwen2", max_position_embeddings=32768),
