@@ -15,12 +15,12 @@ GB = 1e9
 class DeviceSpec:
     """Peaks of one device.
 
-        flops: per second, in the dtype of weights there.
-        bandwidth: bytes per second of device memory.
-        memory: bytes of device memory.
-        launch_seconds: fixed cost of a replay, and of each attention part in it.
-        source: origin of the figures.
-        link: bytes per second that a device sends to the others of its machine, and receives at the same time.
+    flops: per second, in the dtype of weights there.
+    bandwidth: bytes per second of device memory.
+    memory: bytes of device memory.
+    launch_seconds: fixed cost of a replay, and of each attention part in it.
+    source: origin of the figures.
+    link: bytes per second that a device sends to the others of its machine, and receives at the same time.
     """
 
     name: str
