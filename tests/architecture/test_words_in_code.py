@@ -14,8 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_gaudi_ucm"
 # Folders whose prose has not been brought to these words yet.
-NOT_YET = ("attention", "batch", "config", "execution", "kv_cache", "memory", "runner", "scheduler", "sparse")
-FILES_NOT_YET = ("graphs/tuning", "vllm_gaudi_ucm/cli/buckets", "vllm_gaudi_ucm/platform/combinations.py")
+NOT_YET = ("config", "execution", "memory", "runner", "scheduler", "sparse")
+FILES_NOT_YET = (
+    "graphs/tuning",
+    # messages that tests and docs quote
+    "vllm_gaudi_ucm/attention/backend.py",
+    "vllm_gaudi_ucm/attention/latent.py",
+    "vllm_gaudi_ucm/cli/buckets",
+    "vllm_gaudi_ucm/platform/combinations.py",
+)
 ROOMS = sorted(
     folder
     for folder in (
