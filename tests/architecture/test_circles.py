@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.architecture.sources import imported, module_of, sources
 
 KNOWN = [
-    {"attention.backend", "attention.groups"},
     {"first_hour.bench", "first_hour.child"},
     {"graphs.runners.base", "graphs.runners.compiled", "graphs.runners.cuda.graphs", "graphs.runners.hpu.lazy"},
     {"ops.moe.choice", "ops.moe.impl.cuda.choice"},

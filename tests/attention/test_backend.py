@@ -14,7 +14,7 @@ from tests.ops.oracle import assert_matches, attend
 from tests.ops.unified_attention import MIXED
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend, UnifiedAttentionImpl
 from vllm_gaudi_ucm.batch.window import Window
-from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
+from vllm_gaudi_ucm.execution.attention_group import step_metadata
 from vllm_gaudi_ucm.kv_cache.pair import KvPair
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 

@@ -20,7 +20,7 @@ from vllm.forward_context import set_forward_context
 from tests.engine.serving import Engine
 from tests.ops.batch import Batch, Request, Shape, build
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl, UnifiedAttentionMetadata
-from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
+from vllm_gaudi_ucm.execution.attention_group import step_metadata
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers
 from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.execution.graph_manager import ForwardGraphs
 ROOT = Path(__file__).parents[2]
 # What the walk does not count: operations, and vLLM's layers that call them; the record of the step; names of vLLM.
 LEAVES = ("ops/", "vllm_gaudi_ucm/layers/", "vllm_gaudi_ucm/observability/", "vllm_gaudi_ucm/vllm_api/")
-MOST_FILES = 18
+MOST_FILES = 22
 # What a captured graph replays: its Python runs once, when it is captured.
 REPLAYED = {ForwardGraphs._run.__code__, BucketedExecution._run_logits.__code__}
 # Two requests of four tokens: neither prompts nor new blocks are in these steps.

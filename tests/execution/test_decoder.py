@@ -15,7 +15,7 @@ from tests.batch.batches import Request, lay_out
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
-from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata, step_metadata
+from vllm_gaudi_ucm.execution.attention_group import StepMetadata, step_metadata
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderStep
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
-from vllm_gaudi_ucm.execution.group_tensors import held_by_groups
+from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
@@ -72,7 +72,7 @@ def test_groups_in_a_bucket_attend_as_at_true_shapes(step: Step, tokens: int, da
 
     limits = limits_of(step)
     true = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks))
-    needed, most = held_by_groups(true, plan, kinds), limits.maximum
+    needed, most = LayerGroups(tuple(kinds)).held(true, plan), limits.maximum
     shape = data.draw(st.sampled_from([needed, most])).forward
     inputs = BucketTensors(limits, 5, CPU, groups=kinds)
     padded = inputs.split(inputs.fill(shape, PlannedStep.of_tokens(plan, token_ids)), shape)

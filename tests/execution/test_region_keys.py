@@ -18,7 +18,7 @@ import torch
 from tests.batch.traffic import Traffic
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
-from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
+from vllm_gaudi_ucm.execution.attention_group import step_metadata
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, cut_copies
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec

@@ -1,4 +1,4 @@
-"""The queue of free blocks: which is given away next."""
+"""The queue of free blocks, which decides which block is given away next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 class FreeBlocks(FreeKVCacheBlockQueue):
-    """vLLM's queue, which says which blocks are given away, and gives those away last that are of use yet."""
+    """A version of vLLM's queue that reports blocks that are given away, and gives away blocks that are still useful
+    last.
+    """
 
     _is_of_use: Callable[[KVCacheBlock], bool]
     _reused: Callable[[Iterable[KVCacheBlock]], None]
@@ -24,9 +26,10 @@ class FreeBlocks(FreeKVCacheBlockQueue):
         is_of_use: Callable[[KVCacheBlock], bool],
         reused: Callable[[Iterable[KVCacheBlock]], None],
     ) -> Self:
-        """The same queue, which must not be used any more.
+        """Returns a replacement for a queue, which must not be used any more.
 
-        is_of_use: of a block that is not in the prefix cache. reused: called with blocks that are given away.
+        is_of_use: returns whether a block that is not in the prefix cache is useful. reused: called with blocks that
+        are given away.
         """
         made = cls.__new__(cls)
         made.__dict__.update(queue.__dict__)
@@ -44,6 +47,6 @@ class FreeBlocks(FreeKVCacheBlockQueue):
         return blocks
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Blocks that are not in the prefix cache."""
+        """Prepends blocks that are not in the prefix cache; those that are of use are appended instead."""
         super().prepend_n([block for block in blocks if not self._is_of_use(block)])
         self.append_n([block for block in blocks if self._is_of_use(block)])

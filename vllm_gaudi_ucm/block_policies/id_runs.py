@@ -1,4 +1,4 @@
-"""A set of block ids as runs: which run to take ids of is found by a search, never by a scan."""
+"""A set of block ids, stored as runs, which finds the run to take ids from by binary search."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Iterable, Iterator
 
 
 class IdRuns:
-    """Ids of blocks, in runs `[start, end)` that do not touch each other.
+    """A set of block ids as runs `[start, end)` that do not touch each other.
 
-    Each operation is a few binary searches, for each run that it changes.
+    Each operation does a few binary searches for each run that it changes.
     """
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
         self._ends: dict[int, int] = {}
         self._starts: dict[int, int] = {}
-        # the same runs, by length and by place
+        # the same runs, by length and by start
         self._by_length: list[tuple[int, int]] = []
         self._in_order: list[int] = []
         self._count = 0
         self.add(ids)
 
     def __len__(self) -> int:
-        """Ids."""
+        """Returns the number of ids."""
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        """Ascending."""
+        """Iterates over the ids in ascending order."""
         for start in self._in_order:
             yield from range(start, self._ends[start])
 
@@ -35,11 +35,11 @@ class IdRuns:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """[start, end) of each, ascending."""
+        """Returns `[start, end)` of each run, in ascending order."""
         return [(start, self._ends[start]) for start in self._in_order]
 
     def add(self, ids: Iterable[int]) -> None:
-        """Ids that are not in the set."""
+        """Adds ids that are not in the set."""
         for start, end in _runs_of(ids):
             self._count += end - start
             before, after = self._starts.get(start), self._ends.get(end)
@@ -50,18 +50,18 @@ class IdRuns:
             self._keep(start if before is None else before, end if after is None else after)
 
     def discard(self, number: int) -> bool:
-        """Takes one id out; whether it was in the set."""
+        """Removes one id; returns whether it was in the set."""
         start = self._start_of(number)
         if start is not None:
             self._cut(start, number, number + 1)
         return start is not None
 
     def take(self, count: int, after: int, expected: int) -> list[int]:
-        """At most `count` ids, which leave the set: those behind id `after` first, the others ascending.
+        """Removes and returns at most `count` ids: first those right after id `after`, then others in ascending order.
 
-        After the run that goes on behind `after` comes the shortest that holds `expected` ids, of which these are the
-        first; where none does, the shortest that holds what is left of `count`, and then the longest, again and again.
-        Among runs of one length the first is taken.
+        After the run that begins at `after + 1` comes the shortest run that holds `expected` ids, of which these are
+        the first; if there is none, the shortest that holds the remaining ids of `count`, and then the longest,
+        repeatedly. Among runs of equal length the first is taken.
         """
         taken: list[int] = []
         if after + 1 in self._ends:
@@ -74,10 +74,10 @@ class IdRuns:
         return taken + others
 
     def take_apart(self, count: int, after: int, expected: int) -> list[int]:
-        """At most `count` ids, which leave the set: those behind id `after` first, then some of the longest run.
+        """Removes and returns at most `count` ids: first those right after id `after`, then some of the longest run.
 
-        They leave as much of that run before them as behind the `expected` ids of which they are the first, so that
-        who has the ids before it can go on, too.
+        They leave as much of that run before them as after the `expected` ids of which they are the first, so that the
+        owner of the ids before it can continue, too.
         """
         taken = self._first(after + 1, count) if after + 1 in self._ends else []
         while self._count and (missing := count - len(taken)) > 0:
@@ -91,7 +91,7 @@ class IdRuns:
         return taken
 
     def lowest(self, count: int, below: int) -> list[int]:
-        """At most `count` ids, all below `below`, ascending; they stay in the set."""
+        """Returns at most `count` ids below `below`, in ascending order; they stay in the set."""
         found: list[int] = []
         for start in self._in_order:
             if start >= below or len(found) == count:
@@ -100,7 +100,7 @@ class IdRuns:
         return found
 
     def _fitting(self, expected: int, missing: int) -> int:
-        """Start of the run to take ids of."""
+        """Returns the start of the run to take ids from."""
         for wanted in (expected, missing):
             at = bisect_left(self._by_length, (wanted, 0))
             if at < len(self._by_length):
@@ -109,13 +109,13 @@ class IdRuns:
         return self._by_length[bisect_left(self._by_length, (longest, 0))][1]
 
     def _first(self, start: int, count: int) -> list[int]:
-        """The first ids of a run, which leave the set."""
+        """Removes and returns the first ids of a run."""
         end = min(self._ends[start], start + count)
         self._cut(start, start, end)
         return list(range(start, end))
 
     def _cut(self, start: int, low: int, high: int) -> None:
-        """Takes `[low, high)` out of the run that begins at `start`."""
+        """Removes `[low, high)` from the run that begins at `start`."""
         end = self._ends[start]
         self._forget(start, end)
         if start < low:
@@ -125,7 +125,7 @@ class IdRuns:
         self._count -= high - low
 
     def _start_of(self, number: int) -> int | None:
-        """Of the run that an id is in."""
+        """Returns the start of the run that contains an id; None if no run does."""
         at = bisect_right(self._in_order, number) - 1
         if at < 0 or number >= self._ends[self._in_order[at]]:
             return None
@@ -143,7 +143,7 @@ class IdRuns:
 
 
 def _runs_of(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """[start, end) of the runs in ids of any order."""
+    """Yields `[start, end)` of the runs in ids of any order."""
     ordered = sorted(ids)
     start = 0
     for at in range(1, len(ordered) + 1):

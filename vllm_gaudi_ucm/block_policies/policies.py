@@ -1,4 +1,4 @@
-"""The policies of the KV cache's blocks, in the order in which they are asked."""
+"""The policies of the KV cache's blocks, in the order in which they are called."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PLACES = {
     "compaction": "vllm_gaudi_ucm.block_policies.compaction.policy:make_compaction",
 }
 POLICIES: Registry[Make] = Registry("policy of the KV cache's blocks", **those_installed(**_PLACES))
-"""By the titles of their options in `config.exclusions`. An installation may leave out a policy's folder."""
+"""Policies by the titles of their options in `config.exclusions`. An installation may leave out a policy's folder."""
 
 
 class BlockPolicies(NamedTuple):
-    """The policies that are switched on, and what has happened.
+    """The policies that are switched on, and counts of their actions.
 
     give_orders: whether messages to workers carry orders or counts of them.
     """

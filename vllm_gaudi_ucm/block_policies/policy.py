@@ -1,4 +1,4 @@
-"""The hooks of a policy of the KV cache's blocks, which the manager of blocks and the scheduler call."""
+"""The hooks of a policy of the KV cache's blocks, which the block manager and the scheduler call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Hit(NamedTuple):
-    """First tokens of a request that need not be computed.
+    """The first tokens of a request that need not be computed.
 
-    blocks: of the prefix cache, and a block to copy from if `tokens` end inside of it. full: the full blocks among
-    these. tokens: more than are in `blocks` if the rest comes from elsewhere. longest: the most tokens to find.
+    blocks: blocks of the prefix cache, and a block to copy from if `tokens` end inside it. full: the full blocks among
+    them. tokens: more than `blocks` hold if the rest comes from elsewhere. longest: the most tokens to find.
     """
 
     blocks: KVCacheBlocks
@@ -33,16 +33,16 @@ class Turn(NamedTuple):
     """A request that asks for slots.
 
     Args:
-        manager: of the blocks.
-        request: that asks.
+        manager: the manager of the blocks.
+        request: the request that asks.
         begins: whether it has no blocks yet.
         hits: blocks that were found for it.
-        found: its first tokens that the prefix cache has.
-        computed: the same, and those that a policy brings from elsewhere.
-        num_tokens: that it will have slots for.
+        found: number of its first tokens that the prefix cache has.
+        computed: `found` plus the tokens that a policy brings from elsewhere.
+        num_tokens: number of its tokens that will have slots.
         loaded: tokens that a connector loads.
-        is_cached_later: whether what it gets is put into the prefix cache later, because a load may fail.
-        ahead: requests that begin in the next step, before it if it waits.
+        is_cached_later: whether its new blocks enter the prefix cache later, because a load may fail.
+        ahead: requests that begin in the next step, before this one if it waits.
     """
 
     manager: KVCacheManager
@@ -63,20 +63,20 @@ class Turn(NamedTuple):
 
     @property
     def tables(self) -> tuple[Sequence[KVCacheBlock], ...]:
-        """Its blocks in each KV-cache group."""
+        """Returns the request's blocks in each KV-cache group."""
         return self.manager.get_blocks(self.request.request_id).blocks
 
     @property
     def held(self) -> Sequence[KVCacheBlock]:
-        """Blocks of the first group: its own, or those that were found for one that begins."""
+        """Returns blocks of the first group: the request's own, or those that were found for a request that begins."""
         return self.hits.blocks[0] if self.hits is not None and any(self.hits.blocks) else self.tables[0]
 
 
 class BlockPolicy:
     """Hooks of a policy; each does nothing unless a policy defines it.
 
-    name: as in `policies.POLICIES`. brings_tokens: whether `find` may say more tokens than the blocks of the prefix
-    cache hold.
+    name: the name in `policies.POLICIES`. brings_tokens: whether `find` may return more tokens than the blocks of the
+    prefix cache hold.
     """
 
     name = ""
@@ -88,39 +88,39 @@ class BlockPolicy:
         is_of_use: Callable[[KVCacheBlock], bool],
         reused: Callable[[Iterable[KVCacheBlock]], None],
     ) -> FreeKVCacheBlockQueue | None:
-        """Called once, before anything else. Returns the manager's queue of free blocks; None leaves it as it is.
+        """Called once, before anything else. Returns the manager's queue of free blocks; None leaves it unchanged.
 
         is_of_use, reused: `holds` and `reused` of all policies.
         """
         return None
 
     def holds(self, block: KVCacheBlock) -> bool:
-        """Returns whether a free block is worth keeping for requests to come."""
+        """Returns whether a free block is worth keeping for future requests."""
         return False
 
     def reused(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Something else will be written to these blocks, or what is in them is wrong."""
+        """Called when these blocks are about to be overwritten, or their contents are wrong."""
 
     def begin_step(self) -> None:
-        """A step is about to be scheduled."""
+        """Called when a step is about to be scheduled."""
 
     def find(self, manager: KVCacheManager, request: Request, hit: Hit) -> Hit:
-        """Returns more, or less, than was found for a request that begins."""
+        """Returns a longer or a shorter hit for a request that begins."""
         return hit
 
     def found(self, tokens: int) -> None:
-        """So many tokens were found in the end for the request of the last `find`."""
+        """Called with the number of tokens that were finally found for the request of the last `find`."""
 
     def passes_over(self, request: Request, seats: int) -> bool:
         """Returns True if a request waits for the next step, and those behind it may begin before it.
 
-        seats: for requests that begin in this step or in the next one.
+        seats: number of requests that may begin in this step or in the next one.
         """
         return False
 
     @property
     def ahead(self) -> Sequence[Request]:
-        """Requests that were passed over in this step."""
+        """Returns the requests that were passed over in this step."""
         return ()
 
     def kept_blocks(self) -> int:
@@ -128,7 +128,7 @@ class BlockPolicy:
         return 0
 
     def may_begin(self, turn: Turn) -> bool:
-        """Returns whether a request begins; one that may not holds up those behind it."""
+        """Returns whether a request may begin; if not, it holds up those behind it."""
         return True
 
     def reserve(self, turn: Turn) -> bool:
@@ -136,29 +136,29 @@ class BlockPolicy:
         return True
 
     def given(self, turn: Turn) -> None:
-        """A request has the blocks that it asked for."""
+        """Called when a request has the blocks that it asked for."""
 
     def not_given(self, turn: Turn) -> None:
-        """A request has not; what `reserve` chose is free again."""
+        """Called when a request gets no blocks; the blocks that `reserve` chose are free again."""
 
     def preempted(self, request: Request, tables: Sequence[Sequence[KVCacheBlock]]) -> None:
-        """A request is about to be preempted."""
+        """Called when a request is about to be preempted."""
 
     def leaves(self, request: Request) -> None:
-        """A request is about to lose its blocks."""
+        """Called when a request is about to lose its blocks."""
 
     def ended(self, request: Request) -> None:
-        """A request has finished."""
+        """Called when a request has finished."""
 
     def reset(self) -> None:
-        """Nothing that was computed is right any more."""
+        """Called when computed KV is no longer valid."""
 
     def before_step(self, scheduler: Scheduler) -> None:
-        """Before a step is scheduled, in which workers carry out orders."""
+        """Called before a step is scheduled in which workers carry out orders."""
 
     def orders(self, scheduler_output: SchedulerOutput) -> dict[str, Any]:
         """Returns fields of `MemoryOrders` for a step that was scheduled."""
         return {}
 
     def before_output(self, output: ModelRunnerOutput) -> None:
-        """A step has ended."""
+        """Called when a step has ended."""

@@ -1,1 +1,1 @@
-"""The whole configuration, composed of the sections of the rooms."""
+"""The whole configuration, composed of the rooms' sections."""

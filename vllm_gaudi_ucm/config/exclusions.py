@@ -1,6 +1,6 @@
-"""The table of what excludes what among the policies of the KV cache's blocks, other options, and vLLM's features.
+"""The table of mutually exclusive options: policies of the KV cache's blocks, other options, and vLLM's features.
 
-Refusals at start and the matrix of docs/memory.md are read from it.
+Refusals at start and the matrix in docs/memory.md are made from it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Option(NamedTuple):
-    """An option that is switched on, or not.
+    """An option and how to tell whether it is switched on.
 
     Args:
         title: its name in docs.
         key: its place in the configuration.
         off: its values that switch it off.
-        words: its name in a refusal of something else.
+        words: its name when something else is refused because of it.
         gives_orders: whether the scheduler's messages to workers carry orders or counts of it.
     """
 
@@ -34,7 +34,7 @@ class Option(NamedTuple):
     gives_orders: bool = True
 
     def value(self, config: BaseModel) -> Any:
-        """Its value in a whole configuration."""
+        """Returns the option's value in a whole configuration."""
         found: Any = config
         for name in self.key.split(".")[1:]:
             found = getattr(found, name)
@@ -66,12 +66,12 @@ CONTIGUOUS = Option(
 
 
 def policies_give_orders(config: BaseModel) -> bool:
-    """Returns whether a policy of this configuration has the scheduler send orders, so that workers carry them out."""
+    """Returns whether a policy of this configuration makes the scheduler send orders that workers carry out."""
     return any(policy.gives_orders and policy.is_on(config) for policy in POLICIES)
 
 
 class OptionExclusion(NamedTuple):
-    """Two options of ours that exclude each other.
+    """Two of our options that exclude each other.
 
     Args:
         refused: the option that the refusal names.
@@ -84,7 +84,7 @@ class OptionExclusion(NamedTuple):
     why: str
 
     def problem(self, config: BaseModel) -> Problem | None:
-        """Returns what to change in a configuration that has both; None if it does not."""
+        """Returns what to change in a configuration that has both; None if it does not have both."""
         if not (self.refused.is_on(config) and self.excluded_by.is_on(config)):
             return None
         off = " or ".join(map(_shown, self.refused.off))
@@ -109,7 +109,7 @@ OF_OPTIONS = (
 
 
 def excluded_options(config: BaseModel) -> Iterator[Problem]:
-    """Every option of a whole configuration that another one excludes."""
+    """Yields the problem of every option in a whole configuration that another option excludes."""
     for exclusion in OF_OPTIONS:
         problem = exclusion.problem(config)
         if problem is not None:
@@ -120,7 +120,7 @@ class EngineExclusion(NamedTuple):
     """A policy, and a feature or flag of vLLM that it excludes or needs.
 
     Args:
-        policy: the option of ours.
+        policy: our option.
         title: the row of the matrix in docs/memory.md; empty for a flag, which has none.
         name, asked_by, why, found: as in a row of `platform.features`.
     """

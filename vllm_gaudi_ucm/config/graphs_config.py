@@ -101,7 +101,7 @@ class GraphsConfig(Section):
     @classmethod
     def _options_of_the_strategy(cls, value: Any, info: ValidationInfo) -> Section:
         strategy, key = info.data.get("strategy"), STRATEGY_OPTIONS
-        if strategy is None:  # an unknown one, which is reported already
+        if strategy is None:  # an unknown strategy, which has been reported already
             return Section()
         options = strategy_section(strategy)
         if value and options is Section:
@@ -120,5 +120,7 @@ def _section_of(strategy: type[BucketStrategy]) -> type[Section]:
 
 
 def strategy_section(name: str) -> type[Section]:
-    """The options of a bucket strategy as a section: one without keys for `auto` and for strategies without any."""
+    """Returns the options of a bucket strategy as a section, which is empty for `auto` and for strategies without
+    options.
+    """
     return Section if name == "auto" else _section_of(STRATEGIES.get(name))

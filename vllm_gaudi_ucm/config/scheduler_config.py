@@ -1,4 +1,4 @@
-"""`ucm.scheduler`: which waiting requests begin."""
+"""The section `ucm.scheduler`, which decides which waiting requests begin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.options.section import Section
 
 
 class SchedulerConfig(Section):
-    """Which waiting requests begin."""
+    """Options that decide which waiting requests begin."""
 
     admission: Literal["greedy", "exact"] = Field(
         default="greedy",

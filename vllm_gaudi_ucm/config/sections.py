@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.options.values import BYTES_NOTE, ByteSize, NameOf
 
 
 class AttentionConfig(Section):
-    """How Unified Attention computes its three parts."""
+    """Options of Unified Attention and its three parts."""
 
     implementation: Annotated[str, NameOf(ATTENTION, AUTO)] = Field(
         default="auto",
@@ -35,7 +35,7 @@ class AttentionConfig(Section):
 
 
 class CpuConfig(Section):
-    """The CPU as the reference device."""
+    """Options of the CPU as the reference device."""
 
     threads: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -66,7 +66,7 @@ class CpuConfig(Section):
 
 
 class DistributedConfig(Section):
-    """Several workers of one engine."""
+    """Options for several workers of one engine."""
 
     check_ranks: bool = Field(
         default=False,
@@ -77,7 +77,7 @@ class DistributedConfig(Section):
 
 
 class KvCacheConfig(Section):
-    """Which blocks of the KV cache requests get."""
+    """Options that decide which blocks of the KV cache requests get."""
 
     partial_hits: bool = Field(
         default=False,
@@ -105,7 +105,7 @@ class KvCacheConfig(Section):
 
 
 class PreemptionConfig(Section):
-    """What becomes of the KV of requests that are preempted."""
+    """Options for the KV of preempted requests."""
 
     mode: Literal["recompute", "swap", "auto"] = Field(
         default="recompute",
@@ -122,5 +122,5 @@ class PreemptionConfig(Section):
 
     @property
     def swaps(self) -> bool:
-        """Whether blocks may go to host memory."""
+        """Returns whether blocks may go to host memory."""
         return self.mode != "recompute"

@@ -1,4 +1,4 @@
-"""Configuration: what may stand under `ucm` in vLLM's `--additional-config`, typed, checked and documented once."""
+"""The configuration under `ucm` in vLLM's `--additional-config`, typed, checked and documented in one place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, 
 
 
 def block_options(config: UcmConfig) -> BlockOptions | None:
-    """The options of `ucm_sparse_method`, or of its base method; None where nothing selects blocks."""
+    """Returns the options of `ucm_sparse_method`, or of its base method; None if no method selects blocks."""
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
@@ -63,8 +63,9 @@ def block_options(config: UcmConfig) -> BlockOptions | None:
 def check_memory_mode(
     memory_mode: MemoryModeOptions, method: str | None, sparse_config: SparseConfig, key: str
 ) -> None:
-    """Raises `UcmConfigError` for memory mode without a method that chooses blocks, or with room for fewer than it
-    attends to."""
+    """Raises `UcmConfigError` for memory mode without a method that chooses blocks, or with room for fewer blocks than
+    the method attends to.
+    """
     if method is None:
         raise UcmConfigError([Problem(f"{key}.enabled", "true", "false without ucm.ucm_sparse_method")])
     options = sparse_config.options(method).selecting
@@ -80,7 +81,9 @@ ROOT = "ucm"
 
 
 def check_policies(config: UcmConfig) -> None:
-    """Raises `UcmConfigError` for options that exclude each other, and for `max_total_token_num` without slots."""
+    """Raises `UcmConfigError` for options that exclude each other, and for `max_total_token_num` without slots for
+    tokens.
+    """
     found = list(excluded_options(config))
     slots = config.kv_cache.max_total_token_num
     if slots is not None and not TOKEN_SLOTS.is_on(config):
@@ -91,7 +94,7 @@ def check_policies(config: UcmConfig) -> None:
 
 
 class UcmConfig(Section):
-    """The whole configuration. Immutable, hashable, and equal to another exactly if every value is."""
+    """The whole configuration. Immutable, hashable, and equal to another exactly if all values are equal."""
 
     phase_log: Path | None = Field(
         default=None,
@@ -162,13 +165,14 @@ class UcmConfig(Section):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved values, as JSON types; `resolve_config({"ucm": config.to_dict()})` gives an equal
-        object, passwords in URLs aside."""
+        """Returns the resolved values as JSON types; `resolve_config({"ucm": config.to_dict()})` gives an equal object,
+        except for passwords in URLs.
+        """
         return self.model_dump(mode="json")
 
 
 class OptionRow(NamedTuple):
-    """One line of the configuration table."""
+    """One row of the configuration table."""
 
     key: str
     type: str
@@ -177,9 +181,10 @@ class OptionRow(NamedTuple):
 
 
 def resolve_config(additional_config: object) -> UcmConfig:
-    """The configuration in vLLM's `additional_config`, whose key `ucm` is a mapping or the path of a file with one.
+    """Returns the configuration in vLLM's `additional_config`, whose key `ucm` is a mapping or the path of a file with
+    one.
 
-    Raises `UcmConfigError` that lists every problem.
+    Raises `UcmConfigError`, which lists every problem.
     """
     if additional_config is None:
         return UcmConfig()
@@ -194,7 +199,7 @@ def resolve_config(additional_config: object) -> UcmConfig:
 
 
 def resolve_value(value: Any) -> UcmConfig:
-    """The configuration in the value of the key `ucm` itself: a mapping, or the path of a YAML or JSON file."""
+    """Returns the configuration in the value of the key `ucm`: a mapping, or the path of a YAML or JSON file."""
     source = ""
     if isinstance(value, str | Path):
         source = f" (file {value})"
@@ -210,17 +215,19 @@ def resolve_value(value: Any) -> UcmConfig:
 
 
 def describe(config: type[UcmConfig] = UcmConfig) -> list[OptionRow]:
-    """Every key with its type, default and description, in the order of declaration; registered methods come last."""
+    """Returns every key with its type, default and description, in the order of declaration; registered methods come
+    last.
+    """
     return _rows([*_leaves(config, ROOT), *_registered()])
 
 
 def describe_section(model: type[BaseModel], key: str) -> list[OptionRow]:
-    """The same of options that stand under `key`."""
+    """Returns the same for the options under `key`."""
     return _rows(_leaves(model, key))
 
 
 def sections(rows: Iterable[OptionRow]) -> dict[str, list[OptionRow]]:
-    """Rows by the key of their section."""
+    """Groups rows by the key of their section."""
     found: dict[str, list[OptionRow]] = {}
     for row in rows:
         found.setdefault(row.key.rpartition(".")[0], []).append(row)
@@ -228,7 +235,7 @@ def sections(rows: Iterable[OptionRow]) -> dict[str, list[OptionRow]]:
 
 
 def section_description(key: str) -> str:
-    """What a section of the configuration is about; "" for the root, and for sections that others have registered."""
+    """Returns the description of a section; "" for the root, and for sections that others have registered."""
     model: type[BaseModel] = UcmConfig
     about = ""
     for name in key.split(".")[1:]:
@@ -245,7 +252,7 @@ def _rows(leaves: Iterable[tuple[str, FieldInfo]]) -> list[OptionRow]:
 
 
 def markdown_table(rows: Sequence[OptionRow] | None = None) -> str:
-    """Rows as Markdown, as they stand in the reference; without them the whole configuration."""
+    """Returns rows as Markdown, in the form of the reference; without rows, the whole configuration."""
     lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
     for row in describe() if rows is None else rows:
         lines.append(f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |")
@@ -253,7 +260,7 @@ def markdown_table(rows: Sequence[OptionRow] | None = None) -> str:
 
 
 def _registered() -> Iterator[tuple[str, FieldInfo]]:
-    """Options of sparse methods that others have registered."""
+    """Yields the options of sparse methods that others have registered."""
     for name in UcmSparseFactory.known_methods():
         if name not in SparseConfig.model_fields:
             yield from _leaves(UcmSparseFactory.options_class(name), f"{ROOT}.ucm_sparse_config.{name}")
@@ -279,12 +286,13 @@ def _default(field: FieldInfo) -> str:
         return "{}"
     if isinstance(default, tuple):
         return str([*default])
-    # as YAML and JSON have it
+    # in the notation of YAML and JSON
     return json.dumps(default) if default is None or isinstance(default, bool) else str(default)
 
 
 def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchOptions:
-    """The connector's options, over those in the section of GSA where that method selects; what was given stands."""
+    """Returns the connector's options, completed by the options of GSA if that method selects; given options are kept.
+    """
     section = _gsa_section(config)
     if section is None:
         return options
@@ -293,16 +301,17 @@ def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchO
 
 
 def memory_mode_prefetch(config: UcmConfig) -> PrefetchOptions:
-    """The options of GSA where that method selects, else the defaults; host memory for moving blocks only."""
+    """Returns the options of GSA if that method selects, else the defaults, with host memory only for blocks that move.
+    """
     options = connector_prefetch(PrefetchOptions(), config)
     useful = 2 * config.memory_mode.moves_per_step + blocks_ahead(config)
     return options.model_copy(update={"prefetch_cache_size": min(options.prefetch_cache_size, useful)})
 
 
 def blocks_ahead(config: UcmConfig) -> int:
-    """Blocks that wait for their turn to come back, and may be brought to host memory meanwhile.
+    """Returns how many blocks that wait to come back may be brought to host memory meanwhile.
 
-    `prefetch_ahead` counts steps' worth of them. Copies in host memory are near enough.
+    `prefetch_ahead` counts them in steps' worth of moves. Copies in host memory need no prefetch.
     """
     if config.memory_mode.is_in_host_memory:
         return 0
@@ -310,9 +319,10 @@ def blocks_ahead(config: UcmConfig) -> int:
 
 
 def idle_options(config: UcmConfig) -> list[str]:
-    """Prefetch options in GSA's section that are not the defaults, and do nothing without our connector.
+    """Returns the prefetch options in GSA's section that differ from the defaults and have no effect without our
+    connector.
 
-    Memory mode uses them: with copies in host memory their threads only, else all.
+    Memory mode uses them: only the threads if copies are in host memory, otherwise all of them.
     """
     section, memory_mode = _gsa_section(config), config.memory_mode
     if section is None or (memory_mode.enabled and not memory_mode.is_in_host_memory):
@@ -323,7 +333,7 @@ def idle_options(config: UcmConfig) -> list[str]:
 
 
 def _gsa_section(config: UcmConfig) -> GsaOptions | None:
-    """The options of GSA, also where it is KVStar's base method; None where it does not select."""
+    """Returns the options of GSA, also if it is KVStar's base method; None if it does not select."""
     if config.ucm_sparse_method is None:
         return None
     selecting = config.ucm_sparse_config.options(config.ucm_sparse_method).selecting

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.attention.latent import LatentAttention
 from vllm_gaudi_ucm.batch.batch_plan import GroupPlan, PlanOfGroup, UnifiedPlan
 from vllm_gaudi_ucm.batch.division import divide_batch
 from vllm_gaudi_ucm.batch.group_planner import AttentionPlanner
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS
-from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
 from vllm_gaudi_ucm.execution.bucket_parts import BucketParts, group_blocks
 from vllm_gaudi_ucm.execution.cache_group import CacheGroup, Tensors, ToDevice
-from vllm_gaudi_ucm.execution.group_names import group_suffix
 from vllm_gaudi_ucm.execution.step_sizes import (
     Size,
     Sizes,
@@ -28,9 +28,11 @@ from vllm_gaudi_ucm.execution.step_sizes import (
     of_rows,
     of_tiles,
 )
-from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor, place_tiles
+from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor, group_suffix, place_tiles
 from vllm_gaudi_ucm.graphs.shapes.group_room import GroupBlocks
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.unified_attention.api import Plan, prepare
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
@@ -39,6 +41,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
+from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     CANDIDATE_ARRAYS,
     CHOICE_ARRAYS,
@@ -49,13 +52,17 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
 from vllm_gaudi_ucm.vllm_api.model import Attention, ChunkedLocalAttention
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+    from vllm_gaudi_ucm.attention.latent import LatentSizes
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.block_use import Room
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.ops.unified_attention.api import Plan
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+
+StepMetadata = UnifiedAttentionMetadata | GroupedMetadata
+"""What layers read: of one KV-cache group, or of each."""
 
 NO_GROUP = -1
 
@@ -285,3 +292,47 @@ _OF_FIRST = (
     ),
     *(_selection_tensor(name, lambda choices, shape: shape.selected_blocks) for name in CHOICE_ARRAYS),
 )
+
+
+def step_metadata(
+    slots: torch.Tensor,
+    parts: AttentionParts,
+    block_size: int,
+    implementation: str,
+    sparse: SparseWorker | None,
+    summary_blocks: torch.Tensor | None = None,
+    selection: SelectionTensors | None = None,
+    *,
+    reused: bool = False,
+    plan: Plan | None = None,
+    room: torch.Tensor | None = None,
+    latent: LatentSizes | None = None,
+) -> UnifiedAttentionMetadata:
+    """Prepares a step's parts for the layers of one KV-cache group, for dense layers too where there are any.
+
+    latent: where all of them are of latent attention. See UnifiedAttentionMetadata, LayerSelection and `prepare` for
+    the other arguments.
+    """
+    new_tokens = None
+    if latent is not None and sparse is None and latent.divides(parts):
+        new_tokens = prepare(AttentionParts(parts.causal), block_size, implementation=implementation, plan=plan)
+        if new_tokens.implementation.gives_log_sums:
+            parts = parts._replace(causal=None)
+        else:
+            new_tokens = None
+    prepared = prepare(parts, block_size, implementation=implementation, plan=plan)
+    choices = None
+    if selection is not None:
+        dense_parts = None
+        if sparse is not None and sparse.has_dense_layers:
+            whole = parts._replace(selected=selection.candidates_part(block_size))
+            dense_parts = prepare(whole, block_size, implementation=implementation, plan=plan)
+        name = AUTO if sparse is None else sparse.implementation
+        at_once = prepared.implementation.name == "native" and name in ("native", AUTO)
+        choices = LayerSelection(
+            selection, dense_parts, reused, at_once, room=room, implementation=name, parts=prepared
+        )
+    # layers that have nothing to summarise or choose are those of a dense server, and as fast
+    if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
+        return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens)
+    return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices)

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.batch.block_use import Room
 from vllm_gaudi_ucm.batch.division import divide_batch
 from vllm_gaudi_ucm.execution.agreed_bucket import agreed_bucket
-from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
+from vllm_gaudi_ucm.execution.attention_group import step_metadata
 from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import (
@@ -23,7 +23,6 @@ from vllm_gaudi_ucm.execution.graph_manager import (
     cut_copies,
     cut_views,
 )
-from vllm_gaudi_ucm.execution.group_tensors import divided_by, held_by_groups
 from vllm_gaudi_ucm.execution.handover import Handover
 from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.batch.planned_step import PlannedStep
     from vllm_gaudi_ucm.distributed.stage import StageTensors
-    from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata
+    from vllm_gaudi_ucm.execution.attention_group import StepMetadata
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
@@ -181,16 +180,16 @@ class BucketedExecution:
         return self._logits.shape[1]
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
-        first, *others = self._groups.groups
+        first = self._groups.groups[0]
         whole = batch.of_group(0)
         divisions = divide_batch(whole, first.kv.block_size, self._room, remainders.tolist(), first.kv.window)
-        return divided_by(others, batch, divisions, self._room)
+        return self._groups.divide(batch, divisions, self._room)
 
     def stage(self, step: PlannedStep) -> StepShape:
         plan = step.plan
         true = true_shape(plan, self._unique_blocks(plan))
         self._graphs = self._graphs_of(plan)
-        needed = held_by_groups(true, plan, self._groups.groups) if len(plan.groups) > 1 else true
+        needed = self._groups.held(true, plan) if len(plan.groups) > 1 else true
         lockstep = self._decoder.lockstep
         padded = self._lookup(needed if lockstep is None else agreed_bucket(lockstep, needed))
         self._graphs.fill(padded.forward, step)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
-    from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata
+    from vllm_gaudi_ucm.execution.attention_group import StepMetadata
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 

@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInputs
 from vllm_gaudi_ucm.execution.attention_group import ONE_GROUP
-from vllm_gaudi_ucm.execution.group_names import Parts, of_group
 from vllm_gaudi_ucm.execution.group_tensors import step_table
 from vllm_gaudi_ucm.execution.step_sizes import Sizes
 from vllm_gaudi_ucm.execution.step_tensors import (
+    Parts,
     StepArrays,
     StepInputs,
     StepTensor,
     input_names,
+    of_group,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, phase_string
 

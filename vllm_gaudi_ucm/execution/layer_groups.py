@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata, GroupStep
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
+from vllm_gaudi_ucm.graphs.shapes.group_room import with_groups
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+    from vllm_gaudi_ucm.batch.block_use import Room
     from vllm_gaudi_ucm.batch.window import Window
-    from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata
+    from vllm_gaudi_ucm.execution.attention_group import StepMetadata
     from vllm_gaudi_ucm.execution.cache_group import CacheGroup
     from vllm_gaudi_ucm.execution.step_tensors import StepInputs
+    from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
     from vllm_gaudi_ucm.ops.unified_attention.api import Plan
 
 
@@ -49,6 +56,24 @@ class LayerGroups(NamedTuple):
     def alone(cls, block_size: int, window: Window | None) -> LayerGroups:
         """Returns one group of attention with all layers. window: how far back its rows see."""
         return cls((AttentionGroup(KvGroup(0, block_size, window)),))
+
+    def held(self, true: Bucket, plan: UnifiedPlan) -> Bucket:
+        """Returns the true shape of a step, raised until buckets that hold it have room for all groups."""
+        needs = (group.blocks(one) for one, group in zip(plan.groups[1:], self.groups[1:], strict=True))
+        return with_groups(true, [need for need in needs if need is not None])
+
+    def divide(
+        self, batch: BatchInput, divisions: list[NDArray[np.int64]], room: Room | None
+    ) -> list[NDArray[np.int64]]:
+        """Returns the parts of a step, divided further if a group behind the first needs that.
+
+        divisions: requests of each part, by index. room: see `CacheGroup.divide`.
+        """
+        for number, group in enumerate(self.groups[1:], 1):
+            whole = batch.of_group(number)
+            parts = [(index, group.divide(whole.take(index), room)) for index in divisions]
+            divisions = [index[part] for index, found in parts for part in found]
+        return divisions
 
     def metadata(
         self, first: UnifiedAttentionMetadata, inputs: StepInputs, implementation: str, plan: Plan | None = None

@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.execution.cache_group import CacheGroup, Tensors, ToDevice
-from vllm_gaudi_ucm.execution.group_names import group_suffix
 from vllm_gaudi_ucm.execution.step_sizes import Sizes, of_rows
-from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor
+from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor, group_suffix
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ first, then those of each KV-cache group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,6 @@ from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.batch.row_input import RowInput, RowInputs
 from vllm_gaudi_ucm.batch.row_tiles import row_tiles
-from vllm_gaudi_ucm.execution.group_names import Parts, group_suffix
 from vllm_gaudi_ucm.execution.step_sizes import (
     Sizes,
     of_rows,
@@ -34,6 +33,24 @@ from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
 )
 
 NO_GROUP = -1
+
+
+Parts = tuple[str, ...]
+
+
+def group_suffix(number: int) -> str:
+    """What the names of a KV-cache group's tensors and parts end with; number: its place among the groups."""
+    return f".{number}" if number else ""
+
+
+def of_group(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """The tensors of one group by their plain names, and those that all groups have."""
+    if not number:
+        return {name: tensor for name, tensor in tensors.items() if "." not in name}
+    end = group_suffix(number)
+    own = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+    common = {name: tensors[name] for name in ("positions", "groups", "tiles") if name in tensors}
+    return {**common, **own}
 
 
 class StepArrays(NamedTuple):

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
-from vllm_gaudi_ucm.execution.attention_metadata import StepMetadata, step_metadata
+from vllm_gaudi_ucm.execution.attention_group import StepMetadata, step_metadata
 from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep
 from vllm_gaudi_ucm.execution.execution import StepShape
-from vllm_gaudi_ucm.execution.group_tensors import divided_by
 from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
@@ -90,7 +89,7 @@ class TrueShapeExecution:
         self._rows: int | None = None
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
-        return divided_by(self._groups.groups[1:], batch, [np.arange(len(batch.num_scheduled))], None)
+        return self._groups.divide(batch, [np.arange(len(batch.num_scheduled))], None)
 
     def stage(self, step: PlannedStep) -> StepShape:
         plan = step.plan

@@ -16,13 +16,14 @@ from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, RowInputs
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.execution.attention_group import ONE_GROUP
 from vllm_gaudi_ucm.execution.cache_group import CacheGroup
-from vllm_gaudi_ucm.execution.group_names import Parts, of_group
 from vllm_gaudi_ucm.execution.group_tensors import step_table
 from vllm_gaudi_ucm.execution.step_tensors import (
+    Parts,
     StepArrays,
     StepInputs,
     StepTensor,
     input_names,
+    of_group,
     true_shape,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket

@@ -1,4 +1,4 @@
-"""What a worker does with blocks before a step, in the order in which the scheduler meant it."""
+"""Moves and copies a worker's blocks before a step, in the order that the scheduler intended."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 MOST_TOGETHER = 16
-"""Blocks of one copy on a Gaudi: five recipes, and a temporary of so many blocks of one layer."""
+"""The most blocks of one copy on a Gaudi: five recipes, and a temporary tensor of this many blocks of one layer."""
 
 Follower = Callable[["NDArray[np.int64]", "NDArray[np.int64]"], None]
-"""(sources, targets), int64 [n] each: takes note that block `sources[i]` is `targets[i]` from now on."""
+"""(sources, targets), int64 [n] each: records that block `sources[i]` is `targets[i]` from now on."""
 
 
 class MemoryWorker:
     """Moves and copies blocks.
 
     Args:
-        caches: by layer. A block is that of all layers of its KV-cache group, whichever that is.
+        caches: caches by layer. A block spans all layers of its KV-cache group, whichever group that is.
         block_size: tokens per block.
-        device: where the caches are.
-        metrics: where the scheduler's figures go.
-        least: the smallest value of all workers, which ask alike.
-        host_slots: places for blocks of preempted requests; None: these are computed again.
-        summaries: [blocks, ...] what else is kept of each block, and moves with it.
-        followers: who knows blocks by their ids.
+        device: the device with the caches.
+        metrics: takes the scheduler's figures.
+        least: returns the smallest value of all workers; all call it at the same point.
+        host_slots: number of slots for blocks of preempted requests; None: these are computed again.
+        summaries: [blocks, ...] other data of each block, which moves with it.
+        followers: called with moves because they know blocks by their ids.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class MemoryWorker:
         self._work: Counter[str] = Counter()
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
-        """Before the request table knows the step, and before anything is loaded or computed.
+        """Carries out a step's orders before the request table knows the step, and before anything is loaded or
+        computed.
 
-        Returns int64 [n]: blocks that were not computed here since the last step.
+        Returns int64 [n]: blocks that were filled without being computed here since the last step.
         """
         orders = memory_orders_of(scheduler_output)
         restored: list[int] = []
@@ -92,7 +93,7 @@ class MemoryWorker:
             self._work["swapped_in_blocks"] += len(orders.swap_ins)
         copies = scheduler_output.kv_cache_block_copies
         if copies:
-            # of blocks that have moved
+            # the copies refer to blocks after their moves
             self._copy(torch.tensor(copies, dtype=torch.int64), self._caches)
             self._work["copied_blocks"] += len(copies)
         if orders is not None:
@@ -100,19 +101,20 @@ class MemoryWorker:
         return np.array(restored, np.int64)
 
     def take_work(self) -> Mapping[str, int]:
-        """Blocks since the last call, by the names that a record of a step has for them."""
+        """Returns the blocks moved and copied since the last call, under their names in the record of a step."""
         work, self._work = self._work, Counter()
         return work
 
     def attach_report(self, output: ModelRunnerOutput) -> None:
-        """After a step: tells the scheduler what was measured, once."""
+        """Reports the measured speed to the scheduler after a step, once."""
         if self._unsaid is not None:
             attach_link_speed(output, self._unsaid)
             self._unsaid = None
 
     def warm_up(self) -> None:
         """Copies between blocks that hold nothing yet, so that a Gaudi has compiled every size before a request waits;
-        measures copies to the host."""
+        measures copies to the host.
+        """
         for bit in range((self._most or 1).bit_length()):
             count = 1 << bit
             pairs = [(DUMMY_BLOCK + count + number, DUMMY_BLOCK + number) for number in range(count)]
@@ -122,7 +124,7 @@ class MemoryWorker:
             self._unsaid = self._swaps.measure().slowest(self._least)
 
     def close(self) -> None:
-        """Ends its thread."""
+        """Ends the thread for copies."""
         if self._swaps is not None:
             self._swaps.close()
 
@@ -133,8 +135,8 @@ class MemoryWorker:
             moved(sources, targets)
 
     def _copy(self, pairs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
-        """pairs: int64 [n, 2] (from, to). tensors: [blocks, ...], those together that are alike."""
-        # on a Gaudi each number of blocks is a recipe of its own
+        """Copies blocks. pairs: int64 [n, 2] (from, to). tensors: [blocks, ...], grouped by equal shape."""
+        # on a Gaudi each number of blocks is a separate recipe
         parts = pairs.split(copy_sizes(len(pairs), self._most)) if self._most else [pairs]
         for part in parts:
             self._device.end_recipe()
@@ -144,13 +146,14 @@ class MemoryWorker:
 
 
 def copy_sizes(count: int, most: int) -> list[int]:
-    """`count` as powers of two up to `most`, itself one, the largest first: few copies, of few sizes, and no pads."""
+    """Splits `count` into powers of two up to `most`, itself one, the largest first: few copies, few sizes, no padding.
+    """
     sizes = [most] * (count // most)
     rest = count % most
     return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
 
 
 def largest_size(num_blocks: int) -> int:
-    """Of a copy in a cache of so many blocks, whose sources and targets are different ones."""
+    """Returns the largest copy in a cache with that many blocks, whose sources and targets differ."""
     room = max(1, min(MOST_TOGETHER, num_blocks // 2))
     return 1 << (room.bit_length() - 1)

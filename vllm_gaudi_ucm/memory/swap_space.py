@@ -1,6 +1,6 @@
-"""Host memory for blocks of preempted requests, and the copies there and back.
+"""Host memory for blocks of preempted requests, and the copies in both directions.
 
-Imports nothing of vLLM: the doctor measures the link with it, in a process in which no plugin is loaded.
+Does not import vLLM: the doctor measures the link with this module, in a process without the plugin.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 CHUNK_BYTES = 64 << 20
-"""Of host memory taken at once, and of blocks that leave the device together."""
+"""Size of one allocation of host memory, and of blocks that leave the device together."""
 MOST_STAGED = 4
-"""Chunks on the device that wait for their copy to host memory."""
+"""The most chunks on the device that wait for their copy to host memory."""
 
 Caches = Sequence[Sequence[torch.Tensor]]
-"""Keys or values of a layer each, [blocks, block size, kv heads, head size]; a list for each shape."""
+"""Keys or values, one tensor for each layer, [blocks, block size, kv heads, head size]; a list for each shape."""
 Pairs = Sequence[tuple[int, int]]
 
 
 class _Staged(NamedTuple):
-    """Blocks on their way. slots: where to."""
+    """Blocks on their way to the host. slots: their destinations."""
 
     slots: frozenset[int]
     done: Future[None]
 
 
 class SwapSpace:
-    """Slots for one block of all layers each; memory is taken from the system as slots are used.
+    """Slots that hold one block of all layers each; memory is taken from the system as slots are used.
 
-    Copies run behind what the calling thread launched before, and before what it launches later. Where the device
-    copies to page-locked memory beside the computation, blocks that leave are gathered on the device, and a thread
-    brings them to the host: no step waits for that.
+    Copies run after everything that the calling thread launched before, and before everything that it launches later.
+    If the device copies to page-locked memory during computation, blocks that leave are gathered on the device, and a
+    thread brings them to the host: no step waits for that.
 
     Args:
-        caches: of the device.
-        device: where they are.
-        count: slots.
+        caches: the device's caches.
+        device: the device with the caches.
+        count: number of slots.
     """
 
     def __init__(self, caches: Caches, device: Device, count: int) -> None:
@@ -71,7 +71,7 @@ class SwapSpace:
 
     @torch.inference_mode()
     def store(self, pairs: Pairs) -> None:
-        """(block, slot): device to host. Each block may be written as soon as this returns."""
+        """Copies (block, slot) from the device to the host. Each block may be overwritten as soon as this returns."""
         if self._beside is None:
             self._store_behind(pairs)
             return
@@ -80,14 +80,16 @@ class SwapSpace:
 
     @torch.inference_mode()
     def load(self, pairs: Pairs) -> None:
-        """(slot, block): host to device."""
+        """Copies (slot, block) from the host to the device."""
         self._await(slot for slot, _ in pairs)
         for chunk, local in self._by_chunk(pairs, 0):
             self._copy(chunk, self._caches, local)
 
     @torch.inference_mode()
     def measure(self, clock: Callable[[], float] = time.perf_counter) -> LinkSpeed:
-        """Copies blocks of the cache, which hold the same afterwards, there and back: the second time counts."""
+        """Times copies of blocks of the cache to the host and back, which restores their contents; the second run
+        counts.
+        """
         count = min(self._caches[0][0].shape[0], self._count, self._chunk)
         pairs = [(number, number) for number in range(count)]
         seconds = []
@@ -103,12 +105,12 @@ class SwapSpace:
         return LinkSpeed(out, back)
 
     def _store_behind(self, pairs: Pairs) -> None:
-        """In the stream of the computation."""
+        """Copies in the stream of the computation."""
         self._await(slot for _, slot in pairs)
         for chunk, local in self._by_chunk(pairs, 1):
             self._copy(self._caches, chunk, local)
         if self._device.kind == "hpu":
-            # the host's side of a copy that still runs is not known to be safe from the next one
+            # it is not known whether the host's side of a running copy is safe from the next one
             self._device.synchronize()
 
     def _store_beside(self, thread: ThreadPoolExecutor, pairs: Pairs) -> None:
@@ -138,12 +140,12 @@ class SwapSpace:
         self._staged.append(_Staged(slots, thread.submit(bring)))
 
     def _place(self, slot: int) -> list[torch.Tensor]:
-        """[layers, block size, kv heads, head size] for each list of caches."""
+        """Returns a slot as [layers, block size, kv heads, head size] for each list of caches."""
         number, local = divmod(slot, self._chunk)
         return [tensor[local] for tensor in self._take(number)]
 
     def _await(self, slots: Iterable[int]) -> None:
-        """Until what leaves for these slots is there."""
+        """Waits until the blocks that leave for these slots have arrived."""
         wanted = set(slots)
         for staged in self._staged:
             if staged.slots & wanted:
@@ -151,14 +153,16 @@ class SwapSpace:
         self._drop_done()
 
     def _drop_done(self) -> None:
-        """Raises what a copy has raised: its blocks are lost."""
+        """Drops finished copies. Raises the error of a failed copy, whose blocks are lost."""
         done = [staged for staged in self._staged if staged.done.done()]
         self._staged = [staged for staged in self._staged if staged not in done]
         for staged in done:
             staged.done.result()
 
     def _by_chunk(self, pairs: Pairs, side: int) -> list[tuple[Caches, list[tuple[int, int]]]]:
-        """Host caches, and the pairs whose slots (`side` of each) are theirs, counted from the chunk's first."""
+        """Groups pairs by host chunk: its caches, and its pairs, with slots (`side` of each pair) counted from its
+        first.
+        """
         chunks: dict[int, list[tuple[int, int]]] = {}
         for left, right in pairs:
             number, local = divmod(right if side else left, self._chunk)
@@ -166,7 +170,7 @@ class SwapSpace:
         return [([tensor.unbind(1) for tensor in self._take(number)], members) for number, members in chunks.items()]
 
     def _take(self, number: int) -> list[torch.Tensor]:
-        """A chunk, and those before it."""
+        """Returns a chunk, after allocating it and those before it if needed."""
         while len(self._chunks) <= number:
             slots = min(self._chunk, self._count - len(self._chunks) * self._chunk)
             self._chunks.append(
@@ -178,14 +182,14 @@ class SwapSpace:
         if self._device.pins_host_memory:
             try:
                 return torch.empty(shape, dtype=dtype, pin_memory=True)
-            except (MemoryError, RuntimeError) as error:  # page-locked memory is torch's
+            except (MemoryError, RuntimeError) as error:  # torch's page-locked memory
                 logger.warning("Preemption: no page-locked memory (%s); copies from other memory are slower.", error)
         return torch.empty(shape, dtype=dtype)
 
     def _copy(self, sources: Caches, targets: Caches, pairs: Pairs) -> None:
         whole = torch.tensor(pairs, dtype=torch.int64)
-        # On a Gaudi each number of blocks would be a recipe of its own; on a GPU one block is one run of host memory,
-        # which several are not.
+        # On a Gaudi each number of blocks would be a separate recipe; on a GPU one block is one contiguous run of host
+        # memory, and several blocks are not.
         parts = [whole] if self._device.kind == "cpu" else whole.split(1)
         for part in parts:
             self._device.end_recipe()

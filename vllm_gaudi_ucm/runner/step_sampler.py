@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS
-from vllm_gaudi_ucm.batch.request_table import in_slot_order
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens, TokensInFlight
 from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification, grammar_at
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
@@ -162,3 +163,18 @@ class StepSampler(NoSampler):
                 found = self._source.prompt_logprobs.score(request, range(start, stop), first)
                 if found is not None:
                     step.prompt_logprobs[request.request_id] = found
+
+
+def in_slot_order(
+    plan: UnifiedPlan, members: Sequence[LiveRequest], sampled: Sequence[LiveRequest]
+) -> tuple[UnifiedPlan, NDArray[np.int64]]:
+    """The plan with its logits rows in the order of the sampler's slots, and these slots, int64 [logits].
+
+    members: requests of the plan. sampled: those that the whole step samples, by slot.
+    """
+    slot_of = {request: slot for slot, request in enumerate(sampled)}
+    yielding = (slot_of[members[index]] for index in plan.logits_requests.tolist())
+    slots = np.fromiter(yielding, np.int64, len(plan.logits_requests))
+    order = np.argsort(slots)
+    requests, rows = plan.logits_requests[order], plan.logits_rows[order]
+    return plan._replace(logits_requests=requests, logits_rows=rows), slots[order]

@@ -1,1 +1,1 @@
-"""Our scheduler class, and what it is composed of."""
+"""Our scheduler class and its parts."""

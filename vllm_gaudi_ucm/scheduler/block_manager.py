@@ -1,4 +1,4 @@
-"""vLLM's manager of blocks, which asks policies."""
+"""A version of vLLM's block manager that calls policies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 class BlockManager(KVCacheManager):
-    """Asks every policy in turn which blocks requests find and get, and tells it what becomes of them."""
+    """Calls every policy in turn to decide which blocks requests find and get, and reports what happens to the blocks.
+    """
 
     _policies: tuple[BlockPolicy, ...]
     _brings_tokens: bool
 
     @classmethod
     def of(cls, manager: KVCacheManager, policies: Sequence[BlockPolicy]) -> Self:
-        """The same manager: it shares everything with `manager`, which must not be used any more."""
+        """Returns a replacement that shares everything with `manager`, which must not be used any more."""
         made = cls.__new__(cls)
         made.__dict__.update(manager.__dict__)
         made._policies = tuple(policies)
@@ -46,13 +47,13 @@ class BlockManager(KVCacheManager):
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """Blocks of the prefix cache and the first tokens that need not be computed: more than are in these blocks
-        if a policy brings the rest.
+        """Returns blocks of the prefix cache and the number of first tokens that need not be computed: more than these
+        blocks hold if a policy brings the rest.
 
         max_cache_hit_length: the most tokens to find; None: all but the last, which is computed for its logits. vLLM
         0.32 passes none.
         """
-        # an older vLLM has no such parameter
+        # older versions of vLLM have no such parameter
         bound = () if max_cache_hit_length is None else (max_cache_hit_length,)
         full, num_tokens, boundary = super().get_computed_blocks(request, *bound)
         longest = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
@@ -75,7 +76,7 @@ class BlockManager(KVCacheManager):
         *args: Any,
         **kwargs: Any,
     ) -> KVCacheBlocks | None:
-        """None: the request does not begin in this step, or there is no room."""
+        """Returns the new blocks; None if the request does not begin in this step, or there is no room."""
         begins = not self.get_blocks(request.request_id).blocks[0]
         found = self._found(new_computed_blocks, num_new_computed_tokens)
         turn = Turn(
@@ -92,7 +93,7 @@ class BlockManager(KVCacheManager):
         )
         if begins:
             if not all(policy.may_begin(turn) for policy in self._policies):
-                # as if there were no room: vLLM ends its turn of waiting requests
+                # as if there were no room: vLLM stops starting waiting requests in this step
                 return None
             kept = sum(policy.kept_blocks() for policy in self._policies)
             if kept:
@@ -119,15 +120,17 @@ class BlockManager(KVCacheManager):
         return blocks
 
     def _found(self, hits: KVCacheBlocks | None, num_tokens: int) -> int:
-        """Tokens that the prefix cache has, of those that need not be computed."""
+        """Returns how many of the tokens that need not be computed are in the prefix cache."""
         if not self._brings_tokens:
             return num_tokens
-        # as many in each group: those before a window are null blocks
+        # the same number in each group: blocks before a window are null blocks
         held = 0 if hits is None else min(len(group) for group in hits.blocks)
         return min(num_tokens, held * self.coordinator.scheduler_block_size)
 
     def _reserve(self, turn: Turn) -> bool:
-        """Returns whether every policy has blocks for a request; if one has not, the others free what they chose."""
+        """Returns whether every policy has blocks for a request; if one has none, the others free the blocks they
+        chose.
+        """
         for count, policy in enumerate(self._policies):
             if not policy.reserve(turn):
                 for other in self._policies[:count]:
@@ -164,7 +167,7 @@ class BlockManager(KVCacheManager):
 
 
 def _of_use(keepers: Sequence[BlockPolicy]) -> Callable[[KVCacheBlock], bool]:
-    """Returns a function that says whether a policy wants to keep a free block."""
+    """Returns a function that tells whether a policy wants to keep a free block."""
     if len(keepers) == 1:
         return keepers[0].holds
     return lambda block: any(policy.holds(block) for policy in keepers)

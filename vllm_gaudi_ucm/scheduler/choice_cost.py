@@ -1,4 +1,4 @@
-"""The figures by which a scheduler decides whether choosing blocks pays."""
+"""Estimates that the scheduler uses to decide whether choosing blocks pays off."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class BucketSeconds:
-    """What a step takes in the bucket that it is padded to, see StepSeconds. Modelled, as the choice of buckets is;
-    all of them count as warm.
+    """Estimates the time of a step in the bucket to which it is padded, see StepSeconds. Modelled, like the choice of
+    buckets; all buckets count as warm.
 
     Args:
-        buckets: those of the workers, where nothing is read as a slice of the cache, and no token has a slot.
+        buckets: the workers' buckets, if attention never reads a slice of the cache, and no token has a slot.
     """
 
     def __init__(self, buckets: BucketSet) -> None:
@@ -41,15 +41,15 @@ class BucketSeconds:
 
 
 def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
-    """Has a method that chooses blocks leave steps dense where that is faster, unless its options say `always`.
+    """Lets a method that chooses blocks keep steps dense if that is faster, unless its options say `always`.
 
-    The figures are those of one worker, whose layers and heads are alike on all ranks.
+    The estimates are for one worker; all ranks have the same layers and heads.
     """
     choosing = method.selecting_method
     if not isinstance(choosing, BlockSparse) or choosing.block_options.sparse_steps == "always":
         return
     groups = scheduler.kv_cache_config.kv_cache_groups
-    # pages of all groups have one size
+    # pages of all groups have the same size
     spec = cast("AttentionSpec", groups[0].kv_cache_spec)
     choices = _choosing_layers(scheduler, sum(len(group.layer_names) for group in groups))
     dense = [place for place, number in enumerate(choices) if number in choosing.dense_layers]
@@ -57,7 +57,7 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
     device = DEFAULT_SPECS[str(scheduler.vllm_config.device_config.device_type)]
     sizes = spec.head_size, spec.head_size_v, spec.dtype.itemsize
     share = summary_share(choosing.block_options, scheduler.block_size, *sizes)
-    # a page of the cache has as many tokens as a block, or one with slots for tokens
+    # a page of the cache has as many tokens as a block, or a single one with slots for tokens
     block_bytes = spec.page_size_bytes / spec.block_size * scheduler.block_size
     choosing.register_choice_cost(
         ChoiceCost(
@@ -73,10 +73,10 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
 
 
 def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:
-    """Has the method compare the buckets of a dense step and of one with choices, once a worker has sent its buckets.
+    """Lets the method compare the buckets of a dense step and of a sparse one, once a worker has sent its buckets.
 
-    Sizes decide as before where a layer is dense in sparse steps, and where the bucket of a step depends on which
-    blocks it has: the unique part is a slice of the cache, or each token has a slot.
+    Sizes still decide if a layer is dense in sparse steps, or if the bucket of a step depends on which blocks it has:
+    if the unique part is a slice of the cache, or each token has a slot.
     """
     if not isinstance(buckets, BucketSet) or buckets.limits.contiguous or buckets.limits.strip:
         return
@@ -86,7 +86,7 @@ def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:
 
 
 def _choosing_layers(scheduler: Scheduler, num_layers: int) -> list[int]:
-    """Layers that see whole contexts, of a worker's: the first ones of the model stand for those of each stage."""
+    """Returns the worker's layers that see whole contexts; the model's first layers represent those of each stage."""
     config = scheduler.vllm_config.model_config.hf_text_config
     kinds = list(config.to_dict().get("layer_types") or ())[:num_layers]
     if "full_attention" not in kinds:

@@ -1,4 +1,4 @@
-"""What our scheduler is composed of: a sparse method, KV offload, prefetch for requests that wait."""
+"""The parts of our scheduler: a sparse method, KV offload, prefetch for waiting requests."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ logger = plugin_logger(__name__)
 _WITHOUT_BLOCKS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 Fetch = Callable[[str, "Fetched"], None]
-"""(request id, blocks) -> has our connector load blocks that it left in its store."""
+"""(request id, blocks) -> makes our connector load blocks that it left in its store."""
 
 
 class SchedulerPart:
     """Hooks around vLLM's scheduling; each does nothing unless a part defines it.
 
     Args:
-        scheduler: vLLM's, whose queues the part reads.
+        scheduler: vLLM's scheduler, whose queues the part reads.
     """
 
     method: UcmSparseBase | None = None
@@ -63,41 +63,41 @@ class SchedulerPart:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are wanted although there is no request."""
+        """Returns whether steps are needed even if there are no requests."""
         return False
 
     def before_adding(self, request: Request) -> None:
-        """A request arrives that the scheduler does not know yet."""
+        """Called when a request arrives that the scheduler does not know yet."""
 
     def next_input(self, session: Request) -> None:
-        """A session of streamed inputs has the prompt and the parameters of its next input."""
+        """Called when a session of streamed inputs has the prompt and the parameters of its next input."""
 
     def before_schedule(self, reset: Collection[str]) -> None:
-        """Before a step is scheduled; reset: requests that a reset of the prefix cache has preempted."""
+        """Called before a step is scheduled; reset: requests that a reset of the prefix cache has preempted."""
 
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
-        """A step was scheduled; reset: as in `before_schedule`."""
+        """Called when a step was scheduled; reset: as in `before_schedule`."""
 
     def finished(self) -> None:
-        """Requests have finished, or were aborted."""
+        """Called when requests have finished, or were aborted."""
 
     def before_preempting(self, request_ids: Iterable[str]) -> None:
-        """These requests are about to be preempted outside of a step."""
+        """Called when these requests are about to be preempted outside a step."""
 
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Before the scheduler takes the output of a step."""
+        """Called before the scheduler takes the output of a step."""
 
     def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Once it has."""
+        """Called after the scheduler has taken the output of a step."""
 
 
 class WaitingRequests(SchedulerPart):
-    """Tells our connector which requests wait, so that their blocks come nearer before it is their turn. Those whose
-    blocks did not come keep no room from others.
+    """Tells our connector which requests wait, so that their blocks are prefetched before their turn. Requests whose
+    blocks did not arrive reserve no room.
 
     Args:
-        scheduler: vLLM's.
-        connector: ours.
+        scheduler: vLLM's scheduler.
+        connector: our connector.
     """
 
     def __init__(self, scheduler: Scheduler, connector: UcmConnector) -> None:
@@ -117,11 +117,11 @@ class WaitingRequests(SchedulerPart):
 
 
 class MemorySteps(SchedulerPart):
-    """Sends what every worker is to do with blocks, with every step.
+    """Sends each worker its orders for blocks with every step.
 
     Args:
-        scheduler: vLLM's.
-        policies: of the KV cache's blocks.
+        scheduler: vLLM's scheduler.
+        policies: the policies of the KV cache's blocks.
     """
 
     def __init__(self, scheduler: Scheduler, policies: BlockPolicies) -> None:
@@ -146,12 +146,12 @@ class MemorySteps(SchedulerPart):
 class SparseSteps(SchedulerPart):
     """Tells the method what happens to requests, and sends its selections with every step.
 
-    Nothing else reads from the parameters of a request if it may be sparse. They are read once for each input: keys of
-    blocks follow from the mark of `isolate_blocks`, steps from the method's state, here or in the workers.
+    Only this part reads from the parameters of a request whether it may be sparse. It reads them once for each input:
+    keys of blocks follow from the mark of `isolate_blocks`, steps from the method's state, here or in the workers.
 
     Args:
-        scheduler: vLLM's.
-        method: in the role SCHEDULER.
+        scheduler: vLLM's scheduler.
+        method: the method in the role SCHEDULER.
     """
 
     def __init__(self, scheduler: Scheduler, method: UcmSparseBase) -> None:
@@ -160,20 +160,21 @@ class SparseSteps(SchedulerPart):
         self._sparse: set[str] = set()
 
     def before_adding(self, request: Request) -> None:
-        # the id may be that of a request that has finished since the last step: its end is told first
+        # the id may belong to a request that has finished since the last step, whose end is reported first
         self.end(request.request_id)
         if may_be_sparse(request):
             self.begin(request)
         else:
-            # a block does not say what wrote it: what sparse steps have written must not be found
+            # a block does not record what wrote it: dense requests must not find blocks that sparse steps have written
             isolate_blocks(request, "ucm dense")
 
     def next_input(self, session: Request) -> None:
-        """Each input says for its own tokens whether they may be sparse. Blocks count as written by dense requests for
-        as long as all inputs were dense."""
+        """Reads for each input whether its own tokens may be sparse. Blocks count as written by dense requests as long
+        as all inputs were dense.
+        """
         was_sparse, is_sparse = session.request_id in self._sparse, may_be_sparse(session)
         if is_sparse and was_sparse:
-            # a worker takes it for a new request, of which nothing is stored
+            # workers treat it as a new request, for which nothing is stored
             self.method.request_preempted(session.request_id)
         elif is_sparse:
             share_blocks(session)
@@ -182,12 +183,12 @@ class SparseSteps(SchedulerPart):
             self.end(session.request_id)
 
     def begin(self, request: Request) -> None:
-        """A request that may be sparse was added, or is a session that may be sparse from now on."""
+        """Called when a request that may be sparse was added, or a session may be sparse from now on."""
         self._sparse.add(request.request_id)
         self.method.request_begin(request.request_id, request.prompt_token_ids or ())
 
     def end(self, request_id: str) -> None:
-        """A request has ended, is sparse no more, or never began."""
+        """Called when a request has ended, is no longer sparse, or never began."""
         self._sparse.discard(request_id)
         self.method.request_finished_in_scheduler(request_id)
 
@@ -199,7 +200,7 @@ class SparseSteps(SchedulerPart):
         attach_sparse_meta(scheduler_output, self._meta(scheduler_output, reset))
 
     def _meta(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> SparseMeta:
-        """What travels with the step."""
+        """Returns the data that travels with the step."""
         return self.method.build_sparse_meta(scheduler_output, self._scheduler.requests)
 
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
@@ -209,14 +210,15 @@ class SparseSteps(SchedulerPart):
                 self.method.drafts_verified(*verified)
 
     def _ended(self, request_ids: Iterable[str]) -> list[str]:
-        """The ids among these that no later request has."""
+        """Returns the ids that no later request has."""
         requests = ((request_id, self._scheduler.requests.get(request_id)) for request_id in request_ids)
         return [request_id for request_id, request in requests if request is None or request.is_finished()]
 
 
 class SparseStepsAhead(SparseSteps):
-    """Sparse steps that are sent before it is known how many drafts of the last one are right: `LateDecisions` of each
-    worker decides over them."""
+    """Runs sparse steps that are sent before it is known how many drafts of the last step are right: the
+    `LateDecisions` of each worker decides.
+    """
 
     def next_input(self, session: Request) -> None:
         if may_be_sparse(session):
@@ -226,11 +228,11 @@ class SparseStepsAhead(SparseSteps):
             self.end(session.request_id)
 
     def begin(self, request: Request) -> None:
-        """The worker learns of a request, or of an input, with its first step."""
+        """Records a request. Workers learn of it, or of an input, with its first step."""
         self._sparse.add(request.request_id)
 
     def end(self, request_id: str) -> None:
-        """And of its end with the step after it."""
+        """Forgets a request. Workers learn of its end with the next step."""
         self._sparse.discard(request_id)
 
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
@@ -241,20 +243,20 @@ class SparseStepsAhead(SparseSteps):
         attach_choice_cost(scheduler_output, choosing.choice_cost if isinstance(choosing, BlockSparse) else None)
 
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Nothing is decided here."""
+        """Does nothing: workers decide."""
 
 
 class OffloadedSteps(SparseSteps):
-    """Sparse steps of requests whose blocks leave the device and come back.
+    """Runs sparse steps of requests whose blocks leave the device and come back.
 
-    A first step that has missed too much is repeated, and a request whose load failed begins anew; both only where our
-    connector leaves blocks of prompts in its store.
+    A first step that has missed too much is repeated, and a request whose load failed starts over; both happen only if
+    our connector leaves blocks of prompts in its store.
 
     Args:
-        scheduler: vLLM's.
-        method: in the role SCHEDULER.
+        scheduler: vLLM's scheduler.
+        method: the method in the role SCHEDULER.
         offload: decides which blocks leave and come back.
-        fetch: of our connector; None without it.
+        fetch: our connector's function; None without our connector.
     """
 
     def __init__(
@@ -287,7 +289,7 @@ class OffloadedSteps(SparseSteps):
         return msgspec.structs.replace(meta, offload=orders)
 
     def finished(self) -> None:
-        """A request that has ended waits for no block: blocks that wait for it are free for others."""
+        """Frees blocks that were loading for requests that have ended, so that others can use them."""
         for request_id in self._ended(self._scheduler.finished_req_ids):
             self.offload.end(request_id)
 
@@ -299,12 +301,13 @@ class OffloadedSteps(SparseSteps):
         report = report_of(output) or OffloadReport()
         self._repeated = self.offload.take(report, scheduler_output.num_scheduled_tokens)
         for request_id in self._repeated:
-            # its tokens are no part of the output any more
+            # the output no longer contains its tokens
             drop_sampled_tokens(self._scheduler.requests[request_id], output)
 
     def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """A request whose step is repeated waits for the blocks that its query wants; one whose load has failed loses
-        all of its blocks, as it has gaps."""
+        """Makes a request whose step is repeated wait for the blocks that its query needs. A request whose load has
+        failed loses all of its blocks, because it has gaps.
+        """
         repeated, self._repeated = self._repeated, {}
         for request_id in repeated:
             self.method.request_preempted(request_id)
@@ -332,6 +335,6 @@ def may_be_sparse(request: Request) -> bool:
     try:
         return read_extra_args(request.sampling_params.extra_args)
     except ValueError as error:
-        # refused where requests are validated; one that came another way must not end the engine
+        # normally refused when requests are validated; any other way in must not end the engine
         logger.warning("request %s is dense: %s", request.request_id, error)
         return False

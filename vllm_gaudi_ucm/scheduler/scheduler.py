@@ -1,4 +1,4 @@
-"""Our scheduler class (`scheduler_config.scheduler_cls`): vLLM's, and the parts that are switched on."""
+"""Our scheduler class (`scheduler_config.scheduler_cls`): vLLM's scheduler with the parts that are switched on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class UcmScheduler(Scheduler):
-    """Synchronous scheduling. Calls its parts (`SchedulerPart`) around what vLLM's scheduler does."""
+    """Synchronous scheduling. Calls its parts (`SchedulerPart`) before and after the steps of vLLM's scheduler."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,16 +31,16 @@ class UcmScheduler(Scheduler):
 
     @property
     def sparse(self) -> UcmSparseBase | None:
-        """The sparse method, None without one."""
+        """Returns the sparse method; None without one."""
         return next((part.method for part in self.parts if part.method is not None), None)
 
     @property
     def offload(self) -> OffloadScheduler | None:
-        """KV offload, None where it is off."""
+        """Returns KV offload; None if it is off."""
         return next((part.offload for part in self.parts if part.offload is not None), None)
 
     def add_request(self, request: Request) -> None:
-        # one that it knows is the next chunk of a streamed input
+        # a known request is the next chunk of a streamed input
         if request.request_id not in self.requests:
             for part in self.parts:
                 part.before_adding(request)
@@ -52,11 +52,11 @@ class UcmScheduler(Scheduler):
             part.next_input(session)
 
     def has_requests(self) -> bool:
-        """Whether the engine's loop has something to do."""
+        """Returns whether the engine's loop has something to do."""
         return super().has_requests() or any(part.has_work for part in self.parts)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        # they may run again at once: what this step allots them must not be taken for what they have lost
+        # they may run again at once: tokens that this step schedules must not count as lost
         reset = set(self.reset_preempted_req_ids)
         for part in self.parts:
             part.before_schedule(reset)
@@ -66,7 +66,7 @@ class UcmScheduler(Scheduler):
         return scheduler_output
 
     def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
-        """True has vLLM pass over a waiting request in this step. Its cached blocks are known by then."""
+        """Returns True to make vLLM skip a waiting request in this step. Its cached blocks are known by then."""
         if super()._ec_transfer_pending(request, num_computed_tokens):
             return True
         seats = self.max_num_active_reqs - self.num_waiting_for_streaming_input - len(self.running)
@@ -111,8 +111,10 @@ class UcmAsyncScheduler(UcmScheduler, AsyncScheduler):
     """Asynchronous scheduling."""
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
-        """Blocks were not loaded within a step. What requests have computed is without all steps in flight: the next
-        one was planned before this was known, and with it requests that found such a block in the prefix cache."""
+        """Handles blocks that were not loaded within a step. Computed tokens of requests exclude all steps in flight:
+        the next step was planned before the failure was known, including requests that found such a block in the prefix
+        cache.
+        """
         in_flight = {request.request_id: request.num_in_flight_tokens for request in self.running}
         failed = super()._handle_invalid_blocks(invalid_block_ids, in_flight)
         for request_id in failed:

@@ -1,4 +1,4 @@
-"""Which scheduler class vLLM makes."""
+"""Chooses the scheduler class that vLLM makes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ _OURS = "vllm_gaudi_ucm.scheduler.scheduler"
 
 
 def need_our_scheduler(vllm_config: VllmConfig, option: str) -> None:
-    """Sets `scheduler_cls`, vLLM's extension point, for an option. Raises UnsupportedFeatureError where the user set
-    another one."""
+    """Sets `scheduler_cls`, vLLM's extension point, for an option. Raises UnsupportedFeatureError if the user set
+    another class.
+    """
     if not _use_ours(vllm_config):
         raise UnsupportedFeatureError(f"{option} with a scheduler of your own", "--scheduler-cls")
 
 
 def use_planning_scheduler(vllm_config: VllmConfig) -> None:
-    """Sets it for our connector. A scheduler of the user's stays: blocks are loaded when a request's turn comes."""
+    """Sets `scheduler_cls` for our connector. A user's scheduler is kept: blocks are then loaded when a request's turn
+    comes.
+    """
     if not _use_ours(vllm_config):
         logger.warning("--scheduler-cls is not ours, so that nothing is prefetched for requests that wait.")
 
 
 def warms_by_order(vllm_config: VllmConfig, config: UcmConfig) -> bool:
-    """Whether the scheduler says when graphs are warmed: several workers do it together.
+    """Returns whether the scheduler decides when graphs are warmed: several workers do it together.
 
-    Workers without graphs answer that nothing is left to do. Engines that share out experts warm everything before they
-    serve: each is idle at other times.
+    Workers without graphs report that nothing is left to do. Engines that share out experts warm everything before they
+    serve, because they are idle at different times.
     """
     graphs = config.graphs
     if shares_experts(vllm_config):
@@ -43,18 +46,18 @@ def warms_by_order(vllm_config: VllmConfig, config: UcmConfig) -> bool:
 
 
 def shares_experts(vllm_config: VllmConfig) -> bool:
-    """Whether engines compute each step together, because each has a part of the model's experts."""
+    """Returns whether engines compute each step together, because each has a part of the model's experts."""
     model = vllm_config.model_config
     return vllm_config.parallel_config.data_parallel_size > 1 and model is not None and model.is_moe
 
 
 def is_foreign(scheduler: SchedulerConfig) -> bool:
-    """Whether the user has set a scheduler class. Ours is set in a configuration that comes a second time."""
+    """Returns whether the user has set a scheduler class. Our class is set if a configuration comes a second time."""
     return scheduler.scheduler_cls is not None and not str(scheduler.scheduler_cls).startswith(f"{_OURS}.")
 
 
 def _use_ours(vllm_config: VllmConfig) -> bool:
-    """Whether it could be set, or was set before."""
+    """Returns whether our class could be set, or was set before."""
     scheduler = vllm_config.scheduler_config
     ours = f"{_OURS}.{'UcmAsyncScheduler' if scheduler.async_scheduling else 'UcmScheduler'}"
     if scheduler.scheduler_cls not in (None, ours):

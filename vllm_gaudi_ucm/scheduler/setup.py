@@ -1,4 +1,4 @@
-"""Where the objects of our scheduler are made: its sparse method, KV offload, prefetch for requests that wait."""
+"""Makes the objects of our scheduler: its sparse method, KV offload, prefetch for waiting requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = plugin_logger(__name__)
 
 
 def make_parts(scheduler: Scheduler, policies: BlockPolicies) -> tuple[SchedulerPart, ...]:
-    """What is switched on, in the order in which the scheduler calls it."""
+    """Returns the parts that are switched on, in the order in which the scheduler calls them."""
     config = resolve_config(scheduler.vllm_config.additional_config)
     parts: list[SchedulerPart] = []
     if policies.give_orders:
@@ -48,7 +48,7 @@ def make_parts(scheduler: Scheduler, policies: BlockPolicies) -> tuple[Scheduler
     sparse = _sparse_steps(scheduler, config)
     if sparse is not None:
         parts.append(sparse)
-    # others than our connector do not ask who waits
+    # other connectors do not need to know which requests wait
     ours = our_connector(scheduler.connector)
     if ours is not None:
         parts.append(WaitingRequests(scheduler, ours))
@@ -67,11 +67,11 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
         register_choice_cost(scheduler, method)
         _log_where_choosing_pays(scheduler, method)
         return (SparseStepsAhead if decides_late(scheduler.vllm_config) else SparseSteps)(scheduler, method)
-    # beside other connectors only our own loads, so that nothing is left in its store
+    # with other connectors only our own loads are used, so that nothing is left in their store
     connector = scheduler.connector if isinstance(scheduler.connector, UcmConnector) else None
     on_wanted = None if connector is None else connector.wanted_by_query
     offload = offload_role(config, block_size, scheduler.kv_cache_manager, on_wanted)
-    # with blocks off the device a step that chooses nothing would not be the exact one
+    # with blocks off the device, a step that chooses nothing would not be exact
     method = scheduler_role(config, block_size, max_model_len, has_gaps=offload.has_gaps)
     assert method is not None, "one is configured"
     if connector is None:
@@ -81,7 +81,7 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
 
 
 def _log_where_choosing_pays(scheduler: Scheduler, method: UcmSparseBase) -> None:
-    """Says at start from which length steps are sparse, if they are dense where that is faster."""
+    """Logs at start from which length steps are sparse, if they are dense when that is faster."""
     choosing = method.selecting_method
     if not isinstance(choosing, BlockSparse) or choosing.choice_cost is None:
         return
@@ -102,7 +102,7 @@ def _log_where_choosing_pays(scheduler: Scheduler, method: UcmSparseBase) -> Non
 def offload_role(
     config: UcmConfig, block_size: int, manager: KVCacheManager, on_wanted: OnWanted | None = None
 ) -> OffloadScheduler:
-    """The scheduler's side of KV offload. on_wanted: see OffloadScheduler."""
+    """Makes the scheduler's side of KV offload. on_wanted: see OffloadScheduler."""
     options = block_options(config)
     assert options is not None, "refused when the configuration was read"
     blocks = RequestBlocks(manager, block_size)
@@ -120,10 +120,10 @@ def offload_role(
 
 
 def scheduler_role(config: UcmConfig, block_size: int, max_model_len: int, **parts: Any) -> UcmSparseBase | None:
-    """The method's object in the engine process, None without a method.
+    """Returns the method's object in the engine process; None without a method.
 
     parts: see `UcmSparseFactory.create_sparse_method`. Raises `SparseMethodError` for a method that changes how many
-    slots requests have: nothing here would ask it.
+    slots requests have, because its hooks would not be called here.
     """
     name = config.ucm_sparse_method
     if name is None:

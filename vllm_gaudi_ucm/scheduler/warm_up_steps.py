@@ -1,4 +1,4 @@
-"""Has all workers of an engine warm graphs in gaps between requests, one with each step that has no tokens."""
+"""Makes all workers of an engine warm graphs in gaps between requests, one with each step that has no tokens."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
-# A request that arrives meanwhile waits as long; workers get a step without anything to do as often.
+# A request that arrives meanwhile waits this long; workers get a step without work this often.
 PAUSE_SECONDS = 0.005
 
 
 class WarmUpSteps(SchedulerPart):
-    """As long as graphs are cold the engine's loop goes on without requests, and a step says when to warm the next.
+    """Keeps the engine's loop running without requests while graphs are cold; a step tells workers when to warm the
+    next.
 
-    One worker warms graphs in a thread of its own (`IdleWarmUp`), by the same rule.
+    A single worker warms graphs in its own thread (`IdleWarmUp`), by the same rule.
 
     Args:
-        scheduler: vLLM's, whose requests end a gap.
-        is_ending: whether the engine was asked to end.
-        rule: how long it must have been idle.
-        clock, sleep: seconds.
+        scheduler: vLLM's scheduler, whose requests end a gap.
+        is_ending: returns whether the engine was asked to end.
+        rule: how long the engine must have been idle.
+        clock, sleep: in seconds.
     """
 
     def __init__(

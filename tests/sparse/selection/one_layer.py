@@ -13,7 +13,7 @@ import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
-from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
+from vllm_gaudi_ucm.execution.attention_group import step_metadata
 from vllm_gaudi_ucm.execution.bucketed_execution import is_remainder, remainder_shapes
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape

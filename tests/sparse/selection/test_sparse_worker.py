@@ -12,7 +12,7 @@ import torch
 from tests.sparse.hook_log import HookLog
 from vllm_gaudi_ucm.attention import backend
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
-from vllm_gaudi_ucm.execution.attention_metadata import step_metadata
+from vllm_gaudi_ucm.execution.attention_group import step_metadata
 from vllm_gaudi_ucm.kv_cache.pair import KvPair
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart
 from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta

@@ -1,4 +1,4 @@
-"""How many blocks a request has in each KV-cache group: all of its context, or those of a window."""
+"""Counts the blocks that a request has in each KV-cache group: for its whole context or for a window."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class GroupBlocks:
-    """Of one engine's groups, whose blocks are of one pool and of one size.
+    """Counts blocks in the groups of one engine, which share one pool and one block size.
 
     Args:
-        manager: vLLM's.
+        manager: vLLM's KV-cache manager.
         block_size: tokens per block.
     """
 
@@ -31,23 +31,23 @@ class GroupBlocks:
 
     @property
     def whole(self) -> int:
-        """Groups that keep whole contexts."""
+        """Returns the number of groups that keep whole contexts."""
         return len(self._wholes)
 
     def wholes(self, tables: Sequence[Sequence[KVCacheBlock]]) -> list[int]:
-        """Of a request's blocks in each group the ids of those in groups that keep whole contexts."""
+        """Returns the ids of a request's blocks in the groups that keep whole contexts."""
         return [block.block_id for number in self._wholes for block in tables[number]]
 
     def most(
         self, request: Request, ahead: int, rows: int, tables: Sequence[Sequence[KVCacheBlock]]
     ) -> tuple[int, ...]:
-        """For each group with a window the most blocks that a request will have at a time.
+        """Returns, for each group with a window, the most blocks that a request will have at a time.
 
-        A window gives blocks back when the request's next step is scheduled: until then it has those of a window before
-        the first token of a step, and those of the step's tokens.
+        A window gives blocks back when the request's next step is scheduled: until then it has the blocks of a window
+        before the first token of a step, and the blocks of the step's tokens.
 
-        ahead: tokens behind the context for which slots are kept. rows: most tokens of a prompt in a step. tables:
-            blocks that it has, which may be more: those of the last chunk of its prompt.
+        ahead: tokens after the context for which slots are kept. rows: the most tokens of a prompt in a step. tables:
+            the request's current blocks, which may be more: those of the last chunk of its prompt.
         """
         left = request.num_tokens - request.num_computed_tokens
         step = max(1, min(left, rows)) + ahead

@@ -1,4 +1,4 @@
-"""Admission of waiting requests by what the KV cache will hold."""
+"""Admits waiting requests by the room that their answers will need in the KV cache."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ logger = plugin_logger(__name__)
 
 
 class Admission(BlockPolicy):
-    """Lets a waiting request begin when the KV cache holds it and all that run, each with all of its `max_tokens`.
+    """Lets a waiting request begin if the KV cache has room for it and for all running requests, each with all of its
+    `max_tokens`.
 
-    First come, first served is vLLM's and stays: a request that may not begin yet holds up those behind it. One that
-    is alone always begins.
+    vLLM's order, first come, first served, is kept: a request that may not begin yet holds up the requests after it. A
+    request always begins if no other one runs.
 
     Args:
-        scheduler: vLLM's; read only.
-        totals: takes the answers that were no.
-        groups: of the KV cache.
+        scheduler: vLLM's scheduler; only read.
+        totals: counts the refusals.
+        groups: counts blocks in the groups of the KV cache.
         in_step: see `peak_blocks`.
-        steps_ahead: that are scheduled before the tokens of the one before are known. An end that is known so late
-            costs no block: the last token of an answer, which counts here, is never computed.
+        steps_ahead: number of steps that are scheduled before the tokens of the previous step are known. An end that
+            becomes known that late costs no block: the last token of an answer, which counts here, is never computed.
     """
 
     name = "admission"
@@ -71,8 +72,9 @@ class Admission(BlockPolicy):
         return self._refused is None
 
     def _active(self, manager: KVCacheManager) -> list[Request]:
-        """Requests with blocks, in the order in which they got the first one. The queue may be long, so the manager's
-        table is read, which lists only these."""
+        """Returns the requests with blocks, in the order in which they got their first block. The queue may be long, so
+        this reads the manager's table, which lists only these requests.
+        """
         known = self._scheduler.requests
         return [known[name] for name, blocks in kv_block_lists(manager, 0).items() if blocks and name in known]
 
@@ -92,7 +94,7 @@ class Admission(BlockPolicy):
         pool = manager.block_pool
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         held = {block.block_id for own in tables for blocks in own for block in blocks if not block.is_null}
-        # of requests that are gone: a connector still reads them
+        # blocks of finished requests that a connector is still reading
         others = used - len(held)
         peak = peak_blocks(future, self._scheduler.block_size, in_step=self._in_step)
         return others + peak < pool.num_gpu_blocks
@@ -100,14 +102,14 @@ class Admission(BlockPolicy):
     def _footprint(
         self, request: Request, blocks: list[int], tables: Sequence[Sequence[KVCacheBlock]], delay: int
     ) -> Footprint:
-        """blocks: ids of those that stay. tables: of the request, in each group."""
+        """Makes the footprint of a request. blocks: ids of the blocks that it keeps. tables: its blocks in each group."""
         scheduler, tokens = self._scheduler, request.num_tokens
-        # what steps that run will give, counts as given
+        # tokens that running steps will generate count as generated
         given = min(request.num_output_placeholders, request.max_tokens - request.num_output_tokens)
         tokens, generated = tokens + given, request.num_output_tokens + given
         most = min(request.max_tokens - generated, scheduler.max_model_len - tokens)
         ahead = max(scheduler.num_lookahead_tokens, scheduler.num_spec_tokens)
-        # a step ahead has room for drafts behind those of the step before it
+        # a step ahead has room for drafts after those of the previous step
         ahead += 2 * self._steps_ahead * scheduler.num_spec_tokens
         # chunks of a prompt that are in flight in several stages keep their windows
         chunk = scheduler.max_num_scheduled_tokens * scheduler.parallel_config.pipeline_parallel_size
@@ -116,7 +118,9 @@ class Admission(BlockPolicy):
         return Footprint(blocks, tokens + ahead, max(most, 0), delay, whole=whole, windows=windows)
 
     def _delays(self, requests: list[Request]) -> list[int]:
-        """Steps at most until each has computed its prompt, the first ones first, beside a token of each other."""
+        """Returns the most steps until each request has computed its prompt, in order, with one token of each other
+        request in every step.
+        """
         scheduler = self._scheduler
         rows = scheduler.max_num_scheduled_tokens - len(requests)
         longest = scheduler.scheduler_config.long_prefill_token_threshold
@@ -131,7 +135,7 @@ class Admission(BlockPolicy):
 
     @staticmethod
     def _waits(request: Request) -> bool:
-        """For a load, or for its next input."""
+        """Returns whether a request waits for a load or for its next input."""
         return request.status in (
             RequestStatus.WAITING_FOR_REMOTE_KVS,
             RequestStatus.WAITING_FOR_STREAMING_REQ,
@@ -139,7 +143,7 @@ class Admission(BlockPolicy):
 
 
 def make_admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Admission:
-    """The rule `exact`."""
+    """Makes the policy for the rule `exact`."""
     # with drafts, or several batches in flight, requests generate different numbers of tokens in the same time
     in_step = scheduler.num_spec_tokens == 0 and not scheduler.use_pp
     logger.info("Admission %s: a request waits until the KV cache has room for its answer.", config.scheduler.admission)

@@ -1,4 +1,4 @@
-"""Compaction: blocks in use move down, so that those that requests read are the first of the KV cache."""
+"""Compaction moves blocks in use down, so that the blocks that requests read are the first of the KV cache."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.scheduling import BlockPool, KVCacheBlock
 
 GOAL = 0.9
-"""Least part of the blocks up to the last one in use that is in use, the null block included."""
+"""The least fraction of blocks in use among the blocks up to the last one in use, including the null block."""
 QUIET_GOAL = 0.95
-"""The same in a step that computes no prompt: what is moved then need not be moved in one that does."""
+"""The same for a step that computes no prompt: what moves in such a step need not move in a step with prompts."""
 MOST_IN_STEP = 0.01
-"""Of the KV cache's blocks: copies of a step."""
+"""The most copies in a step, as a fraction of the KV cache's blocks."""
 
 
 class Compaction:
-    """Plans which blocks move before a step, and has vLLM's tables follow.
+    """Plans which blocks move before a step, and updates vLLM's tables.
 
-    A block that moves takes the place of an empty block. Where there is none below the goal, it takes the place of one
-    in the prefix cache, which moves up first: nothing that requests may find again is lost but what vLLM would give
-    away next.
+    A block that moves takes the place of an empty block. If there is no empty block below the goal, it takes the place
+    of a block in the prefix cache, which moves up first: the only cached block that is lost is the one that vLLM would
+    give away next.
 
     Args:
-        pool: vLLM's.
-        free: its queue of free blocks.
+        pool: vLLM's block pool.
+        free: the pool's queue of free blocks.
         evict: takes blocks, by id, out of the prefix cache, and forgets what is known of them.
-        totals: takes what happens.
+        totals: counts the moves.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class Compaction:
 
     @property
     def density(self) -> float:
-        """Blocks in use / (highest id in use + 1)."""
+        """Returns blocks in use / (highest id in use + 1)."""
         return self._in_use / (self._free.highest_in_use + 1)
 
     def step(self, is_quiet: bool, pinned: Collection[int] = ()) -> list[BlockMoves]:
-        """Before a step is scheduled: the copies that its worker has to make, empty where blocks stay.
+        """Returns the copies that the worker has to make before the step that is about to be scheduled; empty if all
+        blocks stay.
 
         is_quiet: the step computes no prompt. pinned: ids of blocks in use that must stay.
         """
@@ -68,10 +69,10 @@ class Compaction:
         return self._pool.num_gpu_blocks - self._free.num_free_blocks
 
     def _make_room(self, count: int, end: int) -> tuple[BlockMoves, list[KVCacheBlock]]:
-        """At most `count` empty blocks below `end`, which are no longer free, and the copies that come first."""
+        """Returns at most `count` empty blocks below `end`, which are no longer free, and the copies that come first."""
         ups: BlockMoves = []
         targets = [self._take(number) for number in self._free.lowest_empty(count, end)]
-        # one of them at least, however small the KV cache
+        # at least one of them, however small the KV cache is
         while len(targets) < count and (not targets or len(targets) + len(ups) + 2 <= self._most):
             spare = self._spare()
             if spare.block_id >= end:
@@ -85,14 +86,14 @@ class Compaction:
         return block
 
     def _spare(self) -> KVCacheBlock:
-        """An empty block, or the block that would be given away next, which is empty then; it is no longer free."""
+        """Returns an empty block, or the block that would be given away next after emptying it; it is no longer free."""
         block = self._free.next_given_away
         self._evict({block.block_id})
         self._free.remove(block)
         return block
 
     def _move_up(self, kept: KVCacheBlock, spare: KVCacheBlock) -> tuple[int, int]:
-        """A free block that is in the prefix cache gets the id of an empty one, and stays where it is in the queue."""
+        """Gives a free block of the prefix cache the id of an empty block; it keeps its place in the queue."""
         before = kept.block_id
         assert before != NO_BLOCK, "as many blocks are free below the end as are in use behind it"
         exchange_block_ids(self._pool, kept, spare)
@@ -100,7 +101,7 @@ class Compaction:
         return before, kept.block_id
 
     def _move_down(self, sources: list[int], targets: list[KVCacheBlock]) -> BlockMoves:
-        """The blocks of ids `sources` get the ids of `targets`, both in their order, so that runs stay runs."""
+        """Gives the blocks with ids `sources` the ids of `targets`, both in order, so that runs stay runs."""
         moves: BlockMoves = []
         targets.sort(key=lambda block: block.block_id)
         for source, target in zip(sources, targets, strict=True):

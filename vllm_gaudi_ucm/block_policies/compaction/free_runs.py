@@ -1,4 +1,4 @@
-"""The queue of free blocks where contiguous ids come first."""
+"""The queue of free blocks that prefers contiguous ids."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _IN_USE, _EMPTY, _KEPT = 0, 1, 2
 
 
 class FreeRuns(FreeBlocks):
-    """vLLM's queue, which gives away blocks that follow each other.
+    """A version of vLLM's queue that gives away consecutive blocks.
 
-    A free block is empty, or it is kept: in the prefix cache, or of use to a partial hit. vLLM's linked list has the
-    empty ones at its front and the kept ones behind them, the longest unused first. Of the empty ones a request gets
-    those behind its own last block, then the shortest run that holds what it needs. When none is empty, it gets kept
-    ones in vLLM's order.
+    A free block is either empty or kept: it is in the prefix cache, or useful for a partial hit. vLLM's linked list has
+    the empty blocks at its front, followed by the kept ones, the longest unused first. Of the empty blocks, a request
+    gets those after its own last block, then the shortest run that holds what it needs. If no block is empty, it gets
+    kept ones in vLLM's order.
     """
 
     _blocks: Sequence[KVCacheBlock]
@@ -38,7 +38,9 @@ class FreeRuns(FreeBlocks):
         is_of_use: Callable[[KVCacheBlock], bool],
         reused: Callable[[Iterable[KVCacheBlock]], None],
     ) -> Self:
-        """blocks: of the pool, in the order of their ids, as they are from now on. Others: see `FreeBlocks.of`."""
+        """Replaces a queue. blocks: of the pool, in the current order of their ids. For the other arguments see
+        `FreeBlocks.of`.
+        """
         made = cls.of(queue, is_of_use, reused)
         made._blocks = blocks
         made._after, made._expected = NO_BLOCK, 0
@@ -46,7 +48,9 @@ class FreeRuns(FreeBlocks):
         return made
 
     def sort_anew(self) -> None:
-        """Blocks were taken out of the prefix cache, or lost their use, while they were free."""
+        """Sorts the free blocks again, after some were taken out of the prefix cache or became useless while they were
+        free.
+        """
         self._states = bytearray(len(self._blocks))
         free = self.get_all_free_blocks()
         empty = [block for block in free if block.block_hash is None and not self._is_of_use(block)]
@@ -59,8 +63,9 @@ class FreeRuns(FreeBlocks):
         super().prepend_n(empty)
 
     def expect(self, after: int, count: int) -> None:
-        """Who takes blocks next. after: id of its last block, or NO_BLOCK. count: blocks that it is expected to need,
-        those that it takes now among them."""
+        """Announces the request that takes blocks next. after: id of its last block, or NO_BLOCK. count: blocks that it
+        is expected to need, including those that it takes now.
+        """
         self._after, self._expected = after, count
 
     def popleft(self) -> KVCacheBlock:
@@ -100,7 +105,7 @@ class FreeRuns(FreeBlocks):
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         super().prepend_n(blocks)
-        # it has appended those that are of use
+        # the call above has appended the blocks that are of use
         empty = [block.block_id for block in blocks if self._states[block.block_id] == _IN_USE]
         for number in empty:
             self._states[number] = _EMPTY
@@ -108,11 +113,13 @@ class FreeRuns(FreeBlocks):
 
     @property
     def highest_in_use(self) -> int:
-        """Id; 0, the null block's, where no request has a block."""
+        """Returns the highest id in use; 0, the null block's, if no request has a block."""
         return self._states.rfind(_IN_USE)
 
     def in_use_from(self, first: int, most: int, without: Collection[int]) -> list[int]:
-        """At most `most` ids of blocks in use, the highest ones from `first` on, ascending; none of those `without`."""
+        """Returns at most `most` ids of blocks in use, the highest ones from `first` on, ascending; skips those in
+        `without`.
+        """
         found: list[int] = []
         number = self._states.rfind(_IN_USE, first)
         while number >= 0 and len(found) < most:
@@ -122,26 +129,26 @@ class FreeRuns(FreeBlocks):
         return found[::-1]
 
     def lowest_empty(self, count: int, below: int) -> list[int]:
-        """At most `count` ids of empty blocks below `below`, ascending."""
+        """Returns at most `count` ids of empty blocks below `below`, ascending."""
         return self._empty.lowest(count, below)
 
     def lowest_kept(self, below: int) -> int:
-        """Id, or NO_BLOCK."""
+        """Returns the lowest id of a kept block below `below`, or NO_BLOCK."""
         return self._states.find(_KEPT, 0, below)
 
     @property
     def next_given_away(self) -> KVCacheBlock:
-        """The first of vLLM's list: an empty block, or where there is none the kept one that was unused longest."""
+        """Returns the first of vLLM's list: an empty block, or the longest unused kept one if no block is empty."""
         block = self.fake_free_list_head.next_free_block
         assert block is not None, "the list has two ends"
         return block
 
     def renumbered(self, block: KVCacheBlock, before: int) -> None:
-        """A kept block, which stays where it stands in the list, has another id than `before`."""
+        """Updates the states after a kept block, which keeps its place in the list, has changed its id from `before`."""
         self._states[before], self._states[block.block_id] = _IN_USE, _KEPT
 
     def check_integrity(self) -> None:
-        """Conservation: the linked list, the states and the runs say the same of every block."""
+        """Checks that the linked list, the states and the runs agree about every block."""
         free = self.get_all_free_blocks()
         ids = [block.block_id for block in free]
         known = [number for number, state in enumerate(self._states) if state != _IN_USE]

@@ -1,4 +1,4 @@
-"""Blocks that follow each other: requests get such, and before a step some in use move down."""
+"""Gives requests consecutive blocks, and moves some blocks in use down before a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class CompactionPolicy(BlockPolicy):
     """Gives blocks in the order of a queue that knows runs, and moves blocks before a step.
 
-    totals: takes what happens.
+    totals: counts the moves.
     """
 
     name = "compaction"
@@ -45,7 +45,7 @@ class CompactionPolicy(BlockPolicy):
         return self.runs
 
     def reserve(self, turn: Turn) -> bool:
-        """Tells the queue whose blocks come next: those of the rest of its prompt, or of its next token."""
+        """Tells the queue whose blocks come next: for the rest of the request's prompt, or for its next token."""
         held = turn.held
         needed = -(-turn.request.num_tokens // turn.block_size)
         self.runs.expect(held[-1].block_id if held else NO_BLOCK, needed - len(held))
@@ -55,7 +55,9 @@ class CompactionPolicy(BlockPolicy):
         self.runs.sort_anew()
 
     def before_step(self, scheduler: Scheduler) -> None:
-        """Workers compute steps in their order: what is moved here has been written by then, in a pipeline, too."""
+        """Plans the moves. Workers run steps in order, so the blocks that move here have been written by then, even in
+        a pipeline.
+        """
         is_quiet = not scheduler.waiting and not any(request.is_prefill_chunk for request in scheduler.running)
         self._moves = self.compaction.step(is_quiet, blocks_to_be_freed(scheduler))
 

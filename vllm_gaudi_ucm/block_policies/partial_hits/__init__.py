@@ -1,1 +1,1 @@
-"""Partial hits: parts of blocks that others have computed, as copies."""
+"""Partial hits: requests get copies of parts of blocks that others have computed."""

@@ -1,4 +1,4 @@
-"""Blocks by the tokens that are in them, to find one whose first tokens a request has, too."""
+"""Indexes blocks by their tokens, to find one whose first tokens a request has, too."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 MOST_COMPARED = 64
-"""Blocks that are compared with a request's tokens: the latest ones that begin alike."""
+"""The number of blocks that are compared with a request's tokens: the latest ones with the same beginning."""
 
 Place = tuple[int, Hashable, int]
-"""A block's KV-cache group, what stands before it (the hash of the block before it), and its first token."""
+"""A block's KV-cache group, what precedes it (the hash of the block before it), and its first token."""
 
 
 class Match(NamedTuple):
@@ -25,7 +25,7 @@ class Match(NamedTuple):
 
 
 class _Held:
-    """A block and its tokens: those of a live request, which may grow, or what a request that is gone has left."""
+    """A block and its tokens: those of a live request, which may grow, or those that a finished request has left."""
 
     def __init__(self, block: KVCacheBlock, place: Place, request: Request, start: int) -> None:
         self.block = block
@@ -35,32 +35,34 @@ class _Held:
         self._left: list[int] = []
 
     def tokens(self, most: int) -> list[int]:
-        """At most so many of its first tokens, those that are written and certain."""
+        """Returns at most `most` of its first tokens that are written and certain."""
         if self._request is None:
             return self._left[:most]
         return _written(self._request, self._start, most)
 
     def allotted(self, most: int) -> list[int]:
-        """The same, and those that the step that is being scheduled writes."""
+        """Returns the same plus the tokens that the step being scheduled writes."""
         if self._request is None:
             return []
         return self._request.all_token_ids[self._start : self._start + most]
 
     def leave(self, request: Request, block_size: int) -> bool:
-        """A request is going; whether the block has any tokens then."""
+        """Keeps the tokens of a request that is leaving; returns whether the block has any tokens then."""
         if self._request is request:
             self._left, self._request = _written(request, self._start, block_size), None
         return bool(self._left) or self._request is not None
 
 
 def _written(request: Request, start: int, most: int) -> list[int]:
-    """While a step is scheduled, `num_computed_tokens` counts the steps before it alone; drafts are no known tokens."""
+    """Returns tokens that are written. While a step is scheduled, `num_computed_tokens` counts only earlier steps;
+    drafts are not known tokens.
+    """
     end = min(start + most, request.num_computed_tokens, request.num_tokens)
     return request.all_token_ids[start:end] if end > start else []
 
 
 class PartialBlocks:
-    """Follows what is in each block that a request was given, as long as the block is not given to another.
+    """Tracks the content of each block that a request was given, until the block is given to another request.
 
     Args:
         block_size: tokens per block.
@@ -76,16 +78,16 @@ class PartialBlocks:
         return len(self._held)
 
     def holds(self, block: KVCacheBlock) -> bool:
-        """Whether tokens of this block are known."""
+        """Returns whether tokens of this block are known."""
         return id(block) in self._held
 
     def follow(
         self, request: Request, root: Hashable, blocks: Sequence[KVCacheBlock], first: int, group: int = 0
     ) -> int:
-        """Blocks of a request in a KV-cache group, from logical block `first` on, as far as it is known what stands
-        before them. Null blocks, before a window, hold nothing.
+        """Follows blocks of a request in a KV-cache group, from logical block `first` on, as far as it is known what
+        precedes them. Null blocks, before a window, hold nothing.
 
-        root: what stands before block 0. Returns the logical block to go on with.
+        root: what precedes block 0. Returns the logical block to continue with.
         """
         known = min(len(blocks), len(request.block_hashes) + 1, -(-request.num_tokens // self._block_size))
         for number in range(first, known):
@@ -98,14 +100,16 @@ class PartialBlocks:
         return max(first, known)
 
     def leave(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
-        """Their request is going; what it has written stays known until they are given to another one."""
+        """Called when the blocks' request leaves; what it has written stays known until they are given to another
+        request.
+        """
         for block in blocks:
             held = self._held.get(id(block))
             if held is not None and not held.leave(request, self._block_size):
                 self.forget(block)
 
     def forget(self, block: KVCacheBlock) -> None:
-        """Something else is written to it now."""
+        """Forgets a block that is about to be overwritten."""
         held = self._held.pop(id(block), None)
         if held is not None:
             alike = self._at[held.place]
@@ -120,8 +124,10 @@ class PartialBlocks:
     def find(
         self, before: Hashable, wanted: Sequence[int], targets: Collection[int] = (), group: int = 0
     ) -> tuple[Match | None, int]:
-        """The block of a group that has most of the tokens `wanted` after `before`; and how many a block will have that
-        a step fills which is being scheduled. targets: ids of objects, blocks that such a step copies to."""
+        """Finds the block of a group that has the most of the tokens `wanted` after `before`. Returns it with the
+        number of tokens that a block will have which the step being scheduled fills. targets: ids of objects, blocks
+        that this step copies to.
+        """
         alike = self._at.get((group, before, wanted[0]), {}) if wanted else {}
         best, coming = None, 0
         for held in islice(reversed(alike.values()), MOST_COMPARED):
@@ -140,7 +146,7 @@ class PartialBlocks:
 
 
 def _agree(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+    """Returns how many first tokens are the same."""
     for number, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return number

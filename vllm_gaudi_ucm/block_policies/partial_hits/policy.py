@@ -1,4 +1,4 @@
-"""Parts of blocks that others have computed, as copies."""
+"""Gives requests copies of parts of blocks that others have computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = plugin_logger(__name__)
 
 
 class PartialHitsPolicy(BlockPolicy):
-    """Extends what the prefix cache has by a part of one more block.
+    """Extends a hit of the prefix cache by a part of one more block.
 
     partial: what is known of the blocks of all requests.
     """
@@ -69,7 +69,7 @@ class PartialHitsPolicy(BlockPolicy):
         tables = turn.tables
         if turn.begins:
             self.partial.began(tables, turn.found)
-        # what is still to be loaded may fail
+        # a load may still fail
         if not turn.is_cached_later:
             others = turn.found // turn.block_size
             if turn.loaded:
@@ -84,7 +84,9 @@ class PartialHitsPolicy(BlockPolicy):
 
 
 def make_partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHitsPolicy:
-    """Requests share as they do in the prefix cache: apart by salt, adapter, and sparse or dense attention."""
+    """Makes the policy. Requests share as in the prefix cache: separated by salt, adapter, and sparse or dense
+    attention.
+    """
     has_method = config.ucm_sparse_method is not None
 
     def root(request: Request) -> Hashable:
@@ -93,6 +95,6 @@ def make_partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTot
         return is_sparse, request.cache_salt, adapter
 
     logger.info("Partial hits: requests take the part of a block that agrees with their prompt as a copy.")
-    # what a connector finds may be longer than what a request would wait for
+    # a connector may find more than the block that a request would wait for
     groups = len(scheduler.kv_cache_config.kv_cache_groups)
     return PartialHitsPolicy(PartialHits(scheduler.block_size, root, scheduler.connector is None, totals, groups))

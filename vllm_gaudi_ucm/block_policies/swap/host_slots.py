@@ -1,4 +1,4 @@
-"""Places for blocks in host memory: how many there are, and who has which."""
+"""Slots for blocks in host memory, and which of them are free."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class HostSlots:
-    """Numbers of slots, each for one block of all layers and workers.
+    """The numbers of slots, each for one block of all layers and workers.
 
     Args:
-        count: of all slots.
+        count: number of all slots.
     """
 
     def __init__(self, count: int) -> None:
@@ -22,16 +22,16 @@ class HostSlots:
         return len(self._free)
 
     def take(self, count: int) -> tuple[int, ...] | None:
-        """So many slots; None where there are fewer."""
+        """Takes that many slots; returns None if fewer are free."""
         if count > len(self._free):
             return None
         return tuple(self._free.pop() for _ in range(count))
 
     def give(self, slots: Sequence[int]) -> None:
-        """Slots that are free again."""
+        """Frees slots."""
         self._free.extend(reversed(slots))
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Conservation: every slot is free or held, once."""
+        """Checks that every slot is either free or held, and only once."""
         if sorted([*self._free, *held]) != list(range(self.count)):
             raise AssertionError(f"host slots: {self.count}, free {sorted(self._free)}, held {sorted(held)}")

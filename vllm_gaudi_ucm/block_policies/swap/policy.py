@@ -1,4 +1,4 @@
-"""Blocks of preempted requests, which wait in host memory."""
+"""Keeps blocks of preempted requests in host memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = plugin_logger(__name__)
 class SwapPolicy(BlockPolicy):
     """Copies blocks out when a request is preempted, and back when it resumes.
 
-    swaps: of all preempted requests.
+    swaps: the state of all preempted requests.
     """
 
     name = "swap"
@@ -69,7 +69,7 @@ class SwapPolicy(BlockPolicy):
 
 
 def _prompt_tokens(scheduler_output: SchedulerOutput) -> int:
-    """Tokens of requests with several that are no drafts."""
+    """Returns the tokens of requests that have several tokens that are not drafts."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     certain = (
         (count, count - len(drafts.get(name, ()))) for name, count in scheduler_output.num_scheduled_tokens.items()
@@ -78,7 +78,7 @@ def _prompt_tokens(scheduler_output: SchedulerOutput) -> int:
 
 
 def make_swap(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> SwapPolicy:
-    """Raises UcmConfigError for host memory that holds no block."""
+    """Makes the policy. Raises UcmConfigError if host memory holds no block."""
     options = config.preemption
     manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
     engine_bytes = engine_block_bytes(kv_block_bytes(manager), groups, scheduler.vllm_config)
@@ -87,7 +87,7 @@ def make_swap(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> 
         wanted = f"room for a block of the KV cache, {show_bytes(engine_bytes)}, or more"
         raise UcmConfigError([Problem("ucm.preemption.host_memory", show_bytes(options.host_memory), wanted)])
     logger.info("Preemption %s: up to %d blocks of preempted requests in host memory.", options.mode, slots.count)
-    # each rank of a stage copies its own heads, beside the others
+    # each rank of a stage copies its own heads, at the same time as the others
     ahead = bool(scheduler.scheduler_config.async_scheduling)
     rank_bytes = engine_bytes // scheduler.parallel_config.tensor_parallel_size
     cost = SwapCost(scheduler.block_size, rank_bytes, queues=ahead)

@@ -1,4 +1,4 @@
-"""Whether a preempted request is back sooner by a copy of its blocks, or by computing its tokens again."""
+"""Decides whether copying the blocks of a preempted request is faster than computing its tokens again."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 DECAY = 0.9
-"""Weight of the prompt steps so far against the latest one: a rate follows what the server does now."""
+"""Weight of earlier prompt steps relative to the latest one, so that a rate follows the current load."""
 
 
 class SwapCost:
-    """Seconds by measured speeds: of the copies, which workers measure at their start, and of the steps with prompts.
+    """Estimates times from measured speeds: of copies, which workers measure at start, and of steps with prompts.
 
-    With pipeline stages both are times through all stages, one after the other: a step computes, and its blocks are
-    copied, on each of them.
+    With pipeline stages both are times through all stages, one after the other: each stage computes a step and copies
+    its blocks.
 
     Args:
         block_size: tokens of a block.
-        block_bytes: of all layers of a KV-cache group, as one worker of each stage has them: those that share a layer
-            copy side by side.
-        clock: seconds.
-        queues: whether a step is sent while the one before it still runs, and waits for that one's end.
+        block_bytes: bytes of a block in all layers of a KV-cache group on one worker of each stage: workers that share
+            a layer copy in parallel.
+        clock: returns seconds.
+        queues: whether a step is sent while the previous one is still running, and waits for its end.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class SwapCost:
         self._clock = clock
         self._link: LinkSpeed | None = None
         self._tokens = self._seconds = 0.0
-        # steps whose output is not here yet, the oldest first: with pipeline stages there are several
+        # steps without output so far, the oldest first: with pipeline stages there are several
         self._steps: deque[tuple[float, int]] = deque()
         self._has_said = False
 
     def measured(self, link: LinkSpeed) -> None:
-        """The workers' copies: those of the slowest, for which all wait."""
+        """Takes the copy speeds of the slowest worker, for which all wait."""
         self._link = link
         to, back = link.to_host * 1e-9, link.from_host * 1e-9
         logger.info("Preemption: blocks go to host memory at %.1f GB/s and come back at %.1f GB/s.", to, back)
 
     def step_begins(self, tokens: int, prompt_tokens: int) -> None:
-        """A step is sent to the workers. tokens: of all requests; prompt_tokens: of prompts among them."""
-        # one with a few tokens of a prompt beside many decodes says nothing of prompts
+        """Called when a step is sent to the workers. tokens: of all requests; prompt_tokens: of prompts among them."""
+        # a step with few prompt tokens and many decodes says nothing about prompts
         self._steps.append((self._clock(), tokens if 2 * prompt_tokens > tokens else 0))
 
     def step_ends(self) -> None:
-        """The output of the oldest of these steps is here: steps end in the order in which they began."""
+        """Called when the output of the oldest of these steps arrives: steps end in the order in which they began."""
         begin, tokens = self._steps.popleft() if self._steps else (0.0, 0)
         if self._queues:
             begin, self._ended = max(begin, self._ended), self._clock()
@@ -75,17 +75,18 @@ class SwapCost:
 
     @property
     def rates(self) -> MemoryRates:
-        """What was measured; 0: not yet."""
+        """Returns the measured rates; 0 if not measured yet."""
         prefill = self._tokens / self._seconds if self._seconds > 0 else 0.0
         if self._link is None:
             return MemoryRates(prefill)
         return MemoryRates(prefill, self._link.to_host, self._link.from_host)
 
     def prefers_swap(self, tokens: int, blocks: int, shared: int, shared_copies: int) -> bool:
-        """Whether copying is faster; also where a speed is not known yet.
+        """Returns whether copying is faster; also True if a speed is not known yet.
 
-        tokens: that were computed. blocks: of all KV-cache groups that would be copied. shared: the first blocks of the
-        context that other requests hold, too: the prefix cache will have them. shared_copies: of `blocks`, in these.
+        tokens: number of computed tokens. blocks: number of blocks in all KV-cache groups that would be copied. shared:
+        number of first blocks of the context that other requests hold, too: the prefix cache will have them.
+        shared_copies: how many of `blocks` are among these.
         """
         rates = self.rates
         if not rates.are_known:

@@ -1,4 +1,4 @@
-"""Preempted requests whose blocks wait in host memory, in the scheduler."""
+"""Tracks preempted requests whose blocks wait in host memory, in the scheduler."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Tables = Sequence[Sequence["KVCacheBlock"]]
 
 
 class _Preempted(NamedTuple):
-    """tokens: that were computed. places: (group, number of the block in its context) -> slot; empty: the blocks were
-    given up."""
+    """A preempted request. tokens: number of computed tokens. places: (group, number of the block in its context) ->
+    slot; empty if the blocks were given up.
+    """
 
     tokens: int
     places: dict[tuple[int, int], int]
@@ -36,20 +37,21 @@ def _nothing(tokens: int) -> int:
 
 
 class Swaps:
-    """Copies blocks out when a request is preempted, and those back that it does not find when it resumes.
+    """Copies blocks out when a request is preempted, and copies those back that it does not find when it resumes.
 
-    All of its blocks are copied out, also those that the prefix cache has: by the time it resumes they may be gone.
-    Then blocks of the prefix cache come first, and the rest from host memory. Of a KV-cache group with a window these
-    are the blocks that the next token sees.
+    All of its blocks are copied out, even those in the prefix cache, which may be gone when it resumes. Then blocks of
+    the prefix cache come first, and the rest from host memory. In a KV-cache group with a window, only the blocks that
+    the next token sees are copied.
 
     Args:
-        slots: places in host memory, each for a block of any group.
+        slots: slots in host memory, each for a block of any group.
         block_size: tokens per block.
-        block_bytes: of all layers of a group, on all workers.
-        cost: what was measured.
-        always: whether a request is swapped whatever it costs.
-        totals: takes what happens.
-        skipped: for each group: tokens at the begin of a context that no later one sees, by how many are computed.
+        block_bytes: bytes in all layers of a group, on all workers.
+        cost: the measured speeds.
+        always: whether a request is swapped at any cost.
+        totals: counts copies and refusals.
+        skipped: for each group, maps the number of computed tokens to the number of first tokens that no later token
+            sees.
     """
 
     def __init__(
@@ -72,14 +74,16 @@ class Swaps:
         self._waiting: dict[str, _Preempted] = {}
         self._outs: Pairs = []
         self._ins: Pairs = []
-        # of requests that resume in the step that is being scheduled: it reads them
+        # slots of requests that resume in the step being scheduled, which reads them
         self._leaving: list[int] = []
 
     def preempted(self, request: Request, tables: Tables) -> None:
-        """A request is about to lose its blocks; `num_computed_tokens` is what was computed before this step."""
+        """Called when a request is about to lose its blocks; `num_computed_tokens` is what was computed before this
+        step.
+        """
         self.ended(request.request_id)
         tokens = request.num_computed_tokens
-        # of tokens that are computed again it may be the last one
+        # if tokens are computed again, it may be only the last one
         seen = min(tokens, max(request.num_tokens - 1, 0))
         held = {
             (group, number): blocks[number]
@@ -91,11 +95,11 @@ class Swaps:
         self._waiting[request.request_id] = _Preempted(tokens, places)
 
     def _numbers(self, group: int, seen: int, tokens: int) -> range:
-        """Blocks of a context of `tokens` that a token behind the first `seen` ones sees."""
+        """Returns the blocks of a context of `tokens` that a token after the first `seen` ones sees."""
         return range(self._skipped[group](seen) // self._block_size, -(-tokens // self._block_size))
 
     def _take(self, held: Mapping[tuple[int, int], KVCacheBlock]) -> dict[tuple[int, int], int]:
-        # attention has left them behind, and the blocks are another's
+        # attention has passed them, and the blocks belong to other requests
         has_gaps = any(block.is_null for block in held.values())
         slots = None if has_gaps else self._slots.take(len(held))
         if slots is None:
@@ -107,16 +111,18 @@ class Swaps:
         return dict(zip(held, slots, strict=True))
 
     def reach(self, request: Request) -> int:
-        """First tokens of a waiting request that are in host memory; its last token is computed for its logits."""
+        """Returns how many first tokens of a waiting request are in host memory; its last token is computed for its
+        logits.
+        """
         waiting = self._waiting.get(request.request_id)
         if waiting is None or not waiting.places:
             return 0
         return min(waiting.tokens, request.num_tokens - 1)
 
     def resumed(self, request: Request, tables: Tables, found: int, tokens: int) -> None:
-        """A request has blocks again, null blocks where no token sees them.
+        """Called when a request has blocks again; blocks that no token sees are null.
 
-        found: its first tokens that the prefix cache has. tokens: the same, and those that it gets from host memory.
+        found: number of its first tokens that the prefix cache has. tokens: `found` plus the tokens from host memory.
         """
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is None:
@@ -136,7 +142,7 @@ class Swaps:
             self._totals.swap_in_bytes += len(ins) * self._block_bytes
 
     def ended(self, request_id: str) -> None:
-        """A request has finished, or its KV is of no use any more."""
+        """Called when a request has finished, or its KV is no longer needed."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None and waiting.places:
             dropped = set(waiting.slots)
@@ -144,14 +150,14 @@ class Swaps:
             self._slots.give(waiting.slots)
 
     def reset(self) -> None:
-        """Nothing that was computed is right any more."""
+        """Drops all copies, because the computed KV is no longer valid."""
         for request_id in list(self._waiting):
             self.ended(request_id)
 
     def take_orders(self) -> tuple[Pairs, Pairs]:
-        """Of the step that was scheduled: (block, slot) to copy out, then (slot, block) to copy back.
+        """Returns the orders of the scheduled step: (block, slot) to copy out, then (slot, block) to copy back.
 
-        Workers carry steps out one after the other, so slots that this step reads may be written by the next.
+        Workers run steps one after the other, so the next step may write slots that this step reads.
         """
         outs, ins = self._outs, self._ins
         self._outs, self._ins = [], []
@@ -160,22 +166,24 @@ class Swaps:
         return outs, ins
 
     def check_integrity(self) -> None:
-        """Conservation: every slot is free, or held by one request that waits or that resumes in this step."""
+        """Checks that every slot is free, or held by one request that waits or resumes in this step."""
         waiting = [slot for one in self._waiting.values() for slot in one.slots]
         self._slots.check_integrity([*waiting, *self._leaving])
 
 
 def _can_resume(request: Request) -> bool:
-    """Not where prompt logprobs are wanted, for which vLLM computes all of a prompt; nor where tokens may change."""
+    """Returns False for prompt logprobs, for which vLLM computes the whole prompt, and for prompts that may change."""
     return not request.skip_reading_prefix_cache and not request.resumable
 
 
 def _shared(tables: Tables, held: Mapping[tuple[int, int], KVCacheBlock]) -> tuple[int, int]:
-    """First blocks of a context that other requests hold in every group, too, and how many of `held` are of these."""
+    """Returns how many first blocks of a context other requests hold in every group, and how many of `held` are among
+    them.
+    """
     first = min(_first_own(blocks) for blocks in tables)
     return first, sum(number < first for _, number in held)
 
 
 def _first_own(blocks: Sequence[KVCacheBlock]) -> int:
-    """Null blocks, before a window, are nobody's."""
+    """Returns the number of the first block that no other request holds. Null blocks, before a window, do not count."""
     return next((number for number, block in enumerate(blocks) if block.ref_cnt < 2 and not block.is_null), len(blocks))

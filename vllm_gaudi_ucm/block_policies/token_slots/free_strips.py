@@ -1,4 +1,4 @@
-"""The queue of free slots where requests get strips: slots that follow each other, which no other request writes."""
+"""The queue of free slots that gives requests strips: consecutive slots that no other request writes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
 
 _IN_USE, _EMPTY, _CACHED, _RESERVED = range(4)
-# Of the strips: so many are kept empty while the prefix cache has any, or each token would take the place of one that
-# the cache gives up, wherever that lies.
+# This fraction of the strips is kept empty while the prefix cache has any. Otherwise each token would take a slot that
+# the cache gives up, wherever it lies.
 READY = 1 / 32
-# Strips' worth of slots that leave the prefix cache at once.
+# The number of strips' worth of slots that leave the prefix cache at once.
 EVICTED = 4
-# Strips of room that a request should find behind what it is known to need.
+# The strips of room that a request should find after the slots that it is known to need.
 GROWTH = 2
 
 
 class FreeStrips(FreeKVCacheBlockQueue):
-    """vLLM's queue for blocks of one token, which are slots. A strip is `size` of them, from slot 1 on.
+    """A version of vLLM's queue for blocks of one token, which are slots. A strip is `size` slots, from slot 1 on.
 
-    A free slot is empty, in the prefix cache, or reserved: the rest of the strip that a request fills at present. A
-    request fills one strip before it gets another, and gets only strips that are empty as a whole, so its context has
-    no more ranges than strips. vLLM's linked list has the slots of the prefix cache, the longest unused first.
+    A free slot is empty, in the prefix cache, or reserved: in the rest of the strip that a request is filling. A
+    request fills one strip before it gets another, and gets only strips that are entirely empty, so its context has no
+    more ranges than strips. vLLM's linked list has the slots of the prefix cache, the longest unused first.
 
     Args:
-        blocks: of the pool, by id; 0 is vLLM's null block.
-        free: of these all that are free, in no list.
+        blocks: blocks of the pool, by id; 0 is vLLM's null block.
+        free: all free blocks among these, in no list.
         size: slots of a strip.
         evict: takes blocks, by id, out of the prefix cache.
     """
@@ -50,7 +50,7 @@ class FreeStrips(FreeKVCacheBlockQueue):
         self.num_slots = len(blocks) - 1
         count = -(-self.num_slots // size)
         self._states = bytearray(len(blocks))
-        # of each strip the slots that are not empty, and those that are in use or reserved
+        # for each strip, the slots that are not empty, and the slots that are in use or reserved
         self._filled = [len(self._slots_of(strip)) for strip in range(count)]
         self._held = self._filled.copy()
         self._empty = IdRuns()
@@ -63,10 +63,10 @@ class FreeStrips(FreeKVCacheBlockQueue):
     def reserve(
         self, request_id: str, last: int, count: int, expected: int, found: Sequence[KVCacheBlock] = ()
     ) -> bool:
-        """Chooses the slots that are given away next, for one request; whether there are as many as `count`.
+        """Chooses the slots that are given away next to one request; returns whether there are `count` slots.
 
-        last: its last slot, or 0. expected: slots that it is known to need from now on. found: slots of the prefix
-        cache that it will get, which stay there.
+        last: the request's last slot, or 0. expected: slots that it is known to need from now on. found: slots of the
+        prefix cache that it will get, which stay there.
         """
         before = self._rests.pop(request_id, range(0))
         rest = before or self._rest_behind(last)
@@ -86,18 +86,18 @@ class FreeStrips(FreeKVCacheBlockQueue):
         return True
 
     def cancel(self, request_id: str, last: int) -> None:
-        """What was chosen is not given away. last: slot of the request, which goes on filling that strip; 0: none."""
+        """Returns the chosen slots. last: the request's last slot, whose strip it continues to fill; 0: none."""
         rest = self._rests.pop(request_id, range(0))
         self._set([*self._next, *rest], _EMPTY)
         self._next = []
         self._keep_rest(request_id, self._rest_behind(last))
 
     def release(self, request_id: str) -> None:
-        """The rest of its strip, of a request that has ended or was preempted."""
+        """Frees the rest of the strip of a request that has ended or was preempted."""
         self._set(self._rests.pop(request_id, range(0)), _EMPTY)
 
     def forget_cached(self) -> None:
-        """The prefix cache was emptied."""
+        """Called when the prefix cache was emptied."""
         self._empty_cached(super().get_all_free_blocks())
 
     def popleft(self) -> KVCacheBlock:
@@ -113,7 +113,7 @@ class FreeStrips(FreeKVCacheBlockQueue):
         return [self._blocks[slot] for slot in chosen]
 
     def remove(self, block: KVCacheBlock) -> None:
-        """From the prefix cache, for a request that has found it there."""
+        """Removes a slot from the prefix cache for a request that has found it there."""
         super().remove(block)
         self._set([block.block_id], _IN_USE)
 
@@ -121,12 +121,12 @@ class FreeStrips(FreeKVCacheBlockQueue):
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Slots that are in the prefix cache."""
+        """Appends slots that are in the prefix cache."""
         super().append_n(blocks)
         self._set([block.block_id for block in blocks], _CACHED)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Slots that are not."""
+        """Prepends slots that are not in the prefix cache."""
         self._set([block.block_id for block in blocks], _EMPTY)
         self.num_free_blocks += len(blocks)
 
@@ -136,7 +136,7 @@ class FreeStrips(FreeKVCacheBlockQueue):
         return others + super().get_all_free_blocks()
 
     def _take(self, count: int, after: int, expected: int, found: Sequence[KVCacheBlock]) -> list[int] | None:
-        """Strips of `count` slots, behind strip `after` where it can be; None if there are fewer."""
+        """Takes strips with `count` slots, after strip `after` if possible; returns None if there are fewer."""
         kept = {block.block_id for block in found if self._states[block.block_id] == _CACHED}
         with_kept = {strip for strip in map(self._strip_of, kept) if not self._held[strip]}
         last = len(self._held) - 1
@@ -160,11 +160,11 @@ class FreeStrips(FreeKVCacheBlockQueue):
         return strips
 
     def _slots_in(self, strips: int, with_last: bool) -> int:
-        """Slots of so many strips. The last one of all may be shorter."""
+        """Returns the slots of that many strips. The very last strip may be shorter."""
         return strips * self._size - with_last * (len(self._held) * self._size - self.num_slots)
 
     def _evict_some(self, kept: set[int], strips: int) -> None:
-        """As many slots as `strips` have: the longest unused ones of the prefix cache, but those `kept`."""
+        """Evicts the slots of `strips` strips: the longest unused ones of the prefix cache, except those in `kept`."""
         others = (block for block in self.iter_blocks_after(None) if block.block_id not in kept)
         self._empty_cached(list(islice(others, strips * self._size)))
 
@@ -176,7 +176,7 @@ class FreeStrips(FreeKVCacheBlockQueue):
             self.num_free_blocks += 1
 
     def _rest_behind(self, last: int) -> range:
-        """Empty slots behind slot `last` in its strip."""
+        """Returns the empty slots after slot `last` in its strip."""
         end = last + 1
         if last:
             stop = self._slots_of(self._strip_of(last)).stop
@@ -187,7 +187,7 @@ class FreeStrips(FreeKVCacheBlockQueue):
     def _keep_rest(self, request_id: str, rest: range) -> None:
         if rest:
             self._rests[request_id] = rest
-            # mostly it is kept since the strip was taken
+            # usually it has been reserved since the strip was taken
             if self._states[rest.start] != _RESERVED:
                 self._set(rest, _RESERVED)
 
@@ -216,7 +216,7 @@ class FreeStrips(FreeKVCacheBlockQueue):
                     self._empty.discard(strip)
 
     def check_integrity(self) -> None:
-        """Conservation: states, counts and lists say the same of every slot."""
+        """Checks that states, counts and lists agree about every slot."""
         free = self.get_all_free_blocks()
         known = [slot for slot in range(1, self.num_slots + 1) if self._states[slot] != _IN_USE]
         if sorted(block.block_id for block in free) != known or len(free) != self.num_free_blocks:
@@ -230,4 +230,4 @@ class FreeStrips(FreeKVCacheBlockQueue):
             if counts != (filled, filled - cached) or (strip in self._empty) != (not filled):
                 raise AssertionError(f"strip {strip}: counted {counts}, found {(filled, filled - cached)}")
         if self._not_held != self._held.count(0):
-            raise AssertionError(f"strips that nobody holds: counted {self._not_held}, found {self._held.count(0)}")
+            raise AssertionError(f"strips without holders: counted {self._not_held}, found {self._held.count(0)}")

@@ -1,4 +1,4 @@
-"""A slot for each token, at static shapes: requests get strips of slots."""
+"""Gives requests strips of slots, one slot for each token, at static shapes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = plugin_logger(__name__)
 
 
 class TokenSlots(BlockPolicy):
-    """Gives strips of slots, and as much of a prefix as its ranges fit.
+    """Gives strips of slots, and limits a prefix to the ranges that fit.
 
-    sizes: of the server's buckets.
+    sizes: the sizes of the server's buckets.
     """
 
     name = "slots for tokens"
@@ -65,7 +65,7 @@ class TokenSlots(BlockPolicy):
 
 
 def make_token_slots(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> TokenSlots | None:
-    """None at true shapes, which have room for any number of ranges."""
+    """Makes the policy; returns None at true shapes, which have room for any number of ranges."""
     tile, longest = tile_of_slots(scheduler.vllm_config), scheduler.max_model_len
     if tile is None:
         return None

@@ -1,4 +1,4 @@
-"""Strips of slots for requests, and how far a prefix that others have computed may be scattered."""
+"""Gives strips of slots to requests, and limits how scattered a prefix that others have computed may be."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class StripSizes:
-    """What a server's buckets hold.
+    """The sizes that a server's buckets hold.
 
     Args:
         tile: slots that attention reads as a block.
         strip: slots of a strip; tiles are made of strips.
-        max_model_len: tokens of a request.
-        most_ranges: of a context.
+        max_model_len: the most tokens of a request.
+        most_ranges: the most ranges of a context.
     """
 
     def __init__(self, tile: int, strip: int, max_model_len: int, most_ranges: int) -> None:
@@ -30,8 +30,9 @@ class StripSizes:
         self.max_model_len, self.most_ranges = max_model_len, most_ranges
 
     def longest_hit(self, slots: Sequence[KVCacheBlock]) -> int:
-        """How many of the first `slots` a request may share, so that its context has at most `most_ranges` ranges,
-        however it goes on: each strip of its own is one more."""
+        """Returns how many of the first `slots` a request may share, so that its context has at most `most_ranges`
+        ranges, however it continues: each strip of its own is one more.
+        """
         ids = np.fromiter((block.block_id for block in slots), np.int64, len(slots))
         begins = np.diff(ids, prepend=-1) != 1
         begins |= (ids - 1) % self.tile == 0
@@ -43,13 +44,13 @@ class StripSizes:
 class SlotStrips:
     """Gives slots to the requests of a manager whose blocks are slots.
 
-    A request that finds too few empty strips waits, or preempts others, as where there are too few blocks. If nobody
-    else has any slot, what it has found in the prefix cache lies so that there are too few strips beside it: then it
-    computes that again, and everything fits.
+    A request that finds too few empty strips waits, or preempts others, as if there were too few blocks. If no other
+    request has any slot, the slots that it has found in the prefix cache are scattered so that too few strips remain:
+    then it computes those tokens again, and everything fits.
 
     Args:
-        pool: vLLM's.
-        sizes: of the server.
+        pool: vLLM's block pool.
+        sizes: the sizes of the server.
         evict: takes slots, by id, out of the prefix cache.
     """
 
@@ -60,16 +61,16 @@ class SlotStrips:
         self._without_hits: set[str] = set()
 
     def longest_hit(self, request: Request, slots: Sequence[KVCacheBlock]) -> int:
-        """How many of the slots that the prefix cache has for a request it may get."""
+        """Returns how many of the slots that the prefix cache has for a request it may get."""
         return 0 if request.request_id in self._without_hits else self._sizes.longest_hit(slots)
 
     def reserve(self, request: Request, held: Sequence[KVCacheBlock], num_tokens: int, begins: bool) -> bool:
-        """Chooses the slots for the first `num_tokens` tokens of a request; whether there are as many.
+        """Chooses the slots for the first `num_tokens` tokens of a request; returns whether there are enough.
 
-        held: its slots; of one that begins those that the prefix cache has for it.
+        held: the request's slots; for a request that begins, those that the prefix cache has for it.
         """
         last = held[-1].block_id if held else 0
-        # a step without drafts needs none of the slots of those that were rejected
+        # a step without drafts does not need the slots of rejected drafts
         count = max(0, min(num_tokens, self._sizes.max_model_len) - len(held))
         is_alone = begins and self.free.num_free_blocks == self.free.num_slots
         expected = request.num_tokens - len(held)
@@ -79,14 +80,14 @@ class SlotStrips:
         return is_there
 
     def given(self, request: Request) -> None:
-        """A request has the slots that were chosen."""
+        """Called when a request has the slots that were chosen."""
         self._without_hits.discard(request.request_id)
 
     def not_given(self, request: Request, held: Sequence[KVCacheBlock]) -> None:
-        """It has not. held: its slots; empty for one that would have begun."""
+        """Called when a request gets no slots. held: its slots; empty for one that would have begun."""
         self.free.cancel(request.request_id, held[-1].block_id if held else 0)
 
     def leaves(self, request: Request) -> None:
-        """A request has ended, has never begun, or is preempted."""
+        """Called when a request has ended, has never begun, or is preempted."""
         self.free.release(request.request_id)
         self._without_hits.discard(request.request_id)
