@@ -1,1 +1,1 @@
-"""How a planned step is computed: at its true shape, or padded to a bucket and replayed."""
+"""Computes a planned step: at its true shape, or padded to a bucket and replayed."""

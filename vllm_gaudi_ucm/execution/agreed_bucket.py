@@ -1,4 +1,4 @@
-"""What a bucket needs for the steps of all engines that share out experts, so that all run the same one."""
+"""Finds the bucket for the steps of all engines that share out experts, so that all run the same one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
 
 NO_STEP = Bucket(phase_string(False, False, False), 0, 0, 0, 0)
-"""Of an engine without requests."""
+"""The bucket of an engine without requests."""
 
 
 def agreed_bucket(lockstep: Lockstep, needed: Bucket = NO_STEP) -> Bucket:
-    """The least that holds the steps of all engines; without rows where none has any. Logits rows stay `needed`'s:
-    their graph holds no experts. A collective on the host.
+    """Returns the smallest sizes that hold the steps of all engines; without rows if no engine has any. Logits rows are
+    those of `needed`, because the logits graph holds no experts. A collective on the host.
 
-    Steps are within the limits of buckets in each dimension, so what holds them all is, too.
+    Steps are within the limits of buckets in each dimension, and so is the returned bucket.
     """
     own = [int(part != "-") for part in needed.phase]
     sizes = needed.query_len, needed.shared_blocks, needed.unique_blocks, needed.selected_blocks

@@ -62,20 +62,20 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 StepMetadata = UnifiedAttentionMetadata | GroupedMetadata
-"""What layers read: of one KV-cache group, or of each."""
+"""The metadata that layers read: of one KV-cache group, or of each."""
 
 NO_GROUP = -1
 
 
 class AttentionInputs(NamedTuple):
-    """slots: int64 [rows] where keys and values go. parts: of attention."""
+    """The inputs of a group. slots: int64 [rows], where keys and values are written. parts: the parts of attention."""
 
     slots: torch.Tensor
     parts: AttentionParts
 
 
 class AttentionGroup(CacheGroup):
-    """See CacheGroup. The first group of an engine is of this kind: the sizes of buckets count its blocks."""
+    """A group with attention; see CacheGroup. The first group of an engine is one: buckets count its blocks."""
 
     spec = AttentionSpec
     layer_classes = (Attention, ChunkedLocalAttention, LatentAttention)
@@ -92,7 +92,7 @@ class AttentionGroup(CacheGroup):
         return GroupBlocks(shared, 0 if own.unique is None else len(own.unique.blocks)), self.kv.most_blocks
 
     def divide(self, batch: BatchInput, room: Room | None) -> list[NDArray[np.int64]]:
-        """Mostly one part: requests that share blocks in one group share them in the others."""
+        """Returns one part in most cases: requests that share blocks in one group also share them in the others."""
         most = self.kv.most_blocks
         if room is None or (most is not None and most * len(batch.num_scheduled) <= room.shared_blocks):
             return super().divide(batch, room)
@@ -115,7 +115,7 @@ ONE_GROUP = (AttentionGroup(KvGroup(0, 1)),)
 
 
 class _InBuckets(NamedTuple):
-    """See GroupInBuckets."""
+    """Makes the inputs of an attention group in buckets; see GroupInBuckets."""
 
     parts: BucketParts
 
@@ -158,10 +158,11 @@ def _if_any(array: NDArray[np.int64] | None, to_device: ToDevice) -> torch.Tenso
 
 
 def attention_tensors(number: int, group: KvGroup) -> tuple[StepTensor, ...]:
-    """Returns the tensors of a step in a group of attention.
+    """Returns the tensors of a step in an attention group.
 
-    A bucket may read the unique blocks of the first group as a slice of the cache; a slice of another one would span
-    the blocks of all. Which rows attend to each other, and what a sparse method chooses, is said once, for the first.
+    A bucket may read the unique blocks of the first group as a slice of the cache; a slice for another group would span
+    the blocks of all groups. Tensors for the rows that attend to each other, and for the choice of a sparse method,
+    exist once, in the first group.
 
     number: the group's place.
     """
@@ -184,7 +185,7 @@ def attention_tensors(number: int, group: KvGroup) -> tuple[StepTensor, ...]:
     common = (
         StepTensor("slots" + end, get("slots"), of_rows, DUMMY_BLOCK),
         entry("shared_blocks", get("shared.blocks"), room.shared, DUMMY_BLOCK, "shared"),
-        # pads: rows that are no request's
+        # pads: rows that belong to no request
         entry("row_spans", attrgetter("plan.row_requests"), room.shared_rows, lambda s: s.spans - 1, "shared"),
         entry("shared_lo", get("shared.lo"), windowed(room.ranges), 0, "shared", dtype=np.int32),
         entry("shared_hi", get("shared.hi"), room.ranges, 0, "shared", dtype=np.int32),
@@ -199,8 +200,9 @@ def attention_tensors(number: int, group: KvGroup) -> tuple[StepTensor, ...]:
 
 
 def _values(number: int) -> Callable[[str], Callable[[StepArrays], NDArray[np.int64]]]:
-    """Returns a function that makes getters of a path in the group's plan. A window's arrays are None in a step of
-    which it hides nothing: pads do it all."""
+    """Returns a function that makes getters of a path in the group's plan. A window's arrays are None in a step from
+    which it hides nothing; then all entries are pads.
+    """
 
     def get(path: str) -> Callable[[StepArrays], NDArray[np.int64]]:
         found = attrgetter(path)
@@ -215,7 +217,7 @@ def _values(number: int) -> Callable[[str], Callable[[StepArrays], NDArray[np.in
 
 
 class _Room(NamedTuple):
-    """Sizes of a group's tensors in a bucket, whose own sizes are the first group's."""
+    """Sizes of a group's tensors in a bucket; the bucket's own sizes are those of the first group."""
 
     number: int
     group: KvGroup
@@ -242,7 +244,9 @@ class _Room(NamedTuple):
         return None if sizes.limits.contiguous and not self.number else self.unique(sizes)
 
     def unique_lo(self, sizes: Sizes) -> tuple[int, ...] | None:
-        """If rows see their whole contexts, ranges begin at the first token of a block, and no operator compares."""
+        """Returns None if rows see whole contexts: ranges then begin at a block's first token, and no operator
+        compares.
+        """
         strips = bool(sizes.limits.strip) and not self.number
         return self.unique(sizes) if strips or self._has_window(sizes) else None
 
@@ -308,9 +312,9 @@ def step_metadata(
     room: torch.Tensor | None = None,
     latent: LatentSizes | None = None,
 ) -> UnifiedAttentionMetadata:
-    """Prepares a step's parts for the layers of one KV-cache group, for dense layers too where there are any.
+    """Prepares a step's parts for the layers of one KV-cache group, and also for dense layers if there are any.
 
-    latent: where all of them are of latent attention. See UnifiedAttentionMetadata, LayerSelection and `prepare` for
+    latent: sizes if all layers have latent attention. See UnifiedAttentionMetadata, LayerSelection and `prepare` for
     the other arguments.
     """
     new_tokens = None
@@ -332,7 +336,7 @@ def step_metadata(
         choices = LayerSelection(
             selection, dense_parts, reused, at_once, room=room, implementation=name, parts=prepared
         )
-    # layers that have nothing to summarise or choose are those of a dense server, and as fast
+    # layers without summaries and choices get the same metadata as in a dense server, and are as fast
     if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
         return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens)
     return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices)

@@ -26,22 +26,22 @@ SHORTEST_SLICE = 128
 
 
 def group_blocks(number: int, group: KvGroup, shape: ForwardShape, limits: Limits) -> GroupBlocks:
-    """Returns the blocks of a group that a bucket has room for. number: its place among the groups."""
+    """Returns the blocks of a group for which a bucket has room. number: its place among the groups."""
     if not number:
         return GroupBlocks(shape.shared_blocks, shape.unique_blocks)
     return group_room(shape, limits, group.most_blocks)
 
 
 class BucketParts:
-    """Makes the parts of a KV-cache group of attention from the static tensors of a bucket.
+    """Makes the parts of an attention group from the static tensors of a bucket.
 
     Args:
         number: the group's place among the groups.
-        group: of attention.
-        limits: of the steps; `contiguous` decides whether the first group's unique part reads a slice of the cache or
-            gathers.
+        group: an attention group.
+        limits: limits of the steps; `contiguous` decides whether the first group's unique part reads a slice of the
+            cache or gathers.
         causal_slice: rows per slice of the causal part.
-        device: where the tensors are.
+        device: device of the tensors.
     """
 
     def __init__(self, number: int, group: KvGroup, limits: Limits, causal_slice: int, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class BucketParts:
         self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)
 
     def of(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
-        """tensors: of the group, by their plain names."""
+        """Returns the parts. tensors: tensors of the group, by their plain names."""
         return AttentionParts(
             causal=self._causal(shape, tensors) if "groups" in tensors else None,
             shared=self._shared(shape, tensors) if "shared_hi" in tensors else None,
@@ -64,24 +64,25 @@ class BucketParts:
 
     @property
     def _window(self) -> int:
-        """Tokens that a row sees; 0: all."""
+        """Returns the number of tokens that a row sees; 0 for all."""
         if not self._number:
             return self._limits.window
         window = self._group.window
         return 0 if window is None else window.tokens
 
     def refill(self) -> None:
-        """Its tensors anew, after a warm-up that computed nothing."""
+        """Fills its tensors again, after a warm-up that computed nothing."""
         self._zero.zero_()
         self._row_numbers.copy_(torch.arange(len(self._row_numbers)))
 
     def _causal(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> CausalPart:
-        """Which rows are one request's is data: a slice sees as many rows before it as a request has at most, or as a
-        window shows."""
+        """Returns the causal part. The rows of a request are data, so a slice sees as many earlier rows as a request
+        can have, or as a window shows.
+        """
         q, step, longest = shape.query_len, self._causal_slice, self._limits.max_model_len
         longest = min(longest, self._window or longest)
         if q > longest:
-            # packed prompts: all rows of a slice look back as far as its first, so short slices waste less
+            # packed prompts: all rows of a slice look back as far as its first row, so short slices waste less
             step = min(step, max(SHORTEST_SLICE, longest // 4))
         before = longest - 1
         slices = (
@@ -128,7 +129,7 @@ class BucketParts:
 
     @property
     def _most_blocks(self) -> int | None:
-        """Cached blocks that a request sees at most; None: there is no window that bounds them."""
+        """Returns the most cached blocks that a request sees; None without a window that bounds them."""
         window = self._window
         size = self._group.block_size if self._number else self._limits.block_size
         return most_blocks(window, size) if window else None

@@ -1,4 +1,6 @@
-"""Steps in static shapes: each is padded to the cheapest warm bucket that dominates it, and replayed as a graph."""
+"""Runs steps in static shapes: each is padded to the cheapest warm bucket that dominates it, and replayed as a
+graph.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,9 @@ if TYPE_CHECKING:
 
 
 def remainder_shapes(limits: Limits, choices: SelectionLimits | None) -> RemainderShapes | None:
-    """The shapes of a server's graphs for prompt remainders; None where no prompt is loaded in part.
+    """Returns the shapes of a server's graphs for prompt remainders; None if no prompt is loaded in part.
 
-    limits, choices: of the server; None: no sparse method.
+    limits: limits of the server. choices: sizes of its choices of blocks; None without a sparse method.
     """
     if choices is None or not choices.remainder_rows:
         return None
@@ -57,20 +59,22 @@ def remainder_shapes(limits: Limits, choices: SelectionLimits | None) -> Remaind
 
 
 def is_remainder(plan: UnifiedPlan, most_rows: int) -> bool:
-    """Whether a step needs a graph for prompt remainders: its choice has more rows than the `most_rows` of a bucket."""
+    """Returns whether a step needs a graph for prompt remainders: it chooses for more rows than `most_rows` of a
+    bucket.
+    """
     return plan.selection is not None and bool((plan.selection.num_rows > most_rows).any())
 
 
-# Logits of more rows at once would take more memory than one product with the output head saves time.
+# For more rows at once, the memory of the logits costs more than the time saved by one product with the output head.
 MOST_VERIFIED = 512
 
 
 class Capture(NamedTuple):
-    """How graphs are captured.
+    """Settings for the capture of graphs.
 
-    make_runner: the kind of graphs. stage: entered around everything that runs on the device. causal_slice: rows per
-    slice of the causal part. pin_memory: see BucketTensors. implementation: of attention, one that may run while a
-    graph is captured. compiler: of the decoder's regions; None: they are not compiled.
+    make_runner: makes graphs of one kind. stage: context around all device work. causal_slice: rows per slice of the
+        causal part. pin_memory: see BucketTensors. implementation: implementation of attention that may run while a
+        graph is captured. compiler: compiler of the decoder's regions; None if they are not compiled.
     """
 
     make_runner: Callable[[StaticFunction], GraphRunner]
@@ -82,30 +86,32 @@ class Capture(NamedTuple):
 
 
 class BucketedExecution:
-    """See Execution. Forward graphs are found by (phase, q, s, u), logits graphs by their rows alone.
+    """Runs steps in buckets; see Execution. Forward graphs have the key (phase, q, s, u), logits graphs only their
+    rows.
 
-    The forward graph leaves its hidden states in a buffer for the largest step and the logits graph reads rows of
-    that, so neither depends on the other's bucket.
+    The forward graph leaves its hidden states in a buffer for the largest step and the logits graph reads rows of that,
+    so neither depends on the other's bucket.
 
-    Without a sparse method nothing is selected, whatever the buckets have room for: a draft model is dense beside a
-    target that is not. Buckets that differ in selected blocks alone are then one graph.
+    Without a sparse method no blocks are selected, even if the buckets have room for them: a draft model can be dense
+    with a sparse target. Buckets that differ only in selected blocks then share one graph.
 
-    The remainder of a prompt that was loaded in part has graphs of its own; `remainders` are their shapes, None where
-    no prompt is loaded in part.
+    The remainder of a prompt that was loaded in part has separate graphs; `remainders` are their shapes, None if no
+    prompt is loaded in part.
 
-    Engines that share out experts agree on a bucket before each forward: its graph holds collectives between them.
+    Engines that share out experts agree on a bucket before each forward, because its graph holds collectives between
+    them.
 
-    A stage of a pipeline receives before a replay, and sends behind it; logits are the last stage's.
+    A stage of a pipeline receives before a replay, and sends after it; only the last stage computes logits.
 
     Args:
         decoder: the model.
         ready: the buckets, and which of them are warm.
-        device: where the model runs.
-        capture: how graphs are captured.
-        sparse: a sparse method, where one is on.
-        carried: tokens that the host may not know yet when a step is staged; None: it knows all.
-        rows_each: rows of a request whose tokens are verified in a step, its drafts and one more.
-        groups: of the KV cache; None: one with all layers.
+        device: device of the model.
+        capture: settings for the capture of graphs.
+        sparse: a sparse method, if one is on.
+        carried: tokens that the host may not know yet when a step is copied to the device; None if it knows all.
+        rows_each: rows of a request whose tokens are verified in a step: its drafts and one more.
+        groups: groups of the KV cache; None for one group with all layers.
     """
 
     def __init__(
@@ -176,7 +182,7 @@ class BucketedExecution:
 
     @property
     def logits_width(self) -> int:
-        """Columns of the logits."""
+        """Returns the number of columns of the logits."""
         return self._logits.shape[1]
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
@@ -230,9 +236,9 @@ class BucketedExecution:
         return self._likeliest[:found]
 
     def logits_bucket(self, count: int) -> int:
-        """Rows of the cheapest warm logits graph for `count` rows."""
+        """Returns the rows of the cheapest warm logits graph for `count` rows."""
         if count == self._shape.true.logits:
-            # a second lookup would count the step twice for the buckets that it still waits for
+            # a second lookup would count the step twice for the buckets that it is waiting for
             return self._shape.padded.logits
         return self._lookup(self._shape.true._replace(logits=count)).logits
 
@@ -247,15 +253,17 @@ class BucketedExecution:
 
     @property
     def compiles_kernels(self) -> bool:
-        """Whether `compute_pads` finds kernels to compile ahead. A stage of a pipeline would wait for others."""
+        """Returns whether `compute_pads` finds kernels to compile ahead; a stage of a pipeline would wait for
+        others.
+        """
         return self._handover is None and has_kernels(self._hidden.device.type)
 
     def compute_pads(self, shape: ForwardShape) -> None:
-        """Computes a bucket of this shape over pads, without a graph. Nothing is kept."""
+        """Computes a bucket of this shape over pads, without a graph, and discards the results."""
         self._compute_over_pads(self._ordinary, shape if self._selects else shape.with_selected(0))
 
     def compute_remainders(self) -> None:
-        """The same for every shape of `remainders`."""
+        """Computes every shape of `remainders` over pads, without a graph."""
         if self._remainders is not None and self.remainders is not None:
             for shape in self.remainders.shapes:
                 self._compute_over_pads(self._remainders, shape)
@@ -264,7 +272,7 @@ class BucketedExecution:
         self._compute(graphs.inputs.split(graphs.inputs.fill_pads(shape), shape))
 
     def warm_remainder(self, shape: ForwardShape) -> None:
-        """Captures and executes the graph of one of `remainders`."""
+        """Captures and executes the graph of one of the shapes in `remainders`."""
         assert self._remainders is not None, "no graphs for prompt remainders where no prompt is loaded in part"
         if self._handover is not None:
             self._handover.reserve(shape.query_len)
@@ -284,7 +292,7 @@ class BucketedExecution:
         return self._logits[:rows]
 
     def _warm_likeliest(self, rows: int) -> None:
-        """The graph of as many verifications as a logits graph has rows, but for those of very many."""
+        """Captures the graph for as many verified rows as belong to a logits graph, unless there are too many."""
         if rows > len(self._likeliest):
             return
         chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
@@ -292,7 +300,7 @@ class BucketedExecution:
             self._likeliest_graphs[rows] = self._likeliest_runner.capture((chosen,))
 
     def refill(self) -> None:
-        """Every tensor that outlives a step anew, after a warm-up that computed nothing."""
+        """Zeroes every tensor that outlives a step, after a warm-up that computed nothing."""
         for graphs in filter(None, (self._ordinary, self._remainders)):
             graphs.inputs.refill()
         if self._handover is not None:
@@ -306,7 +314,9 @@ class BucketedExecution:
         )
 
     def _lookup(self, step: Bucket) -> Bucket:
-        """The cheapest warm bucket, or the shape for prompt remainders, that dominates a step of the staged kind."""
+        """Returns the cheapest warm bucket that dominates a step, or the shape for prompt remainders if it needs
+        one.
+        """
         if self._graphs is not self._ordinary:
             assert self.remainders is not None, "graphs for prompt remainders have shapes"
             return self.remainders.lookup(step).step(self.ready.logits_rows(step.logits))
@@ -361,15 +371,15 @@ class BucketedExecution:
 
 
 def _likeliest_room(limits: Limits, rows_each: int) -> int:
-    """Rows of the largest graph of likeliest tokens; 0 without drafts."""
+    """Returns the rows of the largest graph of argmax tokens; 0 without drafts."""
     return min(limits.max_num_seqs * rows_each, MOST_VERIFIED) if rows_each > 1 else 0
 
 
 def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Buffers of the largest step: hidden states [rows, hidden size] and logits float32 [requests, vocabulary]; both
-    without columns where the last layer is elsewhere.
+    """Returns buffers of the largest step: hidden states [rows, hidden size] and logits float32 [requests, vocabulary];
+    both without columns if the last layer is on another stage.
 
-    One row through the model tells the sizes; some models have other ones than their configuration says.
+    The sizes are measured with one row, because some models have other sizes than their configuration says.
     """
     if not decoder.has_logits:
         return torch.zeros((limits.max_num_batched_tokens, 0)), torch.zeros((limits.max_num_seqs, 0))

@@ -1,4 +1,4 @@
-"""Kinds of KV-cache groups: what layers keep of a request, and how a step reads and writes it."""
+"""Kinds of KV-cache groups: the data that layers keep for a request, and how a step reads and writes it."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class GroupInBuckets(Protocol):
-    """Makes what layers of one group read from the static tensors of a bucket."""
+    """Makes the inputs of one group's layers from the static tensors of a bucket."""
 
     def of(self, shape: ForwardShape, tensors: Tensors) -> Any:
-        """Returns the group's inputs. tensors: of the group, by their plain names."""
+        """Returns the group's inputs. tensors: tensors of the group, by their plain names."""
         ...
 
     def refill(self) -> None:
-        """Fills tensors of its own anew, after a warm-up that computed nothing."""
+        """Fills its own tensors again, after a warm-up that computed nothing."""
         ...
 
 
 class CacheGroup(ABC):
-    """Layers that keep the same kind of thing, planned and copied to the device once per step.
+    """Layers that keep the same kind of data, planned and copied to the device once per step.
 
-    A subclass in `CACHE_GROUPS` is served at true shapes and in buckets, with drafts and in stages of a pipeline.
+    A subclass in `CACHE_GROUPS` is supported at true shapes and in buckets, with drafts and in stages of a pipeline.
 
-    spec: vLLM's class of KV-cache specifications that its layers give.
-    layer_classes: the classes of its layers, exactly: a subclass may compute something else.
+    spec: vLLM's class of the KV-cache specs of its layers.
+    layer_classes: the exact classes of its layers, without subclasses, which may compute something else.
 
     Args:
-        kv: which layers and blocks are of the group.
+        kv: layers and blocks of the group.
     """
 
     spec: ClassVar[type[KVCacheSpec]]
@@ -68,40 +68,43 @@ class CacheGroup(ABC):
 
     @property
     def follows_requests(self) -> KeepsOfRequests | None:
-        """What has to know which requests have ended or were preempted; None: nothing."""
+        """Returns an object that must know which requests have ended or were preempted; None if there is none."""
         return None
 
     def bytes_per_block(self, spec: KVCacheSpec) -> int:
-        """Returns the bytes that a layer of the group takes for each block beyond what vLLM counts."""
+        """Returns the bytes that a layer of the group takes for each block in addition to those that vLLM counts."""
         return 0
 
     def allocate(self, specs: Mapping[str, KVCacheSpec], num_blocks: int, device: torch.device) -> dict[str, Any]:
-        """Returns, by layer name, what vLLM's blocks do not hold, made of zeros. It is bound to the layers.
+        """Returns zeroed tensors, by layer name, for data outside vLLM's blocks. They are bound to the layers.
 
-        specs: of the group's layers. num_blocks: of the KV cache.
+        specs: specs of the group's layers. num_blocks: blocks of the KV cache.
         """
         return {}
 
     def refill(self) -> None:  # noqa: B027  # most kinds have nothing to do
-        """Fills what `allocate` made with zeros again, after a warm-up that computed nothing."""
+        """Zeroes the tensors of `allocate` again, after a warm-up that computed nothing."""
 
     @abstractmethod
     def planner(self, causal_slice: int, batches: int) -> GroupPlanner:
-        """Returns what plans the group's steps. batches: in flight at once, of different requests."""
+        """Returns the planner of the group's steps. batches: batches of different requests that are in flight at
+        once.
+        """
 
     @abstractmethod
     def tensors(self, number: int) -> Sequence[StepTensor]:
-        """Returns the tensors that a step has for the group. number: its place; see `group_suffix` for names."""
+        """Returns the tensors of a step for the group. number: its place; see `group_suffix` for names."""
 
     def blocks(self, plan: PlanOfGroup) -> tuple[GroupBlocks, int | None] | None:
-        """Returns the blocks of a planned step that a bucket needs room for; see `with_groups`. None: it needs none."""
+        """Returns the blocks of a planned step for which a bucket needs room, see `with_groups`; None if it needs
+        none.
+        """
         return None
 
     def divide(self, batch: BatchInput, room: Room | None) -> list[NDArray[np.int64]]:
-        """Returns the requests, by index, of each part that a step has to be divided in, in the order to run them.
+        """Returns the requests, by index, of each part into which a step must be divided, in the order to run them.
 
-        batch: with the group's table alone. room: blocks of the largest bucket; None: steps run at their true
-        shapes.
+        batch: with only the group's table. room: blocks of the largest bucket; None if steps run at their true shapes.
         """
         return [np.arange(len(batch.num_scheduled))]
 
@@ -109,16 +112,18 @@ class CacheGroup(ABC):
     def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> Any:
         """Returns the group's inputs of a step without padding.
 
-        own: the group's plan. tensors: of the group, by their plain names.
+        own: the group's plan. tensors: tensors of the group, by their plain names.
         """
 
     @abstractmethod
     def in_buckets(self, number: int, limits: Limits, causal_slice: int, device: torch.device) -> GroupInBuckets:
-        """Returns what makes the group's inputs in buckets. number: its place. causal_slice: rows of a slice."""
+        """Returns the object that makes the group's inputs in buckets. number: its place. causal_slice: rows of a
+        slice.
+        """
 
     @abstractmethod
     def metadata(self, inputs: Any, implementation: str, plan: Plan | None) -> object:
-        """Returns what the group's layers read in a forward. implementation, plan: of attention."""
+        """Returns the metadata of the group's layers in a forward. implementation, plan: as for attention."""
 
 
 CACHE_GROUPS: Registry[type[CacheGroup]] = Registry(
@@ -129,11 +134,15 @@ CACHE_GROUPS: Registry[type[CacheGroup]] = Registry(
 
 
 def kind_of(spec: KVCacheSpec) -> type[CacheGroup] | None:
-    """Returns the registered kind of what a layer keeps. Raises RegistryError for one that cannot be loaded."""
+    """Returns the registered kind for the spec of a layer; None if there is none.
+
+    Raises:
+        RegistryError: a registered kind cannot be loaded.
+    """
     kinds = map(CACHE_GROUPS.get, CACHE_GROUPS.names())
     return next((kind for kind in kinds if isinstance(spec, kind.spec)), None)
 
 
 def served_layers() -> tuple[type, ...]:
-    """Returns the classes of layers of all registered kinds."""
+    """Returns the layer classes of all registered kinds."""
     return tuple(one for name in CACHE_GROUPS.names() for one in CACHE_GROUPS.get(name).layer_classes)

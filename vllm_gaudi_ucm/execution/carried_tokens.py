@@ -1,4 +1,4 @@
-"""Tokens that a step hands to the next one on the device, which is planned before the host knows them."""
+"""Tokens that a step passes to the next one on the device; the next one is planned before the host knows them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ class CarriedTokens:
     """The last sampled tokens, by slot of the sampler, in memory that captured graphs read; in an engine with a draft
     model, its last drafts.
 
-    Written behind what chooses them and read in the next forward: both are queued on one stream, in this order.
+    They are written after the operators that choose them and read in the next forward: both are queued on one stream,
+    in this order.
 
     Args:
-        most: tokens of a step.
-        device: where tokens are sampled.
+        most: number of tokens of a step.
+        device: device on which tokens are sampled.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
 
     def put(self, tokens: torch.Tensor, first: int = 0) -> None:
-        """tokens: [n] of an integer type, for slots first to first + n - 1."""
+        """Stores tokens. tokens: [n] of an integer type, for slots first to first + n - 1."""
         self.tokens[first : first + len(tokens)].copy_(tokens)
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Input ids of a step: int64 [rows], where -1 - s stands for the token of slot s. A new tensor."""
+        """Returns the input ids of a step as a new tensor. token_ids: int64 [rows]; -1 - s stands for the token of slot
+        s.
+        """
         is_known = token_ids >= 0
         return torch.where(is_known, token_ids, self.tokens[(-1 - token_ids).clamp(min=0)])

@@ -1,4 +1,4 @@
-"""vLLM's model as a step uses it: token ids to hidden states, these to logits, and what its attention layers read."""
+"""Wraps vLLM's model for a step: from token ids to hidden states to logits, with the context of attention layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 HIDDEN = "hidden_states"
-"""The name of what the last stage has."""
+"""The name of the last stage's result."""
 
 
 def _modules(model: DecoderModel) -> Iterator[nn.Module]:
@@ -42,10 +42,10 @@ def _modules(model: DecoderModel) -> Iterator[nn.Module]:
 
 
 class DecoderModel(Protocol):
-    """What a step needs of a vLLM model: token ids to hidden states [rows, hidden size], and these to logits.
+    """The interface of a vLLM model for a step: token ids to hidden states [rows, hidden size], and these to logits.
 
-    It takes each row's inputs by name: `input_ids`, `positions`, and what registered `RowInput`s give.
-    One that is a stage of a pipeline takes and returns `IntermediateTensors`, unless it is the first or the last.
+    It takes each row's inputs by name: `input_ids`, `positions`, and the arguments of registered `RowInput`s. A model
+    that is a stage of a pipeline takes and returns `IntermediateTensors`, unless it is the first or the last stage.
     """
 
     def __call__(
@@ -63,9 +63,9 @@ class DecoderStep(NamedTuple):
     """The arguments of one forward of a model, on its device.
 
     rows: tensors of the `RowInput`s that the model reads, by name; `token_ids` is among them.
-    metadata: what attention reads; None: nothing is attended, in a memory measurement or a step of other engines.
-    received: of the stage before; maybe written.
-    longest: rows of the longest step of all engines, where they share out experts; None: all have as many.
+    metadata: input of attention; if None, attention is skipped, as in a memory measurement or a step of other engines.
+    received: tensors of the previous stage; the forward may write them.
+    longest: rows of the longest step of all engines, if they share out experts; None if all have the same number.
     """
 
     rows: Mapping[str, torch.Tensor]
@@ -82,12 +82,12 @@ class Decoder:
     """A model with the context that its attention layers read.
 
     Args:
-        model: vLLM's.
-        vllm_config: the engine's.
-        stage: which of the model's layers are here; None: all.
-        lockstep: the engines that share out its experts; None: this one has them.
+        model: vLLM's model.
+        vllm_config: the engine's config.
+        stage: the part of the model's layers on this worker; None for all layers.
+        lockstep: the engines that share out its experts; None if this engine has all of them.
 
-    inputs: what the model reads of each row.
+    inputs: the model's inputs for each row.
     """
 
     def __init__(
@@ -108,54 +108,56 @@ class Decoder:
 
     @property
     def has_logits(self) -> bool:
-        """Whether the model's last layer is here."""
+        """Returns whether the model's last layer is on this stage."""
         return self.stage is None or self.stage.is_last
 
     @property
     def num_layers(self) -> int:
-        """Layers with attention that are here."""
+        """Returns the number of attention layers on this stage."""
         return len(self._attention_layers())
 
     @cached_property
     def latent(self) -> LatentSizes | None:
-        """Where all layers are of latent attention, alike."""
+        """Returns the sizes of latent attention if all layers have it with the same sizes; otherwise None."""
         sizes = {layer.sizes if isinstance(layer, LatentAttention) else None for layer in self._attention_layers()}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def specs(self) -> list[AttentionSpec]:
-        """What the layers with attention that are here compute."""
+        """Returns the specs of the attention layers on this stage."""
         return [impl.spec for impl in self._attention()]
 
     @property
     def windows(self) -> list[Window | None]:
-        """How far back rows see in the layers that are here, each once: whole contexts (None), then the widest."""
+        """Returns the distinct windows of the layers on this stage: whole contexts (None) first, then from the
+        widest.
+        """
         found = dict.fromkeys(impl.window for impl in self._attention())
         return sorted(found, key=lambda window: 0 if window is None else 1 / window.tokens)
 
     @property
     def window(self) -> Window | None:
-        """How far back rows see in the first KV-cache group."""
+        """Returns the window of the first KV-cache group."""
         return next(iter(self.windows), None)
 
     @property
     def shares_caches(self) -> bool:
-        """Whether layers read the keys and values of others."""
+        """Returns whether layers read the keys and values of others."""
         return any(impl.shares for impl in self._attention())
 
     def _attention(self) -> list[UnifiedAttentionImpl]:
         return [cast(UnifiedAttentionImpl, layer.impl) for layer in self._attention_layers()]
 
     def _attention_layers(self) -> list[AttentionLayerBase]:
-        """Returns the layers with attention; layers with a state have no implementation of it."""
+        """Returns the attention layers; layers with a state have no attention implementation."""
         layers = cast(nn.Module, self.model).modules()
         return [layer for layer in layers if isinstance(layer, AttentionLayerBase) and has_attention(layer)]
 
     def compile(self, compiler: StaticCompiler) -> None:
-        """From now on layers and output head run compiled, once for each set of shapes.
+        """Makes layers and output head run compiled from now on, once for each set of shapes.
 
-        The model's own forward stays Python between its layers; where these cannot be compiled one by one, it is a
-        region as a whole. The context that layers read is set outside: entering it is no part of a graph.
+        The model's own forward stays Python between its layers; if they cannot be compiled one by one, the whole
+        forward is one region. The context that layers read is set outside: entering it is not part of a graph.
         """
         try:
             layers = compile_regions(cast(nn.Module, self.model), compiler)
@@ -171,16 +173,16 @@ class Decoder:
         self._head = compiler.region(self._wide_logits)
 
     def hidden(self, step: DecoderStep) -> torch.Tensor:
-        """[rows, hidden size], where all layers are here."""
+        """Returns [rows, hidden size]; all layers must be on this stage."""
         return self.run(step)[HIDDEN]
 
     def run(self, step: DecoderStep) -> StageTensors:
-        """What the layers that are here hand on, [rows, hidden size] each; `HIDDEN` of the last stage."""
+        """Returns the tensors that the layers pass on, [rows, hidden size] each; `HIDDEN` on the last stage."""
         metadata, count = step.metadata, step.num_rows
         if isinstance(metadata, GroupedMetadata):
             metadata.begin()
         padded = self._padded_rows(step)
-        # vLLM would ask the other engines
+        # otherwise vLLM would exchange these numbers with the other engines
         each = None if self.lockstep is None else torch.full((self.lockstep.size,), count, dtype=torch.int32)
         with set_forward_context(
             metadata,
@@ -193,7 +195,7 @@ class Decoder:
             return self._forward(self._arguments(step.rows), step.received)
 
     def unattended(self, rows: int, device: torch.device, longest: int | None = None) -> DecoderStep:
-        """A step of pads, which attends to nothing. longest: see DecoderStep."""
+        """Returns a step of pads without attention. longest: see DecoderStep."""
 
         def pads(kind: type[RowInput]) -> torch.Tensor:
             shape = (rows,) if kind.columns is None else (kind.columns, rows)
@@ -203,15 +205,16 @@ class Decoder:
         return DecoderStep(inputs, None, self.received(rows, device), longest)
 
     def _arguments(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the arguments of the model's forward that are made of rows."""
+        """Returns the arguments of the model's forward that are made from rows."""
         found: dict[str, torch.Tensor] = {}
         for kind in self.inputs:
             found.update(kind.kwargs(rows[kind.name]))
         return found
 
     def _padded_rows(self, step: DecoderStep) -> torch.Tensor | None:
-        """bool, for layers with experts, of the rows that they get: what fills a bucket up writes to the first slot of
-        the dummy block."""
+        """Returns bool, which rows of the layers with experts are pads: pads of a bucket write to the first slot of the
+        dummy block. None if experts need no such mask.
+        """
         metadata, longest = step.metadata, step.longest
         if not self._has_experts or (metadata is None and longest is None):
             return None
@@ -223,29 +226,30 @@ class Decoder:
         return own if self.lockstep is None else self.lockstep.padded_rows(own, longest or len(own))
 
     def received(self, rows: int, device: torch.device) -> StageTensors | None:
-        """Zeros in place of what the stage before hands on; None on the first stage."""
+        """Returns zeros in the form of the previous stage's tensors; None on the first stage."""
         return None if self.stage is None or self.stage.is_first else self.between(rows, device)
 
     def between(self, rows: int, device: torch.device) -> StageTensors:
-        """Zeros as one stage hands them to the next."""
+        """Returns zeros in the form of the tensors that one stage passes to the next."""
         dtype = cast(torch.dtype, self._vllm_config.model_config.dtype)
         return self.model.make_empty_intermediate_tensors(rows, dtype, device).tensors
 
     @torch.inference_mode()
     def connect(self, device: torch.device) -> None:
-        """Makes the connections between the stages, where there are several; see Stage."""
+        """Makes the connections between stages if there are several; see Stage."""
         if self.stage is None:
             return
         found = self.run(self.unattended(1, device))
         self.stage.connect(found, self.between(1, device))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 [rows, vocabulary], of some rows of the hidden states or of all: what vLLM's sampler and grammar
-        masks compute in."""
+        """Returns float32 [rows, vocabulary] for some rows of the hidden states or for all; vLLM's sampler and grammar
+        masks compute in float32.
+        """
         return self._head(hidden, rows).float()
 
     def write_logits(self, out: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> None:
-        """The same, written to `out`: what casts them is the copy."""
+        """Writes logits to `out`; the copy casts them."""
         out.copy_(self._head(hidden, rows))
 
     def _run_model(self, rows: dict[str, torch.Tensor], received: StageTensors | None) -> StageTensors:
@@ -259,5 +263,5 @@ class Decoder:
         return logits
 
     def _wide_logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """A compiled region casts what it computes."""
+        """Returns float32 logits: a compiled region includes the cast."""
         return self._logits(hidden, rows).float()

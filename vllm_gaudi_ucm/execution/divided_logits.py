@@ -1,4 +1,4 @@
-"""Logits of a step that runs in parts, in the places of the whole step."""
+"""Puts the logits of a step that runs in parts in the places of the whole step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def put_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-    """In place: `whole` has storage of its own, and nothing but this writes it."""
+    """Writes rows in place: `whole` has its own storage, and only this function writes it."""
     whole.index_copy_(0, places, rows)
 
 
@@ -30,7 +30,7 @@ class LogitsOfParts(Protocol):
     def put(self, logits: torch.Tensor, slots: NDArray[np.int64], count: int, position: int = 0) -> torch.Tensor:
         """Copies a part's rows [at least len(slots), vocabulary] to their slots.
 
-        count: slots of the whole step. position: of the drafts; 0 is the last certain token.
+        count: slots of the whole step. position: index of the draft; 0 is the last certain token.
 
         Returns the rows of all slots, as far as they were put.
         """
@@ -42,7 +42,7 @@ class LogitsOfParts(Protocol):
 
 
 class TrueShapeLogits:
-    """See LogitsOfParts: a new buffer for each step and draft."""
+    """Uses a new buffer for each step and draft; see LogitsOfParts."""
 
     def __init__(self) -> None:
         self._whole: dict[int, torch.Tensor] = {}
@@ -60,16 +60,16 @@ class TrueShapeLogits:
 
 
 class DividedLogits:
-    """See LogitsOfParts, at static shapes.
+    """Puts logits of parts at static shapes; see LogitsOfParts.
 
-    There is one buffer with a row for each slot and one more for the padding of the parts, and another one for each
+    There is one buffer with a row for each slot and one more for the padding of the parts, and another buffer for each
     draft.
 
     Args:
-        execution: whose logits they are.
-        device: where they are.
-        stage: entered around device work.
-        region: makes regions of it.
+        execution: computes the logits.
+        device: device of the logits.
+        stage: context around device work.
+        region: compiles the copies as regions.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class DividedLogits:
         self._places: dict[int, torch.Tensor] = {}
 
     def reserve(self, num_drafts: int) -> None:
-        """Allocates the buffers of `num_drafts` drafts per request. Call it before warm-up."""
+        """Allocates the buffers for `num_drafts` drafts per request. Must be called before warm-up."""
         self._whole += [torch.zeros_like(self._whole[0]) for _ in range(num_drafts)]
 
     def put(self, logits: torch.Tensor, slots: NDArray[np.int64], count: int, position: int = 0) -> torch.Tensor:
-        """Returns also padding up to a bucket."""
+        """Puts rows, and returns them with padding up to a bucket."""
         self._copy(logits, slots, self._whole[position])
         return self._whole[position][: self._execution.logits_bucket(count)]
 
     def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
-        """Returns also padding up to a bucket."""
+        """Returns rows with padding up to a bucket."""
         return self._select(slots, self._execution.logits_bucket(len(slots)), self._whole[position])
 
     def warm(self, logits: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class DividedLogits:
             self._select(np.zeros(0, np.int64), len(logits), self._whole[0])
 
     def refill(self) -> None:
-        """See BucketedExecution."""
+        """Zeroes the tensors; see BucketedExecution."""
         for tensor in (*self._whole, *self._places.values()):
             tensor.zero_()
 
@@ -120,7 +120,7 @@ class DividedLogits:
             return found
 
     def _stage_places(self, slots: NDArray[np.int64], rows: int) -> torch.Tensor:
-        """int64 [rows] on the device: the slots and, behind them, the row of the padding."""
+        """Returns int64 [rows] on the device: the slots followed by the row of the padding."""
         self._host[: len(slots)] = torch.from_numpy(slots)
         self._host[len(slots) : rows] = len(self._whole[0]) - 1
         places = self._places.get(rows)

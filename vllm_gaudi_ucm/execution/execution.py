@@ -1,4 +1,4 @@
-"""How a planned step is computed: at its true shape, or padded to a bucket and replayed as a graph."""
+"""The interface that computes a planned step: at its true shape, or padded to a bucket and replayed as a graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 
 
 class StepShape(NamedTuple):
-    """The shape that a step has, and the one that it runs in.
+    """The true shape of a step, and the shape in which it runs.
 
-    remainder: it runs in a graph for prompt remainders, not in a bucket.
+    remainder: whether it runs in a graph for prompt remainders, not in a bucket.
     """
 
     true: Bucket
@@ -25,10 +25,10 @@ class StepShape(NamedTuple):
 
 
 class Execution(Protocol):
-    """Computes one step at a time: stage, forward, then logits of it as often as wanted."""
+    """Computes one step at a time: stage, forward, then its logits as often as needed."""
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
-        """Indices of the requests that run together: one group, or more where no shape holds the whole step.
+        """Returns the indices of requests that run together: one group, or more if no shape holds the whole step.
 
         remainders: int64 [n], requests whose rows choose together and are too many for an ordinary graph.
         """
@@ -40,19 +40,21 @@ class Execution(Protocol):
         """Computes the hidden states of all rows of the staged step, and writes their K/V."""
 
     def follow(self) -> None:
-        """Takes part in a forward of other engines, which share out experts with this one. Stages no step of its own,
-        and writes nothing that one reads, but what `logits` and `likeliest` return of the step before."""
+        """Takes part in a forward of other engines, which share out experts with this one. Stages no step, and
+        overwrites only results that `logits` and `likeliest` returned for the previous step.
+        """
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """float32 [at least len(rows), vocabulary]: logits of these rows of the step; what follows them is garbage.
+        """Returns float32 [at least len(rows), vocabulary]: logits of these rows of the step; further rows are garbage.
 
         Valid until the next call. Takes at most `max_logits` rows.
         """
 
     def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
-        """int64 [at least len(rows)] the likeliest token after each of these rows of the step; None: ask `logits`.
+        """Returns int64 [at least len(rows)], the argmax token after each of these rows; if None, `logits` must be
+        used.
 
-        What follows the rows is garbage. Takes more rows than `logits` where requests verify drafts.
+        Further entries are garbage. Takes more rows than `logits` if requests verify drafts.
         """
 
     @property

@@ -1,4 +1,4 @@
-"""Forward graphs of one kind: the static tensors that they read, which of them a step runs in, and their replay."""
+"""Forward graphs of one kind: their static input tensors, the choice of a step's graph, and the replay."""
 
 from __future__ import annotations
 
@@ -33,47 +33,48 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
 Stage = Callable[[str], AbstractContextManager[object]]
-"""A region of device work that becomes one recipe; the label names it in reports. `nullcontext` where none is cut."""
+"""A region of device work that becomes one recipe; the label names it in reports. `nullcontext` if recipes are not
+cut.
+"""
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a region of a function of tensors: compiled once for each set of their shapes, and for no number that differs
-between steps."""
+"""Makes a region of a function of tensors: compiled once for each set of their shapes, and for no other number."""
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as it is, for devices and modes that compile none."""
+    """Returns the function unchanged, for devices and modes without compilation."""
     return function
 
 
 Pad = int | NDArray[np.int64]
 
 Places = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""(start, stop, shape) of each tensor in a flat one."""
+"""The (start, stop, shape) of each tensor in a flat one."""
 
 
 def cut_views(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:
-    """The tensors in a flat one, as views of it."""
+    """Returns the tensors in a flat one, as views of it."""
     pieces = ((flat[start:stop], shape) for start, stop, shape in places)
     return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in pieces]  # dynamo traces each view
 
 
 def cut_copies(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:
-    """The same as tensors of their own.
+    """Returns the tensors in a flat one, as separate tensors.
 
-    Gaudi's bridge finds a compiled region by the storage offsets of its inputs as well: pieces of one tensor would be
-    one more recipe wherever one lies elsewhere, and a write to one of them might be dropped.
+    Gaudi's bridge also looks up a compiled region by the storage offsets of its inputs: pieces of one tensor would need
+    another recipe whenever an offset differs, and a write to one of them might be dropped.
     """
     return [tensor.clone() for tensor in cut_views(flat, places)]
 
 
-# Entries of 8 bytes: Triton compiles a kernel once more for a pointer that is no multiple of 16.
+# Entries of 8 bytes: Triton compiles another kernel for a pointer that is not a multiple of 16.
 ALIGNED = 2
 
 
 class _Layout:
-    """Where each tensor of a forward shape lies in its flat tensor: `names` and `places`.
+    """The layout of a forward shape's tensors in its flat tensor: `names` and `places`.
 
-    host: int64 [at least size], where a step is written.
+    host: int64 [at least size], the array to which a step is written.
     """
 
     def __init__(self, table: Sequence[StepTensor], sizes: Sizes, host: NDArray[np.int64] | None = None) -> None:
@@ -114,7 +115,7 @@ class _Layout:
         self._fill_gaps()
 
     def fill_pads(self, parts: Parts = ()) -> None:
-        """Writes the pads of all tensors but those of `parts`."""
+        """Writes the pads of all tensors except those of `parts`."""
         of_step = set(parts)
         for entry, whole, pad in self._arrays:
             if of_step.isdisjoint(entry.parts):
@@ -122,17 +123,18 @@ class _Layout:
         self._fill_gaps()
 
     def _fill_gaps(self) -> None:
-        """Nothing reads them; but a step is the same bits whatever ran before."""
+        """Zeroes the gaps: they are never read, but a step then has the same bits whatever ran before."""
         if self._host is not None:
             self._host[self._gaps] = 0
 
 
 class _HostBuffer:
-    """Where one step is written, and copied from.
+    """A host buffer to which a step is written, and from which it is copied.
 
-    A copy from pinned memory is queued behind whatever the device still has to do, and the host goes on.
+    A copy from pinned memory is queued after the pending work of the device, and the host continues.
 
-    size: int64 entries. pinned: on the host of `device`; a copy from other memory has ended when it returns.
+    size: int64 entries. pinned: whether it is page-locked for `device`; a copy from other memory returns when it has
+    ended.
     """
 
     def __init__(self, size: int, device: torch.device, pinned: bool) -> None:
@@ -142,7 +144,7 @@ class _HostBuffer:
         self._copied = torch.Event(device) if pinned else None
 
     def await_copy(self) -> None:
-        """Before the buffer is written."""
+        """Waits for the last copy; must be called before the buffer is written."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -154,16 +156,16 @@ class _HostBuffer:
 
 
 class _HostBuffers:
-    """Buffers that take turns: a step is written while the copy of the one before is still queued.
+    """Buffers that take turns: a step is written while the copy of the previous one is still queued.
 
-    One is enough where the host waits for each copy.
+    One is enough if the host waits for each copy.
     """
 
     def __init__(self, size: int, device: torch.device, pinned: bool) -> None:
         self.all = [_HostBuffer(size, device, pinned) for _ in range(2 if pinned else 1)]
 
     def next(self) -> _HostBuffer:
-        """The one that was copied longest ago; it may be written."""
+        """Returns the buffer that was copied longest ago; it may be written."""
         buffer = self.all.pop(0)
         self.all.append(buffer)
         buffer.await_copy()
@@ -171,26 +173,26 @@ class _HostBuffers:
 
 
 class BucketTensors:
-    """Host buffers for all, one flat device tensor per forward shape and one per number of logits rows.
+    """Host buffers for all shapes, a flat device tensor per forward shape, and one per number of logits rows.
 
-    A step fills the whole tensor of its bucket: real values first, then pads, which point at the dummy block, at no
-    group and at an entry that sees nothing, so no value of an earlier step is ever read. A graph gets the flat tensor
-    and cuts it itself (`split`): copying into a part of a larger tensor would be a recipe of its own on Gaudi.
+    A step fills the whole tensor of its bucket: real values first, then pads, which refer to the dummy block, to no
+    group and to an entry that sees nothing, so values of earlier steps are never read. A graph gets the flat tensor and
+    cuts it itself (`split`): copying into a part of a larger tensor would be a separate recipe on Gaudi.
 
-    A copy from a pinned buffer is queued behind whatever the device still has to do: the graph of the step before, if
-    the host has not waited for that step (asynchronous scheduling, prompt chunks that yield no token). So buffers take
-    turns, those of steps and those of logits rows, and none is written before its last copy has ended.
+    A copy from a pinned buffer is queued after the pending work of the device: the graph of the previous step, if the
+    host has not waited for it (async scheduling, prompt chunks that yield no token). So buffers of steps and buffers of
+    logits rows each take turns, and none is written before its last copy has ended.
 
     Args:
-        limits: of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
+        limits: limits of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
         causal_slice: rows per slice of the causal part.
-        device: where the model runs.
-        pin_memory: whether host buffers are pinned, so that the host goes on while they are copied.
-        choices: sizes of the choices of a sparse method, where one is on.
-        groups: of the KV cache.
-        inputs: what the model reads of each row.
+        device: device of the model.
+        pin_memory: whether host buffers are pinned, so that the host continues while they are copied.
+        choices: sizes of the choices of a sparse method, if one is on.
+        groups: groups of the KV cache.
+        inputs: inputs of the model for each row.
         cut: `cut_views`, or `cut_copies` as a compiled region.
-        rows_each: rows of a request that may be asked for at once.
+        rows_each: rows of a request whose logits may be requested at once.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class BucketTensors:
         self._flat: dict[ForwardShape | int, torch.Tensor] = {}
 
     def fill(self, shape: ForwardShape, step: PlannedStep) -> torch.Tensor:
-        """Copies a step into the flat tensor of its bucket's shape, which must dominate it, and returns that."""
+        """Copies a step into the flat tensor of its bucket's shape, which must dominate it; returns the flat tensor."""
         unique = step.plan.unique
         block_ids = unique.blocks if self._limits.contiguous and unique is not None else None
         buffer = self._steps.next()
@@ -229,21 +231,23 @@ class BucketTensors:
         return self._copy(buffer, shape, layout.size)
 
     def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
-        """The flat tensor of a shape with pads only: warm-up executes the graph and touches no request's cache."""
+        """Returns the flat tensor of a shape with only pads, so that warm-up does not change the cache of any
+        request.
+        """
         buffer = self._steps.next()
         layout = self._layout(shape, buffer)
         layout.fill_pads()
         return self._copy(buffer, shape, layout.size)
 
     def fill_logits_rows(self, logits: int, rows: NDArray[np.int64]) -> torch.Tensor:
-        """int64 [logits]: rows of the step that ran last, at most `logits`; pads repeat row 0."""
+        """Returns int64 [logits]: rows of the step that ran last, at most `logits`; pads repeat row 0."""
         buffer = self._logits_rows.next()
         buffer.array[: len(rows)] = rows
         buffer.array[len(rows) : logits] = 0
         return self._copy(buffer, logits, logits)
 
     def split(self, flat: torch.Tensor, shape: ForwardShape) -> StepInputs:
-        """The tensors in a flat one; their phase is the shape's, or it is an error."""
+        """Returns the tensors in a flat one. Raises ValueError if their phase differs from the phase of the shape."""
         layout = self._layout(shape, self._steps.all[0])
         tensors = dict(zip(layout.names, self._cut(flat, layout.places), strict=True))
         groups = [group.of(shape, of_group(tensors, k)) for k, group in enumerate(self._groups)]
@@ -254,7 +258,7 @@ class BucketTensors:
         return StepInputs.of(tensors, groups, choices, self._inputs)
 
     def refill(self) -> None:
-        """Every tensor on the device anew, after a warm-up that computed nothing."""
+        """Fills every tensor on the device again, after a warm-up that computed nothing."""
         for group in self._groups:
             group.refill()
         for flat in self._flat.values():
@@ -276,13 +280,13 @@ class BucketTensors:
 
 
 class ForwardGraphs:
-    """Keyed by shape. Kinds differ in what their inputs have room for; one shape may have a graph in each.
+    """Forward graphs by shape. Kinds differ in the room of their inputs; one shape may have a graph in each kind.
 
     Args:
-        inputs: of the steps of this kind.
-        make_runner: makes what captures and replays.
-        compute: the forward over the inputs of a shape.
-        stage: entered around device work.
+        inputs: inputs of the steps of this kind.
+        make_runner: makes the runner that captures and replays.
+        compute: runs the forward over the inputs of a shape.
+        stage: context around device work.
     """
 
     def __init__(
@@ -305,13 +309,15 @@ class ForwardGraphs:
         self._staged = shape
 
     def replay(self) -> None:
-        """The graph of what was filled in last. Raises KeyError for a shape that was never warmed: nothing runs."""
+        """Replays the graph of the last filled step. Raises KeyError, and runs nothing, for a shape that was never
+        warmed.
+        """
         graph = self._graphs[self._staged]
         with self._stage("forward"):
             graph()
 
     def replay_pads(self, shape: ForwardShape) -> None:
-        """A graph that is there, over pads, which read and write the dummy block only."""
+        """Replays an existing graph over pads, which read and write only the dummy block."""
         self.inputs.fill_pads(shape)
         self._staged = shape
         self.replay()
@@ -326,7 +332,7 @@ class ForwardGraphs:
             self._graphs[shape] = self._runner.capture((flat, shape))
 
     def captured(self) -> int:
-        """Graphs that are kept."""
+        """Returns the number of captured graphs."""
         return len(self._graphs)
 
     def _run(self, flat: torch.Tensor, shape: ForwardShape) -> None:

@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.execution.step_tensors import StepTensor, input_tensors
 
 
 def step_table(groups: Sequence[CacheGroup], inputs: RowInputs = BUILT_IN_INPUTS) -> tuple[StepTensor, ...]:
-    """Returns the tensors of a step of these groups, for a model that reads these inputs.
+    """Returns the tensors of a step for these groups, for a model with these inputs.
 
     Raises:
         ValueError: an input or a group has a tensor with the name of another one.

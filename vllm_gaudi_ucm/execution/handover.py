@@ -1,4 +1,4 @@
-"""What the graphs of a pipeline's stage read and leave for its neighbours: the same tensors in every replay."""
+"""The tensors that graphs of a pipeline stage receive from and leave for its neighbours, the same in every replay."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 
 class Handover:
-    """Of a bucket all rows travel, pads too, so that shapes are a function of the bucket.
+    """Tensors between stages. All rows of a bucket are sent, including pads, so that shapes are a function of the
+    bucket.
 
-    Each number of rows has tensors of its own: on Gaudi copies into a part of a larger one would be recipes of their
-    own. Sending and receiving are no part of a graph, so a graph is captured without the neighbours.
+    Each number of rows has separate tensors: on Gaudi, copies into a part of a larger tensor would be additional
+    recipes. Sending and receiving are not part of a graph, so a graph is captured without the neighbours.
 
     Args:
         decoder: the layers of this stage.
         stage: its neighbours.
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, decoder: Decoder, stage: Stage, device: torch.device) -> None:
@@ -32,7 +33,7 @@ class Handover:
         self._left: dict[int, StageTensors] = {}
 
     def reserve(self, rows: int) -> None:
-        """Makes the tensors for so many rows, of a graph that is about to be captured or executed without a step."""
+        """Makes the tensors for this many rows, before a graph is captured or executed without a step."""
         self._stage.finish_sends()
         if rows in self._left:
             return
@@ -41,28 +42,30 @@ class Handover:
             self._received[rows] = self._decoder.between(rows, self._device)
 
     def received(self, rows: int) -> StageTensors | None:
-        """What a graph reads; None on the first stage. In a dictionary of its own: a model may change that."""
+        """Returns the tensors that a graph reads, in a new dictionary, because a model may change it; None on the first
+        stage.
+        """
         found = self._received.get(rows)
         return None if found is None else dict(found)
 
     def leave(self, rows: int, found: StageTensors) -> None:
-        """In a graph: keeps what the stage hands on."""
+        """Copies the tensors that the stage passes on; called within a graph."""
         for name, kept in self._left[rows].items():
             kept.copy_(found[name])
 
     def receive(self, rows: int) -> None:
-        """Before a replay: waits for the stage before, and for what the last replay has left."""
+        """Waits for the previous stage, and for the results of the last replay to be sent; called before a replay."""
         self._stage.finish_sends()
         if rows in self._received:
             self._stage.receive(self._received[rows])
 
     def send(self, rows: int) -> None:
-        """After a replay: what it has left."""
+        """Sends the results of a replay; called after it."""
         if self._left[rows]:
             self._stage.send(self._left[rows])
 
     def refill(self) -> None:
-        """See BucketedExecution."""
+        """Zeroes the tensors; see BucketedExecution."""
         for tensors in chain(self._received.values(), self._left.values()):
             for tensor in tensors.values():
                 tensor.zero_()

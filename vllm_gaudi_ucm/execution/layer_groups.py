@@ -26,22 +26,24 @@ if TYPE_CHECKING:
 
 
 class GroupLayer(Protocol):
-    """A layer, or what computes it."""
+    """A layer, or the object that computes it."""
 
     def join(self, group: GroupStep | None) -> None:
-        """Has the layer read the step of this group. None: there is one group, whose metadata is the step's."""
+        """Makes the layer read the step of this group. None if there is only one group, whose metadata is the
+        step's.
+        """
         ...
 
 
 class LayerGroups(NamedTuple):
-    """groups: at least one; the first is of attention. steps: of each, if there are several."""
+    """The groups, at least one, of which the first has attention. steps: step of each group, if there are several."""
 
     groups: tuple[CacheGroup, ...]
     steps: tuple[GroupStep, ...] = ()
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], layers: Mapping[str, GroupLayer]) -> LayerGroups:
-        """Tells each layer where to look. layers: by name, all that are in a group."""
+        """Gives each layer the step object of its group. layers: all layers in groups, by name."""
         if len(groups) == 1:
             for layer in layers.values():
                 layer.join(None)
@@ -54,7 +56,7 @@ class LayerGroups(NamedTuple):
 
     @classmethod
     def alone(cls, block_size: int, window: Window | None) -> LayerGroups:
-        """Returns one group of attention with all layers. window: how far back its rows see."""
+        """Returns one attention group with all layers. window: how far back its rows see."""
         return cls((AttentionGroup(KvGroup(0, block_size, window)),))
 
     def held(self, true: Bucket, plan: UnifiedPlan) -> Bucket:
@@ -65,7 +67,7 @@ class LayerGroups(NamedTuple):
     def divide(
         self, batch: BatchInput, divisions: list[NDArray[np.int64]], room: Room | None
     ) -> list[NDArray[np.int64]]:
-        """Returns the parts of a step, divided further if a group behind the first needs that.
+        """Returns the parts of a step, divided further if a group after the first needs that.
 
         divisions: requests of each part, by index. room: see `CacheGroup.divide`.
         """
@@ -78,7 +80,7 @@ class LayerGroups(NamedTuple):
     def metadata(
         self, first: UnifiedAttentionMetadata, inputs: StepInputs, implementation: str, plan: Plan | None = None
     ) -> StepMetadata:
-        """Returns the metadata of all groups. first: of the first one, which has a sparse method and summaries."""
+        """Returns the metadata of all groups. first: metadata of the first group, with sparse method and summaries."""
         if len(inputs.groups) == 1:
             return first
         others = (
@@ -89,5 +91,5 @@ class LayerGroups(NamedTuple):
 
     @property
     def kv(self) -> tuple[KvGroup, ...]:
-        """Which layers and blocks are of each group."""
+        """Returns the layers and blocks of each group."""
         return tuple(group.kv for group in self.groups)

@@ -1,4 +1,4 @@
-"""Regions of device work that become one recipe each: cut on a device that accumulates, hashed where that is asked."""
+"""Regions of device work that become one recipe each: cut on a device that accumulates work, hashed on request."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Recorder(Protocol):
 
     @property
     def new_recipes(self) -> int:
-        """Recipes first seen after `seal`, outside of `warming`."""
+        """Returns the number of recipes first seen after `seal`, outside `warming`."""
 
     def recording(self, label: str) -> AbstractContextManager[None]:
-        """Takes what runs in here as one recipe."""
+        """Records the work inside this context as one recipe."""
 
     def warming(self) -> AbstractContextManager[None]:
-        """Takes what is first seen in here, in this thread, as warm-up."""
+        """Counts recipes first seen inside this context, in this thread, as warm-up."""
 
     def seal(self) -> None:
         """Ends the warm-up."""
 
 
 class RecipeStages:
-    """Call it with a label around device work.
+    """A context for device work; call the object with a label.
 
     Args:
-        device: whose recipes are cut.
+        device: device whose recipes are cut.
         check: `ucm.graphs.recipe_check`.
-        device_type: torch's name of the device that tensors are on.
+        device_type: torch's name of the device of the tensors.
         on_new: called for each recipe that was first seen after warm-up.
     """
 
@@ -55,7 +55,7 @@ class RecipeStages:
 
     @property
     def are_cut(self) -> bool:
-        """Whether a region has an effect: the device accumulates work, or recipes are recorded."""
+        """Returns whether a region has an effect: the device accumulates work, or recipes are recorded."""
         return self._recorder is not None or self._device.kind == "hpu"
 
     @contextmanager
@@ -66,17 +66,17 @@ class RecipeStages:
         self._device.end_recipe()
 
     def warming(self) -> AbstractContextManager[None]:
-        """What is first seen in here, in this thread, is warm-up."""
+        """Returns a context in which recipes first seen in this thread count as warm-up."""
         return nullcontext() if self._recorder is None else self._recorder.warming()
 
     def seal(self) -> None:
-        """The skeleton is warm: what is first seen from now on, outside of `warming`, is new."""
+        """Ends the warm-up of the skeleton: a recipe first seen from now on, outside `warming`, is new."""
         if self._recorder is not None:
             self._recorder.seal()
 
     @property
     def new_recipes(self) -> int:
-        """Recipes first seen after warm-up; 0 where nothing is recorded."""
+        """Returns the number of recipes first seen after warm-up; 0 if recipes are not recorded."""
         return 0 if self._recorder is None else self._recorder.new_recipes
 
     def _report(self, recipe: object) -> None:

@@ -1,8 +1,8 @@
-"""A model in regions that are compiled one by one: each decoder layer, and what stands before and behind them.
+"""Compiles a model in regions one by one: each decoder layer, and the modules before and after the layers.
 
-All layers that hold the same kinds of weights share a region, hence one graph for each bucket: compiling costs the same
-whatever the number of layers. Nothing that differs between layers may be a Python value; see `NamelessAttention` for
-their names.
+All layers with the same kinds of weights share a region, and so one graph for each bucket: compiling costs the same
+whatever the number of layers. Values that differ between layers must not be Python values; see `NamelessAttention` for
+the names of layers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from vllm_gaudi_ucm.vllm_api.model import (
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
 
-# What vLLM's models hand to a layer: tensors, and None for the first layer's residual.
+# Arguments that vLLM's models pass to a layer: tensors, and None for the first layer's residual.
 TENSOR_ARGUMENTS = frozenset({"positions", "position_ids", "hidden_states", "residual"})
-# Beside the layers; classes that read nothing but their inputs and weights.
+# Modules outside the layers; classes that read only their inputs and weights.
 SMALL_REGIONS = (VocabParallelEmbedding, RMSNorm, nn.LayerNorm, nn.Embedding)
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
-    """The model's decoder layers: its outermost lists of modules that all hold attention, without other stages'.
+    """Returns the decoder layers on this stage: the outermost lists of modules that all hold attention.
 
     Raises:
         ValueError: the layers cannot be compiled one by one; the message says why.
@@ -54,12 +54,13 @@ def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def compile_regions(model: nn.Module, compiler: StaticCompiler) -> int:
-    """Replaces the forward of each layer by the region that they share, and those of embeddings and norms outside.
+    """Replaces the forward of each layer by the shared region, and also those of embeddings and norms outside the
+    layers.
 
     Returns the number of layers.
 
     Raises:
-        ValueError: the layers cannot be compiled one by one; the model is as it was.
+        ValueError: the layers cannot be compiled one by one; the model is unchanged.
     """
     lists = layer_lists(model)
     forget_names(model)
@@ -85,15 +86,15 @@ def _run_layer(layer: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
 
 
 def _weights_held(layer: nn.Module) -> tuple[object, ...]:
-    """Names and dtypes of a layer's weights: those that are quantised in another way are another graph."""
+    """Returns the names and dtypes of a layer's weights: a different quantisation needs another graph."""
     return type(layer), *((name, weight.dtype) for name, weight in layer.named_parameters())
 
 
 def _own_copy(function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """The same code as another object, of which torch.compile keeps graphs apart.
+    """Returns the same code as another object, because torch.compile keeps separate graphs for each object.
 
-    Those of one object are told apart by guards, and which of them are left out later (`StaticCompiler.skip_guards`)
-    supposes that modules have the same parameters.
+    Graphs of one object are distinguished by guards, and the choice of guards that are skipped later
+    (`StaticCompiler.skip_guards`) assumes that modules have the same parameters.
     """
     name = f"{function.__name__}_{number}"
     return FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
@@ -109,7 +110,7 @@ def _layer_call(region: Callable[..., Any], layer: nn.Module) -> Callable[..., A
     def call(*given: Any, **named: Any) -> Any:
         inputs = {**dict(zip(names, given, strict=False)), **named}
         if "residual" in inputs and inputs["residual"] is None:
-            # adding zeros changes no value, and the first layer is one with the others
+            # adding zeros does not change values, and the first layer then shares the graph of the others
             inputs["residual"] = torch.zeros_like(inputs["hidden_states"])
         return region(layer, inputs)
 
@@ -125,7 +126,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _present(modules: nn.ModuleList) -> list[nn.Module]:
-    """Without what stands for layers of other stages of a pipeline."""
+    """Returns the modules without placeholders for layers of other pipeline stages."""
     return [module for module in modules if not isinstance(module, PPMissingLayer)]
 
 
@@ -135,7 +136,7 @@ def _are_layers(modules: nn.ModuleList) -> bool:
 
 
 def _required(kind: type[nn.Module]) -> Iterator[str]:
-    """Names of the arguments of a class's forward that have no default."""
+    """Yields the names of the arguments of a class's forward that have no default."""
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     for parameter in parameters:
         if parameter.kind is parameter.VAR_POSITIONAL or (

@@ -1,4 +1,4 @@
-"""Groups of layers that keep a state of each request, which each token changes: the base of kinds from outside."""
+"""Groups of layers that keep a state for each request, updated by each token: the base of kinds from other packages."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class StatePlaces(NamedTuple):
-    """Where the states of a group are, in tensors of [`rows`, ...]: the first rows belong to blocks, by block id.
+    """The places of a group's states, in tensors of [`rows`, ...]: the first rows belong to blocks, by block id.
 
-    The state behind the last token of a block belongs to the block, so prefix caching keeps it with the block. Each
-    running request has a slot, whose rows are the states behind its last tokens: the request goes on from one of them,
-    whichever of its drafts were rejected.
+    The state after the last token of a block belongs to the block, so prefix caching keeps it with the block. Each
+    running request has a slot, whose rows are the states after its last tokens: the request continues from one of them,
+    however many of its drafts were rejected.
 
-    num_blocks: of the KV cache. num_slots: requests that run at once. rows_each: of a slot, tokens of a request whose
-    acceptance one step decides: its drafts and one more.
+    num_blocks: blocks of the KV cache. num_slots: requests that run at once. rows_each: rows of a slot, for the tokens
+    of a request whose acceptance one step decides: its drafts and one more.
     """
 
     num_blocks: int
@@ -47,7 +47,7 @@ class StatePlaces(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The last one is never written: a request begins with zeros."""
+        """Returns the number of rows. The last one is never written, because a request begins with zeros."""
         return self.zeros + 1
 
     @property
@@ -55,7 +55,7 @@ class StatePlaces(NamedTuple):
         return self.num_blocks + self.num_slots * self.rows_each
 
     def of_tokens(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the rows of states behind tokens at these positions, of requests with these slots."""
+        """Returns the rows of states after tokens at these positions, of requests with these slots."""
         return self.num_blocks + slots * self.rows_each + positions % self.rows_each
 
 
@@ -73,13 +73,13 @@ class StatePlan(NamedTuple):
 
 
 class StateInputs(NamedTuple):
-    """What layers with a state read of a step. In a bucket the last entries are pads, which change no state in use.
+    """A step's inputs for layers with a state. In a bucket the last entries are pads, which change no state in use.
 
-    sources: int64 [requests] rows of states that requests go on from.
-    first_rows: int64 [requests] first row of the step of each request; its others follow.
+    sources: int64 [requests] rows of the states from which requests continue.
+    first_rows: int64 [requests] first row of each request in the step; its other rows follow.
     row_requests: int64 [rows] request of each row.
-    kept_rows: int64 [kept] rows of the step behind which the state is kept.
-    kept_at: int64 [kept] rows of states to write them to. Pads alone are written to one row several times.
+    kept_rows: int64 [kept] rows of the step after which the state is kept.
+    kept_at: int64 [kept] rows of states to which they are written. Only pads are written to one row several times.
     """
 
     sources: torch.Tensor
@@ -90,13 +90,13 @@ class StateInputs(NamedTuple):
 
 
 class StateGroup(CacheGroup):
-    """States of requests. A kind derives from this, names its layers, and says what one state is.
+    """States of requests. A subclass names its layers, and defines the shape and dtype of a state.
 
     A layer has `get_kv_cache_spec`, `bind_kv_cache`, which gets a tensor [rows, *`state_shape`], and `join(step)`: in
     the forward `step.metadata` is a StateInputs.
 
     Args:
-        kv: see CacheGroup; its table is the first group's.
+        kv: see CacheGroup; it uses the table of the first group.
         max_num_seqs: requests that run at once.
         rows_each: tokens of a request whose acceptance one step decides.
     """
@@ -155,7 +155,7 @@ class StateGroup(CacheGroup):
             return StepTensor(name + end, values, self._of_requests if "kept" not in name else self._of_kept, pad)
 
         return (
-            # pads read a state that they leave as it is
+            # pads read a state that they leave unchanged
             entry("sources", DUMMY_BLOCK),
             entry("first_rows", 0),
             StepTensor("row_requests" + end, attrgetter("plan.row_requests"), of_rows, lambda sizes: sizes.spans - 1),
@@ -168,13 +168,13 @@ class StateGroup(CacheGroup):
         return (sizes.spans,)
 
     def _of_kept(self, sizes: Sizes) -> tuple[int, ...]:
-        """Last tokens of each request, and of each block that becomes full."""
+        """Returns the room for the last tokens of each request, and of each block that becomes full."""
         rows, requests = sizes.shape.query_len, sizes.spans - 1
         full = min(rows, rows // self.kv.block_size + requests)
         return (min(rows, requests * self._rows_each) + full,)
 
     def divide(self, batch: BatchInput, room: Room | None) -> list[NDArray[np.int64]]:
-        """A request that goes on from a block runs behind the part of the step that fills the block."""
+        """Divides a step so that a request that continues from a block runs after the part that fills the block."""
         return self._made_planner().divide(batch)
 
     def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> StateInputs:
@@ -188,13 +188,13 @@ class StateGroup(CacheGroup):
 
 
 class _InBuckets:
-    """See GroupInBuckets."""
+    """Makes the inputs of a state group in buckets; see GroupInBuckets."""
 
     def of(self, shape: ForwardShape, tensors: Tensors) -> StateInputs:
         return StateInputs(*(tensors[name] for name in StateInputs._fields))
 
     def refill(self) -> None:
-        """There is nothing of its own."""
+        """Does nothing, because the group has no tensors of its own."""
 
 
 class StatePlanner:
@@ -202,7 +202,7 @@ class StatePlanner:
 
     Args:
         block_size: tokens per block.
-        places: of the states.
+        places: places of the states.
     """
 
     def __init__(self, block_size: int, places: StatePlaces) -> None:
@@ -211,22 +211,22 @@ class StatePlanner:
         self._free = list(range(places.num_slots))[::-1]
         # by row of the request table
         self._slots: dict[int, int] = {}
-        # of each slot, the tokens behind which its rows hold states: positions [begin, end)
+        # for each slot, the tokens after which its rows hold states: positions [begin, end)
         self._begin = np.zeros(places.num_slots, np.int64)
         self._end = np.zeros(places.num_slots, np.int64)
 
     def forget(self, row: int) -> None:
-        """See KeepsOfRequests."""
+        """Frees the slot of a request; see KeepsOfRequests."""
         slot = self._slots.pop(row, None)
         if slot is not None:
             self._begin[slot] = self._end[slot] = 0
             self._free.append(slot)
 
     def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> StatePlan:
-        """See GroupPlanner.
+        """Plans a step; see GroupPlanner.
 
         Raises:
-            ValueError: a request goes on behind a token whose state is not kept.
+            ValueError: a request continues after a token whose state is not kept.
         """
         slots = self._slots_of(step.table_rows)
         computed = batch.num_computed[step.requests].astype(np.int64)
@@ -248,7 +248,7 @@ class StatePlanner:
         )
 
     def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
-        """Returns the requests, by index, of parts of a step: none goes on from a block that its own part fills."""
+        """Returns the requests, by index, of each part: none continues from a block that its own part fills."""
         rows = np.arange(len(batch.num_scheduled)) if batch.table_rows is None else batch.table_rows
         computed = batch.num_computed.astype(np.int64)
         from_blocks = self._read_blocks(rows, computed)
@@ -271,7 +271,7 @@ class StatePlanner:
         return np.array([self._slots[row] for row in rows.tolist()], np.int64)
 
     def _read_blocks(self, rows: NDArray[np.int64], computed: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns which requests go on from the state of a block."""
+        """Returns which requests continue from the state of a block."""
         slots = np.array([self._slots.get(row, -1) for row in rows.tolist()], np.int64)
         in_slot = (slots >= 0) & (self._begin[slots] < computed) & (computed <= self._end[slots])
         return (computed > 0) & ~in_slot

@@ -12,7 +12,9 @@ from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
 
 class Sizes(NamedTuple):
-    """What sizes and pads in a bucket follow from. choices: of a sparse method, where one is on."""
+    """The values that determine sizes and pads in a bucket. choices: sizes of a sparse method's choices, if one is
+    on.
+    """
 
     shape: ForwardShape
     limits: Limits
@@ -20,12 +22,12 @@ class Sizes(NamedTuple):
 
     @property
     def spans(self) -> int:
-        """Requests, and a last entry for rows without a request, which sees nothing."""
+        """Returns the number of requests, plus a last entry for rows without a request, which sees nothing."""
         return min(self.shape.query_len, self.limits.max_num_seqs) + 1
 
 
 Size = Callable[[Sizes], tuple[int, ...] | None]
-"""The shape of a tensor in a bucket; None: the bucket has no such tensor."""
+"""The shape of a tensor in a bucket; None if the bucket has no such tensor."""
 
 
 def of_rows(sizes: Sizes) -> tuple[int, ...]:
@@ -46,5 +48,5 @@ def of_shared_blocks(sizes: Sizes) -> tuple[int, ...] | None:
 
 
 def of_first_tokens(sizes: Sizes) -> tuple[int, ...] | None:
-    """Blocks of requests begin at their first token: then there is no such tensor, and no operator that reads it."""
+    """Returns the size of the tensor of first tokens; None if requests use blocks from their first token on."""
     return of_shared_blocks(sizes) if sizes.limits.strip else None

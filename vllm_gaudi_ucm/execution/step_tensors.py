@@ -1,7 +1,7 @@
 """The tensors that a step's model forward reads: one table, at true shapes and padded to a bucket.
 
-An entry says what a tensor is: its values of a planned step, its size in a bucket, its pad. Entries of `RowInput`s come
-first, then those of each KV-cache group.
+An entry describes a tensor: its values in a planned step, its size in a bucket, its pad. Entries of `RowInput`s come
+first, followed by those of each KV-cache group.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Parts = tuple[str, ...]
 
 
 def group_suffix(number: int) -> str:
-    """What the names of a KV-cache group's tensors and parts end with; number: its place among the groups."""
+    """Returns the suffix of the names of a group's tensors and parts; number: its place among the groups."""
     return f".{number}" if number else ""
 
 
 def of_group(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-    """The tensors of one group by their plain names, and those that all groups have."""
+    """Returns the tensors of one group by their plain names, together with the tensors common to all groups."""
     if not number:
         return {name: tensor for name, tensor in tensors.items() if "." not in name}
     end = group_suffix(number)
@@ -54,10 +54,10 @@ def of_group(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torc
 
 
 class StepArrays(NamedTuple):
-    """A planned step, as entries of the table read it.
+    """A planned step, in the form that entries of the table read.
 
-    shape: what it runs in: a bucket's shape, or its own. block_ids: where the unique part reads a slice of the cache,
-    the place of each of its entries there; None: it gathers blocks.
+    shape: the shape in which it runs: a bucket's shape, or its own. block_ids: if the unique part reads a slice of the
+    cache, the place of each of its entries there; None if it gathers blocks.
     """
 
     step: PlannedStep
@@ -74,7 +74,7 @@ class StepArrays(NamedTuple):
 
     @property
     def parts(self) -> Parts:
-        """What the step has; see StepTensor."""
+        """Returns the parts of the step; see StepTensor."""
         found = ["rows"]
         if len(self.summary_blocks):
             found.append("summaries")
@@ -92,15 +92,15 @@ class StepArrays(NamedTuple):
 class StepTensor:
     """One tensor of a step.
 
-    name: by which the forward finds it.
-    values: its real entries in a planned step that has its part.
-    size: its shape in a bucket; None: the bucket has no such tensor.
-    pad: what fills a bucket up, or all of it where the step lacks the part: a number, or an array of the size.
+    name: name by which the forward finds it.
+    values: returns its real entries in a planned step that has its part.
+    size: returns its shape in a bucket; None if the bucket has no such tensor.
+    pad: fills up a bucket, or all of it if the step lacks the part: a number, or an array of the size.
     parts: it exists in steps with one of these parts.
-    dtype: at true shape. In a bucket all tensors are int64, for they are pieces of one.
-    by_block: where the unique part reads a slice of the cache, entry b speaks of physical block b.
+    dtype: dtype at true shape. In a bucket all tensors are int64, because they are pieces of one.
+    by_block: if the unique part reads a slice of the cache, entry b is for physical block b.
     only: the one way of running that has it; in the other it is a constant, or not needed.
-    is_input: the model's forward reads it; see RowInput.
+    is_input: whether the model's forward reads it; see RowInput.
     """
 
     name: str
@@ -114,10 +114,10 @@ class StepTensor:
     is_input: bool = False
 
     def at_true_shape(self, step: StepArrays) -> NDArray[Any]:
-        """The values alone."""
+        """Returns only the values, without pads."""
         found = self.values(step)
         if self.by_block and step.block_ids is not None:
-            # a block of the slice that no row uses keeps an empty range
+            # a block of the slice that no row uses has an empty range
             found, used = np.zeros(step.shape.unique_blocks, self.dtype), found
             found[step.block_ids] = used
         return found if found.dtype == self.dtype else found.astype(self.dtype)
@@ -138,13 +138,13 @@ class StepTensor:
 
 
 def place_tiles(plan: UnifiedPlan | None, shape: ForwardShape) -> NDArray[np.int64]:
-    """[2, tiles] first and last row of each tile."""
+    """Returns [2, tiles] the first and last row of each tile."""
     rows, most = shape.query_len, shape.causal_reach
     return np.stack(row_tiles(plan).places(rows, levels(rows, most)[0]))
 
 
 def input_tensors(inputs: RowInputs) -> tuple[StepTensor, ...]:
-    """Returns the entries of what a model reads of each row."""
+    """Returns the entries of the model's inputs for each row."""
     return tuple(_input_tensor(kind) for kind in inputs)
 
 
@@ -163,10 +163,11 @@ def input_names(table: Sequence[StepTensor]) -> list[str]:
 
 
 class StepInputs(NamedTuple):
-    """What the forward of a step reads. Rows are query tokens in flat order.
+    """The inputs of a step's forward. Rows are query tokens in flat order.
 
     rows: int64 [rows] of each `RowInput`, or [columns, rows], by its name; token ids and positions are among them.
-    groups: what layers of each KV-cache group read, as its kind makes it (`CacheGroup`). The first is of attention.
+    groups: inputs of the layers of each KV-cache group, made by its kind (`CacheGroup`). The first is an attention
+    group.
     summary_blocks: int64 [blocks] to be summarised, if a sparse method is on.
     selection: the choices of the step, if it has any.
     """
@@ -184,8 +185,9 @@ class StepInputs(NamedTuple):
         choices: SelectionLimits | None,
         inputs: Sequence[str],
     ) -> StepInputs:
-        """groups: those of attention without the selected part. choices: of a step that has any. inputs: names of
-        `rows`."""
+        """Makes the inputs. groups: for attention, without the selected part. choices: for a step with choices. inputs:
+        names of `rows`.
+        """
         selection = None
         if choices is not None:
             selection = SelectionTensors.of(tensors, choices)
@@ -196,13 +198,13 @@ class StepInputs(NamedTuple):
 
     @property
     def slots(self) -> torch.Tensor:
-        """int64 [rows], of the first group."""
+        """Returns int64 [rows], the slots of the first group."""
         slots: torch.Tensor = self.groups[0].slots
         return slots
 
     @property
     def parts(self) -> AttentionParts:
-        """Attention of the first group."""
+        """Returns the parts of attention of the first group."""
         parts: AttentionParts = self.groups[0].parts
         return parts
 
@@ -215,12 +217,12 @@ class StepInputs(NamedTuple):
         return self.rows["positions"]
 
     def with_tokens(self, token_ids: torch.Tensor) -> StepInputs:
-        """Returns the same step of other tokens."""
+        """Returns the same step with other tokens."""
         return self._replace(rows={**self.rows, "token_ids": token_ids})
 
 
 def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:
-    """The bucket of a step before any padding; `unique_blocks` counts those that are read, in use or not."""
+    """Returns the bucket of a step before padding; `unique_blocks` counts the blocks that are read, in use or not."""
     return Bucket(
         phase=phase_string(plan.causal is not None, plan.shared is not None, plan.unique is not None),
         query_len=plan.num_rows,
@@ -233,7 +235,7 @@ def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:
 
 
 def _least_tiles(plan: UnifiedPlan) -> int:
-    """The least of a bucket that holds the step, where that says more than its number of rows."""
+    """Returns the least reach of a bucket that holds the step, if it is a tighter bound than the number of rows."""
     if plan.causal is None or not is_bounded(plan.num_rows, 1):
         return ALL_TILES
     least = row_tiles(plan).reach

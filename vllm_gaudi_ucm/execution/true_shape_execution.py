@@ -1,4 +1,4 @@
-"""Steps at their true shapes: no padding; on a CPU, small ones as graphs of native calls."""
+"""Runs steps at their true shapes without padding; on a CPU, small steps run as graphs of native calls."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 
 class TrueShapeExecution:
-    """See Execution.
+    """Runs steps at their true shapes; see Execution.
 
     Args:
         decoder: the model.
         config: kernels of attention, and how the unique part reads the cache.
         block_size: tokens per cache block.
-        device: where the model runs.
-        sparse: a sparse method, where one is on.
-        graphs: of small steps, on a CPU.
-        carried: tokens that the host may not know yet when a step is staged; None: it knows all.
-        groups: of the KV cache; None: one with all layers.
+        device: device of the model.
+        sparse: a sparse method, if one is on.
+        graphs: graphs of small steps, on a CPU.
+        carried: tokens that the host may not know yet when a step is copied to the device; None if it knows all.
+        groups: groups of the KV cache; None for one group with all layers.
 
     Raises:
-        ValueError: kernels that are not for this device, or cannot be built here.
+        ValueError: the kernels are not for this device, or cannot be built here.
     """
 
-    # rows whose logits are computed in one call: all logits of a long prompt at once would be gigabytes
+    # rows whose logits are computed in one call: all logits of a long prompt at once would take gigabytes
     max_logits = 1024
 
     def __init__(
@@ -73,7 +73,7 @@ class TrueShapeExecution:
         self._device = device
         self._sparse = sparse
         limits = None if sparse is None else sparse.limits
-        # in one place, which graphs of native calls know
+        # at a fixed address, which graphs of native calls contain
         self._room = (
             None if limits is None else torch.zeros(limits.max_selected_blocks, dtype=torch.int64, device=device)
         )
@@ -81,11 +81,11 @@ class TrueShapeExecution:
         self._inputs: StepInputs
         self._metadata: StepMetadata
         self._selection: LayerSelection | None = None
-        # to be summarised behind the layers
+        # blocks to be summarised after the layers
         self._full_blocks: torch.Tensor | None = None
         self._hidden: torch.Tensor
         self._lockstep = decoder.lockstep
-        # of the longest step of all engines that share out experts
+        # rows of the longest step of all engines that share out experts
         self._rows: int | None = None
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
@@ -101,7 +101,7 @@ class TrueShapeExecution:
         self._inputs, self._full_blocks = inputs, None
         in_layers = inputs.summary_blocks
         if self._graphs is not None and self._sparse is not None and self._sparse.summarises_behind(plan.selection):
-            # the graph of a dense engine then computes the step
+            # the step then uses the graph of a dense engine
             self._full_blocks, in_layers = inputs.summary_blocks, None
         metadata = step_metadata(
             inputs.slots,
@@ -126,10 +126,10 @@ class TrueShapeExecution:
         if self._decoder.stage is not None:
             self._run_stage(self._decoder.stage, inputs, metadata)
         elif self._graphs is None or isinstance(metadata, GroupedMetadata):
-            # a native graph has the plan of one group
+            # a native graph contains the plan of one group
             self._hidden = self._decoder.hidden(DecoderStep(inputs.rows, metadata, longest=self._rows))
         else:
-            # a step without choices has the graphs of a dense engine
+            # a step without choices uses the graphs of a dense engine
             counters = None if self._sparse is None or self._selection is None else self._sparse.counters
             self._hidden = self._graphs.hidden(inputs, metadata, counters)
         if self._sparse is not None:
@@ -139,7 +139,7 @@ class TrueShapeExecution:
         assert self._lockstep is not None, "no other engines"
         (rows,) = self._lockstep.agree([0])
         if rows:
-            # no model computes without a row
+            # a model cannot compute without rows
             self._decoder.run(self._decoder.unattended(1, self._device, longest=rows))
 
     def _run_stage(self, stage: Stage, inputs: StepInputs, metadata: StepMetadata) -> None:
@@ -163,7 +163,7 @@ class TrueShapeExecution:
 
 
 def _checked(implementation: str, device: torch.device, specs: list[AttentionSpec]) -> str:
-    """Now, at start: in a step of some request the error would end the engine."""
+    """Checks the implementation at start, because an error in a request's step would end the engine."""
     try:
         chosen = choose_implementation(implementation, device.type, specs)
     except ValueError as error:

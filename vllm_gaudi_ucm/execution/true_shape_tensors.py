@@ -31,21 +31,21 @@ from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
 ContiguousPa = Literal["auto"] | bool
 
-# Reading an unused block costs as much as reading one in use; gathering copies each block once (a read and a
-# write) before it is read. So the slice wins while it covers at most about three blocks for each one in use.
+# Reading an unused block costs as much as reading one in use; gathering copies each block once (a read and a write)
+# before it is read. So the slice is faster while it covers at most about three blocks for each one in use.
 SLICE_READ_LIMIT = 3.0
 
 
 class TrueShapeTensors:
-    """The tensors of steps at their true shapes, each copied by itself; on a CPU nothing is copied.
+    """The tensors of steps at their true shapes, each copied separately; on a CPU they are not copied.
 
     Args:
-        device: where the model runs.
+        device: device of the model.
         contiguous_pa: read the unique blocks as one contiguous slice of the cache (True), gather them by id (False), or
             choose by bytes ("auto"), so that prefix caching and contiguous KV work together.
-        choices: sizes of the choices of a sparse method, where one is on.
-        groups: of the KV cache.
-        inputs: what the model reads of each row.
+        choices: sizes of the choices of a sparse method, if one is on.
+        groups: groups of the KV cache.
+        inputs: inputs of the model for each row.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TrueShapeTensors:
         self._entries: dict[Parts, list[StepTensor]] = {}
 
     def stage(self, planned: PlannedStep) -> tuple[StepInputs, Bucket]:
-        """The tensors of a step, and its true shape."""
+        """Returns the tensors of a step, and its true shape."""
         plan = planned.plan
         block_ids, unique_blocks = self._unique_blocks(plan)
         choices = None if plan.selection is None else self._room_for(plan.selection)
@@ -91,11 +91,13 @@ class TrueShapeTensors:
         longest = int(selection.num_rows.max())
         if longest <= self._choices.max_rows:
             return self._choices
-        # a prompt remainder; kernels are compiled by this number, so that it has few values
+        # a prompt remainder; kernels are compiled for this number, so it takes few values
         return replace(self._choices, max_rows=1 << (longest - 1).bit_length())
 
     def _unique_blocks(self, plan: UnifiedPlan) -> tuple[NDArray[np.int64] | None, int]:
-        """Where the entries of the unique part stand in a slice of the cache (None: it gathers), and blocks read."""
+        """Returns the places of the unique part's entries in a slice of the cache (None if it gathers), and blocks
+        read.
+        """
         if plan.unique is None:
             return None, 0
         blocks = plan.unique.blocks

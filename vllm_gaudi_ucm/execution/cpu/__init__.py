@@ -1,1 +1,1 @@
-"""Fast ways of a step on a CPU."""
+"""Fast paths for steps on a CPU."""

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.observability.room_metrics import NativeGraphMetrics
 
-# Python is little of a larger step, and its linear layers may be oneDNN's.
+# Python takes little of the time of a larger step, and its linear layers may use oneDNN.
 MOST_ROWS = 64
-# So many numbers of rows without one graph: the model has none.
+# If no graph was made for this many numbers of rows, the model has none.
 HOPELESS = 4
 
 logger = plugin_logger(__name__)
 
 
 class _Key(NamedTuple):
-    """rows: of a step. selects: whether some of its blocks are chosen."""
+    """rows: rows of a step. selects: whether some of its blocks are chosen."""
 
     rows: int
     selects: bool
@@ -40,7 +40,9 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Graph:
-    """A graph, the plan and the choices that it attends by, and whether it has given the bits of the ordinary way."""
+    """A graph, the plan and the choices by which it attends, and whether its result was bitwise equal to the
+    model's.
+    """
 
     graph: CpuGraph
     plan: RecordedPlan
@@ -49,15 +51,15 @@ class _Graph:
 
 
 class NativeGraphs:
-    """Hidden states of steps of up to `MOST_ROWS` rows; one graph for each number of rows, and one more for steps of so
-    many with chosen blocks. Blocks that have become full are summarised outside of graphs.
+    """Computes hidden states of steps of up to `MOST_ROWS` rows. There is one graph for each number of rows, and
+    another one for steps of this size with chosen blocks. Full blocks are summarised outside graphs.
 
-    A number of rows that comes for the first time runs operator by operator and is recorded; the second time it runs
-    both ways, and a graph that gives other bits is not used. A model that does not run in native kernels has no graphs.
+    The first step with a number of rows runs operator by operator and is recorded. The second one runs both ways, and
+    the graph is not used if its result differs in any bit. A model that does not run in native kernels has no graphs.
 
     Args:
         decoder: the model.
-        metrics: where steps are counted.
+        metrics: count the steps.
     """
 
     def __init__(self, decoder: Decoder, metrics: NativeGraphMetrics) -> None:
@@ -66,16 +68,17 @@ class NativeGraphs:
         self._pool = MemoryPool()
         self._graphs: dict[_Key, _Graph] = {}
         self._refused: set[_Key] = set()
-        # what graphs read: the same memory in every step
+        # inputs of graphs: the same memory in every step
         self._rows = {kind.name: _for_most_rows(kind) for kind in decoder.inputs}
         self._slots = torch.zeros(MOST_ROWS, dtype=torch.int64)
 
     def hidden(
         self, step: StepInputs, metadata: UnifiedAttentionMetadata, counters: tuple[torch.Tensor, ...] | None = None
     ) -> torch.Tensor:
-        """[rows, hidden size], valid until the next call; writes the step's K/V.
+        """Returns [rows, hidden size], valid until the next call; writes the step's K/V.
 
-        counters: what choices of blocks add to; None: they are more than native calls, and have no graphs.
+        counters: tensors to which choices of blocks add; if None, choices need more than native calls, and have no
+        graphs.
         """
         selection = metadata.selection
         if not self._is_recordable(step, metadata, counters):
@@ -85,7 +88,7 @@ class NativeGraphs:
         if graph is None:
             return self._capture(key, step, metadata) if self._may_have_graph(key) else self._run(step, metadata)
         if not graph.checked and selection is not None and _compares_choices(selection.tensors.modes):
-            # a second comparison would find what the first has stored, and count it as kept
+            # a second comparison would find the choice that the first one has stored, and count it as kept
             return self._run(step, metadata)
         if not graph.checked:
             return self._check(key, graph, step, metadata, () if selection is None else counters or ())
@@ -136,7 +139,9 @@ class NativeGraphs:
         metadata: UnifiedAttentionMetadata,
         counters: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """Runs a step both ways, the ordinary one last: that counts. A choice that is stored twice is the same one."""
+        """Runs a step both ways, the ordinary one last, whose result is used. Storing a choice twice does not change
+        it.
+        """
         before = [counter.clone() for counter in counters]
         replayed = graph.graph.result.clone() if self._replay(graph, step, metadata) else None
         for counter, value in zip(counters, before, strict=True):
@@ -163,7 +168,7 @@ class NativeGraphs:
         return graph.graph.replay()
 
     def _fill(self, step: StepInputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Returns the step's row inputs and slots where graphs read them."""
+        """Copies the step's row inputs and slots to the graphs' input memory, and returns them."""
         count = len(step.slots)
         slots, fixed = self._slots[:count], {name: whole[..., :count] for name, whole in self._rows.items()}
         for name, to in fixed.items():
@@ -181,5 +186,5 @@ def _compares_choices(modes: torch.Tensor) -> bool:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """NaN is not equal to itself, its bits are."""
+    """Returns the bits of values, because NaN is not equal to itself."""
     return values.contiguous().view(torch.uint8)
