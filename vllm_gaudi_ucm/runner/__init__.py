@@ -1,1 +1,1 @@
-"""From the scheduler's output to sampled tokens: request table, batch plan, step tensors, forward, sampling."""
+"""Turns the scheduler's output into sampled tokens: request table, batch plan, step tensors, forward, sampling."""

@@ -1,4 +1,4 @@
-"""A step whose logits are computed, and whose tokens are not sampled yet."""
+"""A step whose logits are computed, but whose tokens are not sampled yet."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Division:
-    """A step, or the part of it that runs together.
+    """A step, or a part of it that runs together.
 
-    is_part: the step has other divisions. selection: the blocks that its requests choose among. plan, shape: once it is
-    staged.
+    is_part: whether the step has other divisions. selection: the blocks from which its requests choose. plan, shape:
+    set once it is staged.
     """
 
     members: list[LiveRequest]
@@ -39,22 +39,22 @@ class Division:
     shape: StepShape = field(init=False)
 
     def choose(self, selection: StepSelection) -> None:
-        """Before the division is planned."""
+        """Sets the selection, before the division is planned."""
         self.selection = selection
 
     def staged(self, plan: UnifiedPlan, shape: StepShape) -> None:
-        """Records the plan that was copied to the device, and the shape that it runs in."""
+        """Records the plan that was copied to the device, and the shape in which it runs."""
         self.plan, self.shape = plan, shape
 
 
 @dataclass
 class ComputedStep:
-    """Between forward and sampling: vLLM computes the grammar's bitmask in between.
+    """A step between forward and sampling; vLLM computes the grammar's bitmask in between.
 
     yields: bool [requests], which of them get tokens. remainders: int64 [n], requests whose rows choose together and
-    are too many for an ordinary graph. verified: the logits of a step with drafts; any other has `logits`. figures:
-    fields of the step's record that parts add. nans: NaNs in logits by request. transferred: the KV connector's report
-    for the scheduler.
+        are too many for an ordinary graph. verified: the logits of a step with drafts; any other step has `logits`.
+        figures: fields of the step's record that parts add. nans: NaNs in logits by request. transferred: the KV
+        connector's report for the scheduler.
     """
 
     scheduler_output: SchedulerOutput
@@ -72,23 +72,23 @@ class ComputedStep:
     prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
     def set_apart(self, remainders: NDArray[np.int64]) -> None:
-        """Has prompt remainders run by themselves; int64 [n], their requests."""
+        """Makes prompt remainders run separately. remainders: int64 [n], their requests."""
         self.remainders = remainders
 
     def verify(self, logits: StepLogits) -> None:
-        """Gives a step with drafts the object that computes its logits."""
+        """Sets the object that computes the logits of a step with drafts."""
         self.verified = logits
 
     def computed(self, logits: torch.Tensor) -> None:
-        """Takes the logits of a step without drafts."""
+        """Sets the logits of a step without drafts."""
         self.logits = logits
 
     def sampled(self, nans: dict[str, int] | None) -> None:
-        """Ends the clocks of the divisions, and takes the NaNs in the step's logits by request."""
+        """Ends the clocks of the divisions, and sets the NaNs in the step's logits by request."""
         for division in self.divisions:
             division.clock.sampled(took_part=division is self.divisions[-1])
         self.nans = nans
 
     def moved_blocks(self, transferred: KVConnectorOutput) -> None:
-        """Takes the report of the KV connector."""
+        """Sets the report of the KV connector."""
         self.transferred = transferred

@@ -1,4 +1,4 @@
-"""The drafts of an engine's steps: those that a step verifies, and those that it proposes for the next one."""
+"""The drafts of an engine's steps: drafts that a step verifies, and drafts that it proposes for the next one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Drafts(WorkerPart):
         self._table = table
 
     def of_step(self, scheduler_output: SchedulerOutput) -> StepDrafts:
-        """Returns the drafts that a step verifies; the request table has them now."""
+        """Writes the drafts that a step verifies to the request table, and returns them."""
         if not scheduler_output.scheduled_spec_decode_tokens:
             return StepDrafts({}, scheduler_output.num_scheduled_tokens)
         drafts = self._scheduled(scheduler_output)
@@ -33,11 +33,11 @@ class Drafts(WorkerPart):
         return drafts
 
     def to_verify(self, drafts: StepDrafts, grammar: Grammar | None) -> StepDrafts:
-        """Returns the drafts that a step's tokens are compared with."""
+        """Returns the drafts with which a step's tokens are compared."""
         return drafts
 
     def take_proposed(self, step: ComputedStep | None) -> DraftTokenIds | None:
-        """Returns what the last step has proposed, once. step: the one that is computed and not sampled yet."""
+        """Returns the drafts proposed by the last step, once. step: the step that is computed but not sampled yet."""
         return None
 
     def _scheduled(self, scheduler_output: SchedulerOutput) -> StepDrafts:
@@ -67,7 +67,9 @@ class ProposedDrafts(Drafts):
 
 
 class KeptDrafts(ProposedDrafts):
-    """Drafts of a proposer with asynchronous scheduling: the scheduler has placeholders for those that stay here."""
+    """Drafts of a proposer with async scheduling: they stay in the worker, and the scheduler has placeholders for
+    them.
+    """
 
     def __init__(self, table: RequestTable, proposer: DraftProposer, ahead: DraftsAhead) -> None:
         super().__init__(table, proposer)
@@ -77,7 +79,7 @@ class KeptDrafts(ProposedDrafts):
         return self.ahead.verified(drafts, grammar)
 
     def take_proposed(self, step: ComputedStep | None) -> DraftTokenIds | None:
-        # the scheduler asks for those of the step that is computed, to make a grammar's bitmask of them
+        # the scheduler needs the drafts of the computed step for a grammar's bitmask
         assert step is not None, "drafts are asked for without a step that verifies them"
         found = self.ahead.read(step.drafts.tokens, early=True)
         return DraftTokenIds(list(found), list(found.values()))
@@ -92,7 +94,7 @@ class KeptDrafts(ProposedDrafts):
 def make_drafts(table: RequestTable, proposer: DraftProposer | None, ahead: DraftsAhead | None) -> Drafts:
     """Makes the drafts of an engine.
 
-    proposer: None without speculative decoding. ahead: with asynchronous scheduling.
+    proposer: None without speculative decoding. ahead: drafts kept in the worker, with async scheduling.
     """
     if proposer is None:
         return Drafts(table)

@@ -1,4 +1,4 @@
-"""The KV-cache groups of an engine, from what vLLM has decided and from the windows of its layers."""
+"""The KV-cache groups of an engine, derived from vLLM's groups and from the windows of the layers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 def kv_groups(
     groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig, *, of_draft_model: bool = False
 ) -> tuple[KvGroup, ...]:
-    """Those with full attention come first, then windows, the widest first. A stage of a pipeline may have no layers of
-    some: it plans for these, too, so that all stages choose the same bucket.
+    """Returns the groups: those with full attention first, then windows, the widest first. A stage of a pipeline may
+    have no layers of some groups; it plans for these, too, so that all stages choose the same bucket.
 
-    Layers of one of vLLM's groups are several of ours where they see differently far back, which layers do with
-    `--disable-hybrid-kv-cache-manager`. A layer that reads another one's cache is in a group of that one's table.
+    Layers of one of vLLM's groups belong to several groups here if they see differently far back, which happens with
+    `--disable-hybrid-kv-cache-manager`. A layer that reads another layer's cache is in a group with the table of that
+    layer.
 
-    of_draft_model: the groups of its layers alone. A draft model has steps of its own, and the model's are without it.
+    of_draft_model: whether to return only the groups of the draft model's layers. A draft model has separate steps, and
+    the model's groups do not contain its layers.
     """
     layers = _implementations(vllm_config, of_draft_model)
     number_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
@@ -51,7 +53,7 @@ def kv_groups(
         if not group.layer_names and not of_draft_model:
             found[number, None if tokens is None else Window(tokens, isinstance(group.kv_cache_spec, _CHUNKS))] = []
     if len(groups) == 1 and not of_draft_model and _others_see_all(vllm_config):
-        # of the one table
+        # a group of the only table
         found.setdefault((0, None), [])
     made = [
         KvGroup(number, groups[number].kv_cache_spec.block_size, window, tuple(names))
@@ -61,14 +63,14 @@ def kv_groups(
 
 
 def _others_see_all(vllm_config: VllmConfig) -> bool:
-    """True if a stage of a pipeline, this one or another, is known to have layers with whole contexts."""
+    """Returns True if a stage of a pipeline, this one or another, is known to have layers with whole contexts."""
     return vllm_config.parallel_config.pipeline_parallel_size > 1 and names_whole_contexts(vllm_config)
 
 
 def layer_groups(
     groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig, *, of_draft_model: bool = False
 ) -> LayerGroups:
-    """The same with the groups of other kinds, known to the layers."""
+    """Returns these groups together with the groups of other kinds, and joins the layers to them."""
     found = kv_groups(groups, vllm_config, of_draft_model=of_draft_model)
     layers: dict[str, GroupLayer] = dict(_implementations(vllm_config, of_draft_model))
     others = () if of_draft_model else other_groups(vllm_config, found[0])
@@ -87,8 +89,9 @@ def _implementations(vllm_config: VllmConfig, of_draft_model: bool) -> dict[str,
 
 
 def described(groups: Sequence[KvGroup]) -> dict[str, Any]:
-    """For the header of a phase log: of each group its layers, and the tokens that its rows see (None: all), at most
-    where these are chunks. Nothing where there is one group with full attention."""
+    """Returns the fields for the header of a phase log: for each group its layers, and the tokens that its rows see
+    (None for all), at most if these are chunks. Empty if there is only one group with full attention.
+    """
     if len(groups) == 1 and groups[0].window is None:
         return {}
     return {"kv_cache_groups": [_described(group) for group in groups]}
@@ -101,9 +104,10 @@ def _described(group: KvGroup) -> dict[str, Any]:
 
 
 def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmConfig, vllm_config: VllmConfig) -> None:
-    """Once the layers are made. Raises UnsupportedFeatureError for what takes whole contexts, and keys and values of
-    each layer, beside other ones."""
-    # buckets, which both models have, count the blocks of the first group
+    """Checks the layers once they are made. Raises UnsupportedFeatureError for features that need whole contexts, and
+    separate keys and values of each layer, if the model has other layers.
+    """
+    # buckets, which both models use, count the blocks of the first group
     if draft is not None and draft.window != decoder.window:
         raise UnsupportedFeatureError(
             "a draft model whose layers see less, or more, than the model's (take one whose widest layers see as far)",
@@ -115,7 +119,7 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
     if config.ucm_sparse_method is None:
         return
     shared = "a model with layers that share keys and values" if decoder.shares_caches else ""
-    # layers that see whole contexts choose, and the others are as without a method, also where a stage has them alone
+    # layers that see whole contexts choose; the others run as without a method, even if a stage has only these
     some_choose = None in decoder.windows or _others_see_all(vllm_config)
     if not some_choose and vllm_config.parallel_config.pipeline_parallel_size > 1:
         local += ", or with a pipeline stage of such layers (take fewer stages)"
@@ -126,10 +130,10 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
 
 
 def refuse_windows_in_one_table(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for memory mode where layers with windows keep whole contexts, in the table of the
-    others: they would read blocks of their windows that have left the device.
+    """Raises UnsupportedFeatureError for memory mode if layers with windows keep whole contexts in the table of the
+    other layers: they would read blocks of their windows that are offloaded.
 
-    specs: of each layer that has a cache.
+    specs: spec of each layer that has a cache.
     """
     layers = _implementations(vllm_config, of_draft_model=False)
     windows = (specs[name] for name, layer in layers.items() if layer.window is not None and name in specs)
@@ -143,7 +147,7 @@ def refuse_windows_in_one_table(specs: Mapping[str, KVCacheSpec], vllm_config: V
 
 
 def _described_windows(decoder: Decoder) -> str:
-    """The model, for an error; empty where all layers see whole contexts."""
+    """Returns a description of the model for an error; empty if all layers see whole contexts."""
     windows = [window for window in decoder.windows if window is not None]
     if not windows:
         return ""

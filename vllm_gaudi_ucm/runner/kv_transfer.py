@@ -1,4 +1,4 @@
-"""The worker's side of a KV connector of vLLM, any of them: what the runner tells it in every step."""
+"""The worker's side of any KV connector of vLLM: the calls that the runner makes in every step."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ NOTHING = TransferTotals()
 
 
 class TransferWork:
-    """Filled by KvTransfer, taken by the runner when it writes a step."""
+    """Counts work of a connector; KvTransfer adds to it, and the runner takes it for the record of a step."""
 
     def __init__(self, totals: TransferTotals = NOTHING, moved: TransferTotals = NOTHING, ms: float = 0.0) -> None:
         self._totals = totals
         self.moved = moved
         self.ms = ms
         self.last_seconds = 0.0
-        """Of the last call that was timed."""
+        """Seconds of the last timed call."""
 
     @contextmanager
     def clock(self) -> Iterator[None]:
@@ -64,23 +64,23 @@ class TransferWork:
             self.ms += 1e3 * self.last_seconds
 
     def take(self, totals: TransferTotals) -> TransferWork:
-        """What was counted since the last call; counting starts anew."""
+        """Returns the work counted since the last call, and restarts the count."""
         taken = TransferWork(totals, totals.since(self._totals), self.ms)
         self._totals, self.ms = totals, 0.0
         return taken
 
     def figures(self) -> dict[str, float]:
-        """Returns the fields that a step's record has for it."""
+        """Returns its fields in a step's record."""
         return {"loaded_blocks": self.moved.loaded, "saved_blocks": self.moved.saved, "transfer_ms": self.ms}
 
 
 REST_SECONDS = 0.002
-"""Of a step without tokens, at most: so late a request that arrives meanwhile may be seen."""
+"""The longest wait in a step without tokens: a request that arrives in the meantime may be seen this late."""
 
 
 @dataclass(frozen=True)
 class StepAttention(AttentionMetadata):
-    """Stands for a step's attention where a connector asks; the blocks of requests are in the connector's metadata."""
+    """Stands for a step's attention in a connector's calls; the blocks of requests are in the connector's metadata."""
 
 
 def copy_pairs(
@@ -91,7 +91,7 @@ def copy_pairs(
     target_ids: Sequence[int],
     direction: str,
 ) -> None:
-    """What connectors with buffers on the host copy blocks with, between these and the cache, in either direction.
+    """Copies blocks between the cache and a connector's buffers on the host, in either direction.
 
     sources, targets: rows of each layer, [slots, kv heads, head size].
     """
@@ -102,19 +102,19 @@ def copy_pairs(
 
 
 class KvTransfer:
-    """A connector's life in one worker.
+    """The lifecycle of a connector in one worker.
 
-    At true shapes vLLM's attention layers wait for each layer's blocks and save them themselves: they find the
-    connector in vLLM's process-wide place. A graph runs no Python, so at static shapes the connector is kept out of
-    that place; all layers are waited for before the graphs of a step, and saved after them. So is our own connector
-    always, which has nothing to do between layers.
+    At true shapes, vLLM's attention layers wait for each layer's blocks and save them: they find the connector in
+    vLLM's process-wide place. A graph runs no Python, so at static shapes the connector is kept out of that place; the
+    runner waits for all layers before the graphs of a step, and saves them afterwards. The same always applies to this
+    plugin's own connector, which has no work between layers.
 
     Args:
-        vllm_config: the engine's, with a `kv_transfer_config`.
-        kv_cache_config: of the worker.
+        vllm_config: the engine's config, with a `kv_transfer_config`.
+        kv_cache_config: config of the worker.
         in_layers: whether the layers call the connector.
         ranks: all workers of the engine, of which this is one.
-        ahead: whether a step is planned before the scheduler hears of the one before.
+        ahead: whether a step is planned before the scheduler gets the report of the previous one.
     """
 
     def __init__(
@@ -143,48 +143,48 @@ class KvTransfer:
         else:
             self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
         self._ours = our_connector(self.connector)
-        """May be a child of the connector."""
+        """The plugin's own connector, which may be a child of the connector."""
 
     def allocation(self) -> AbstractContextManager[Any]:
-        """Entered while the KV cache is allocated: a connector may want it in memory of its own."""
+        """Returns a context for the allocation of the KV cache: a connector may want it in its own memory."""
         return self.connector.get_mem_pool_context() or nullcontext()
 
     def register(self, caches: Mapping[str, LayerCache]) -> None:
-        """caches: by layer; they stay where they are until the end. Connectors get them as they are."""
+        """Registers the caches unchanged. caches: cache of each layer, at the same address until the end."""
         self._caches = dict(caches)
         self.connector.register_kv_caches(self._caches)  # type: ignore[arg-type]  # vLLM's type is one tensor
         self.connector.set_host_xfer_buffer_ops(partial(copy_pairs, self._block_size))
 
     def report_to(self, metrics: StepMetrics) -> None:
-        """Our own connector's figures reach /metrics; others have a way of vLLM's own."""
+        """Sends figures of the plugin's own connector to /metrics; others use vLLM's way."""
         if self._ours is not None:
             self._ours.report_to(metrics)
 
     def take_work(self) -> TransferWork:
-        """What was moved since the last call, and the time that steps have spent on it."""
+        """Returns the blocks moved since the last call, and the time that steps have spent on it."""
         return self.work.take(TransferTotals() if self._ours is None else self._ours.transfer_totals())
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
-        """Before a step, also one without tokens: loads that the step needs are there when this returns."""
+        """Begins a step, also one without tokens: loads that the step needs are complete when this returns."""
         with self.work.clock():
             self._begin(scheduler_output)
 
     def _begin(self, scheduler_output: SchedulerOutput) -> None:
         metadata = scheduler_output.kv_connector_metadata
         assert metadata is not None, "the scheduler has a connector, too"
-        # its blocks may be written in this very step
+        # the blocks of preempted requests may be written in this step
         self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
         self._finished_requests = scheduler_output.finished_req_ids
         self._has_tokens = has_tokens = bool(scheduler_output.total_num_scheduled_tokens)
         with self._context(has_tokens):
-            # before the forward even where it may come later: its threads copy beside the computation
+            # before the forward, even if it could come later: its threads copy while the device computes
             self.connector.start_load_kv(get_forward_context())
             if has_tokens and not self.in_layers:
                 self._each_layer(lambda name, _: self.connector.wait_for_layer_load(name))
 
     def computed(self) -> None:
-        """Once no kernel of the step that reads or writes the cache is still to be launched."""
+        """Saves the step's blocks, once all kernels of the step that read or write the cache are launched."""
         with self.work.clock():
             self._computed()
 
@@ -199,8 +199,9 @@ class KvTransfer:
         self.connector.save_kv_layer(name, cache, metadata)  # type: ignore[arg-type]  # as registered
 
     def finish(self, *, rests: bool = True) -> KVConnectorOutput:
-        """Ends the step; what the scheduler's side is to hear. rests: whether a step without tokens may take time: no
-        other is in flight."""
+        """Ends the step, and returns the report for the scheduler. rests: whether a step without tokens may take time,
+        because no other step is in flight.
+        """
         if rests and not self._has_tokens:
             self._rest()
         with self.work.clock():
@@ -209,13 +210,13 @@ class KvTransfer:
     def _finish(self) -> KVConnectorOutput:
         connector, failed = self.connector, set[int]()
         if self._ours is not None and self._ours is not connector:
-            # what another child was to load within this step: the step has computed with blocks that are not there,
-            # on all ranks, where it was not there on one
+            # another child's loads within this step have failed: the step has computed with missing blocks, on all
+            # ranks if they are missing on one
             failed = connector.get_block_ids_with_load_errors()
             has_failed = not self._ranks.all_of(not failed)
             if has_failed or self._follows_failure:
                 self._ours.leave_out_saves()
-            # the next step may be planned already, and read the same blocks
+            # the next step may already be planned, and read the same blocks
             self._follows_failure = has_failed and self._ahead
         connector.wait_for_save()
         found = connector.get_transfer_results(self._finished_requests)
@@ -233,17 +234,18 @@ class KvTransfer:
         return output
 
     def _rest(self) -> None:
-        """Where every request waits for blocks, the engine comes here again and again, and takes Python's lock from the
-        threads that load: prompts that were stored waited more than twice as long for their first token."""
+        """Waits for loads. If every request waits for blocks, the engine calls this again and again, and takes Python's
+        lock from the loading threads: stored prompts waited more than twice as long for their first token.
+        """
         if self._ours is not None:
             self._ours.wait_for_load(REST_SECONDS)
 
     def loaded_blocks(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
-        """Once the step has begun: blocks that have, or get, keys and values that this worker does not compute; maybe
-        others, too. A function of the step's message, so that all ranks know the same.
+        """Returns the blocks whose keys and values this worker does not compute, and maybe others, once the step has
+        begun. The result depends only on the step's message, so it is the same on all ranks.
 
-        Our own connector names those of loads that the message orders; their requests run later. Of others it is known
-        only that they are among the computed blocks of requests that begin or resume.
+        The plugin's own connector names the blocks of the loads that the message orders; their requests run later. For
+        other connectors it is only known that they are among the computed blocks of requests that begin or resume.
         """
         named = set() if self._ours is None else self._ours.take_ordered_block_ids()
         if self._ours is self.connector:
@@ -259,18 +261,21 @@ class KvTransfer:
         return np.fromiter(named.union(found), np.int64)
 
     def take_summarised_blocks(self) -> NDArray[np.int64]:
-        """Blocks among `loaded_blocks` whose summaries come with them; only our own connector has such."""
+        """Returns the blocks of `loaded_blocks` whose summaries are loaded, too; only the plugin's own connector has
+        any.
+        """
         return np.fromiter(set() if self._ours is None else self._ours.take_summarised_block_ids(), np.int64)
 
     def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
-        """How blocks come back that our own connector leaves in its store with KV offload; None where it leaves none.
+        """Returns the object that loads blocks which the plugin's own connector keeps in its store with KV offload;
+        None if it keeps none.
 
-        selection, options: of the method that chooses blocks.
+        selection, options: choices and options of the method that chooses blocks.
         """
         return None if self._ours is None else self._ours.stored_copies(selection, options)
 
     def close(self) -> None:
-        """Ends its threads; a second call does nothing."""
+        """Ends its threads; a second call has no effect."""
         if self.in_layers:
             ensure_kv_transfer_shutdown()
         elif self._caches:
@@ -278,7 +283,7 @@ class KvTransfer:
         self._caches = {}
 
     def _context(self, has_tokens: bool) -> AbstractContextManager[Any]:
-        """The forward context that connectors read; without tokens nothing is attended, which they ask for by None."""
+        """Returns the forward context for connectors; its metadata is None without tokens, which connectors check."""
         metadata = dict.fromkeys(self._caches, StepAttention()) if has_tokens else None
         return set_forward_context(metadata, self._vllm_config, slot_mapping={})
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, and what the engine wants of it.
+    """A model on its device, and the engine's settings for it.
 
-    vllm_config, config: the engine's, and the plugin's own.
-    device, tensors_on: where model and KV cache live.
-    kind: of the graphs; `off` runs steps at their true shapes.
-    decoder, draft_decoder: the model, and the draft model where drafts come from one.
-    memory_budget: bytes that graphs may take; None: no bound.
-    compiler: of the decoders' regions; None: they are not compiled.
+    vllm_config, config: the engine's config, and the plugin's own.
+    device, tensors_on: device of the model and the KV cache.
+    kind: kind of the graphs; `off` runs steps at their true shapes.
+    decoder, draft_decoder: the model, and the draft model if there is one.
+    memory_budget: bytes that graphs may take; None for no bound.
+    compiler: compiler of the decoders' regions; None if they are not compiled.
     ranks: all workers of the engine, of which this is one.
     """
 
@@ -55,28 +55,31 @@ class LoadedModel:
 
     @property
     def by_token(self) -> bool:
-        """Whether each token has a slot of its own."""
+        """Returns whether each token has its own slot."""
         return self.config.kv_cache.granularity == "token"
 
     @property
     def attention(self) -> AttentionConfig:
-        """With a slot for each token several rows may use one block, so none is read by its place in the cache."""
+        """Returns the options of attention. If each token has its own slot, the cache is not read as a slice, because
+        several rows may use one block.
+        """
         given = self.config.attention
         return given.model_copy(update={"contiguous_pa": False}) if self.by_token else given
 
 
 @dataclass(frozen=True)
 class AllocatedModel:
-    """A loaded model with its KV cache, and the objects that everything around steps reads. None: it is switched off.
+    """A loaded model with its KV cache, and the objects used around steps. An object is None if its feature is
+    disabled.
 
-    model: that was loaded.
-    kv_cache_config: vLLM's, in blocks as attention reads them.
-    kv_caches: by layer name.
-    groups, draft_groups: of the KV cache, with the layers of either model.
-    requests: the live ones.
+    model: the loaded model.
+    kv_cache_config: vLLM's config, in blocks as attention reads them.
+    kv_caches: caches by layer name.
+    groups, draft_groups: groups of the KV cache, with the layers of either model.
+    requests: the live requests.
     transfer: a KV connector. sparse: a sparse method.
-    metrics: where figures go. host: counts what steps wait for, and what they do on the host.
-    carried, drafts_ahead: with asynchronous scheduling, tokens and drafts that the host may not know yet.
+    metrics: receives figures. host: counts the waits of steps, and their work on the host.
+    carried, drafts_ahead: with async scheduling, tokens and drafts that the host may not know yet.
     """
 
     model: LoadedModel
@@ -94,10 +97,10 @@ class AllocatedModel:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Returns the tokens per block."""
         return self.groups.groups[0].kv.block_size
 
     @property
     def calls_layers(self) -> bool:
-        """Whether the layers call a KV connector."""
+        """Returns whether the layers call a KV connector."""
         return self.transfer is not None and self.transfer.in_layers

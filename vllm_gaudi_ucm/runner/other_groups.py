@@ -1,4 +1,4 @@
-"""KV-cache groups of layers without attention: which there are, their memory, and what excludes them."""
+"""KV-cache groups of layers without attention: which exist, their memory, and the features that exclude them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def other_groups(vllm_config: VllmConfig, first: KvGroup) -> list[CacheGroup]:
     """Returns the groups of layers without attention, one of each kind. They read the table of the first group.
 
     Raises:
-        UnsupportedFeatureError: no kind is registered for what a layer keeps.
+        UnsupportedFeatureError: no kind is registered for the spec of a layer.
     """
     kinds: dict[type[CacheGroup], list[str]] = {}
     for name, spec in other_specs(vllm_config).items():
@@ -46,7 +46,7 @@ def _kind(name: str, spec: KVCacheSpec) -> type[CacheGroup]:
 def refuse_uneven_stages(groups: LayerGroups, ranks: Ranks) -> None:
     """Raises UnsupportedFeatureError, on all workers, unless every stage of a pipeline has layers of each kind.
 
-    All stages divide a step alike, and a kind of state decides how.
+    All stages must divide a step in the same way, and a kind of state affects the division.
     """
     count = sum(not isinstance(group, AttentionGroup) for group in groups.groups)
     if ranks.size > 1 and ranks.most(count) != ranks.least(count):
@@ -57,7 +57,7 @@ def refuse_uneven_stages(groups: LayerGroups, ranks: Ranks) -> None:
 
 
 def allocate_others(groups: LayerGroups, vllm_config: VllmConfig, num_blocks: int, device: torch.device) -> None:
-    """Makes what vLLM's blocks do not hold, and binds it to the layers. num_blocks: of the KV cache."""
+    """Allocates data outside vLLM's blocks, and binds it to the layers. num_blocks: blocks of the KV cache."""
     specs, layers = other_specs(vllm_config), attention_layers(vllm_config)
     for group in groups.groups:
         own = {name: specs[name] for name in group.kv.layers if name in specs}
@@ -68,7 +68,7 @@ def allocate_others(groups: LayerGroups, vllm_config: VllmConfig, num_blocks: in
 def share_of_blocks(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> float:
     """Returns the bytes that layers without attention take for each block, as a share of the block's bytes.
 
-    specs: of the layers with attention.
+    specs: specs of the layers with attention.
     """
     block_size = next(iter(specs.values())).block_size
     others = sum(
@@ -79,7 +79,7 @@ def share_of_blocks(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -
 
 
 def refuse_beside_states(config: UcmConfig, vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for what moves, copies or shares parts of blocks, if layers keep other things."""
+    """Raises UnsupportedFeatureError for features that move, copy or share parts of blocks, if layers keep a state."""
     names = list(other_specs(vllm_config))
     if not names:
         return

@@ -1,4 +1,4 @@
-"""What a worker does around its steps, one part for each feature that is switched on."""
+"""The work of a worker around its steps, with one part for each enabled feature."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ PARTIAL_LOAD = "what is left of a prompt that was loaded in part runs alone"
 
 
 class WorkerPart:
-    """Hooks around a step in the worker, in the order in which a step calls them. Each does nothing unless a part
+    """Hooks around a step in the worker, in the order in which a step calls them. A hook does nothing unless a part
     defines it.
 
     A hook is called on one part after the other, in the order of the tuple that `make_parts` declares. A step without
-    tokens has `before_step`, `begin_step`, `requests_updated`, `without_tokens` and `end_step` alone.
+    tokens calls only `before_step`, `begin_step`, `requests_updated`, `without_tokens` and `end_step`.
     """
 
     def before_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Waits for what a step needs, before the step's times begin."""
+        """Waits for prerequisites of a step, before the step's times begin."""
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Acts before the request table knows the step."""
+        """Acts before the request table is updated."""
 
     def requests_updated(self, scheduler_output: SchedulerOutput, clock: StepClock) -> None:
-        """Acts once the request table knows the step. clock: of the step, which may leave out time."""
+        """Acts once the request table is updated. clock: clock of the step, which may leave out time."""
 
     def without_tokens(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Completes the output of a step that computes nothing."""
+        """Completes the output of a step without tokens."""
 
     def before_plan(self, step: ComputedStep) -> None:
         """Acts before any division of the step is planned."""
@@ -71,28 +71,28 @@ class WorkerPart:
         """Acts once a division is staged."""
 
     def after_forward(self, division: Division) -> None:
-        """Acts once the forward of a division is queued, before its logits are."""
+        """Acts once the forward of a division is queued, before its logits are queued."""
 
     def after_divisions(self) -> None:
         """Acts after the last forward and its logits."""
 
     def before_sampling(self, step: ComputedStep) -> None:
-        """Acts once vLLM asks for the step's tokens."""
+        """Acts once vLLM requests the step's tokens."""
 
     def after_sampling(self, step: ComputedStep, tokens: Callable[[], list[list[int]]]) -> None:
         """Acts once tokens are sampled, or their sampling is queued.
 
-        tokens: those of each request, in the order of the sampler; may wait for the device.
+        tokens: returns the tokens of each request, in the order of the sampler; may wait for the device.
         """
 
     def step_computed(self, step: ComputedStep) -> None:
-        """Acts when no kernel of the step, nor of its drafts, is still to be launched."""
+        """Acts once all kernels of the step and of its drafts are launched."""
 
     def report(self, step: ComputedStep) -> None:
-        """Writes figures of a step; with asynchronous scheduling once the device has the next one to compute."""
+        """Writes figures of a step; with async scheduling, once the device has the next step to compute."""
 
     def before_output(self, step: ComputedStep, output: ModelRunnerOutput) -> None:
-        """Adds what the scheduler is to know with the step's tokens."""
+        """Adds the part's data for the scheduler to the step's output."""
 
     def end_step(self) -> None:
         """Acts when the call that ends a step returns its output. Steps in flight end when they are read."""
@@ -101,11 +101,11 @@ class WorkerPart:
         """Takes part in a step of other engines."""
 
     def close(self) -> None:
-        """Ends background work; a second call does nothing."""
+        """Ends background work; a second call has no effect."""
 
 
 class StaticSteps(WorkerPart):
-    """Warms graphs between steps, and counts steps that run outside of one graph.
+    """Warms graphs between steps, and counts steps that do not run in one graph.
 
     Args:
         static: the graphs.
@@ -138,7 +138,7 @@ class StaticSteps(WorkerPart):
 
 
 class TrueShapeSteps(WorkerPart):
-    """Answers orders to warm graphs where there are none."""
+    """Answers orders to warm graphs if there are no graphs."""
 
     def without_tokens(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         if orders_warm_up(scheduler_output):
@@ -156,7 +156,7 @@ class AheadSteps(WorkerPart):
 
 
 class SparseSteps(WorkerPart):
-    """Has a sparse method choose what a step attends to. Stands before the parts that fill blocks."""
+    """Makes a sparse method choose the blocks of a step. Must precede the parts that fill blocks."""
 
     def __init__(self, sparse: SparseWorker) -> None:
         self._sparse = sparse
@@ -188,11 +188,11 @@ class SparseSteps(WorkerPart):
 
 
 class MemorySteps(WorkerPart):
-    """Moves, copies and swaps blocks as the scheduler orders.
+    """Moves, copies and swaps blocks as ordered by the scheduler.
 
     Args:
-        memory: moves them.
-        sparse: the worker whose summaries are void for blocks that come back; None without a sparse method.
+        memory: moves the blocks.
+        sparse: the worker whose summaries become invalid for restored blocks; None without a sparse method.
     """
 
     def __init__(self, memory: MemoryWorker, sparse: SparseWorker | None) -> None:
@@ -222,7 +222,8 @@ class CheckedSteps(WorkerPart):
 
     Args:
         check: raises RanksDisagreeError.
-        checks_offload: compare reports of offloaded blocks: all workers make their outputs at the same place.
+        checks_offload: whether to compare reports of offloaded blocks: all workers then make their outputs at the same
+            point.
     """
 
     def __init__(self, check: StepCheck, checks_offload: bool) -> None:
@@ -248,11 +249,11 @@ class CheckedSteps(WorkerPart):
 
 
 class TransferSteps(WorkerPart):
-    """Tells a KV connector of every step.
+    """Calls a KV connector in every step.
 
     Args:
-        transfer: the connector's life in this worker.
-        sparse: the worker whose summaries are void for blocks that are loaded; None without a sparse method.
+        transfer: the connector's lifecycle in this worker.
+        sparse: the worker whose summaries become invalid for loaded blocks; None without a sparse method.
         in_flight: the steps that the engine has not read yet.
     """
 
@@ -270,11 +271,11 @@ class TransferSteps(WorkerPart):
 
     def without_tokens(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         transferred = self._transfer.finish(rests=not self._in_flight)
-        # None where there is nothing to tell
+        # None if there is no report
         output.kv_connector_output = ModelRunnerOutput.with_kv_conn_output_only(transferred).kv_connector_output
 
     def step_computed(self, step: ComputedStep) -> None:
-        """After the drafts, which read and write blocks, too. Before the next step begins."""
+        """Saves blocks after the drafts, which also read and write blocks, and before the next step begins."""
         self._transfer.computed()
         step.moved_blocks(self._transfer.finish())
         step.figures.update(self._transfer.take_work().figures())
@@ -311,11 +312,11 @@ class LockstepSteps(WorkerPart):
 
 
 class StepRecords(WorkerPart):
-    """Writes a record of each step to the phase log and the metrics. Stands behind the parts that add figures.
+    """Writes a record of each step to the phase log and the metrics. Must follow the parts that add figures.
 
     Args:
-        phase_log, metrics: take every step.
-        host: counts what steps wait for, and what they do on the host.
+        phase_log, metrics: receive every step.
+        host: counts the waits of steps, and their work on the host.
         block_size: tokens per cache block.
     """
 
@@ -330,7 +331,7 @@ class StepRecords(WorkerPart):
         step.figures.update(host_reads=host.reads, host_stages=host.stages)
 
     def report(self, step: ComputedStep) -> None:
-        """Every division ran in a shape of its own; sampling, and blocks that moved, belong to the last."""
+        """Writes a record for each division with its shape; sampling and moved blocks belong to the last one."""
         for division in step.divisions:
             number, shape = self.phase_log.summary.steps, division.shape
             record = step_record(division.clock, number, division.plan, shape, self._block_size)

@@ -1,4 +1,4 @@
-"""What an engine with static shapes has beside its model: buckets, graphs, their warm-up, and its counts."""
+"""The parts of an engine with static shapes besides its model: buckets, graphs, their warm-up, and its counts."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ if TYPE_CHECKING:
 
 logger = plugin_logger(__name__)
 
-# Beside the layers: tokens, embeddings of tokens and of positions, a norm, logits; and their measurement.
+# Outside the layers: tokens, embeddings of tokens and of positions, a norm, logits; and their measurement.
 SMALL_REGION_CLASSES = 6
 
 
 class StaticShapes:
-    """Builds the execution and the sampler of static shapes, and warms what they replay.
+    """Builds the execution and the sampler of static shapes, and warms their graphs.
 
     Args:
-        allocated: the model, its KV cache bound; its graphs are not `off`. A bucket is warm once both models have its
-            graph, where there is a draft model. Workers that share out experts warm the same graphs in the same order,
-            because graphs hold collectives.
-        buckets, usage: from `choose_buckets`.
-        refill: fills tensors that steps write and others have made, the KV cache among them, as they were at first.
+        allocated: the model with its bound KV cache; its kind of graphs is not `off`. If there is a draft model, a
+            bucket is warm once both models have its graph. Workers that share out experts warm the same graphs in the
+            same order, because graphs hold collectives.
+        buckets, usage: results of `choose_buckets`.
+        refill: fills tensors that steps write and other objects have made, including the KV cache, with their first
+            values.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class StaticShapes:
         self._compiled = device.compilations()
         self.stages = RecipeStages(device, config.graphs.recipe_check, tensors_on.type, metrics.recipe)
         stage: Stage = self.stages if self.stages.are_cut else nullcontext
-        # whether `begin_step` and `end_step` have anything to do
-        # engines that share out experts are idle at other times, and warm graphs together
+        # engines that share out experts are idle at different times, and warm graphs together
         self._warm_up_kind = config.graphs.warm_up
         if decoder.lockstep is not None and self._warm_up_kind == "idle":
             self._warm_up_kind = "full"
+        # whether `begin_step` and `end_step` have work to do
         self.follows_steps = self._warm_up_kind == "idle" or device.kind == "hpu"
         ready = ReadyBuckets(buckets, usage)
-        # the graphs of both models may share memory: one runs at a time
+        # the graphs of both models may share memory, because only one runs at a time
         make_runner = runner_maker(loaded.kind, compiler)
 
         def make_execution(
@@ -121,7 +122,7 @@ class StaticShapes:
         remainders = () if self.execution.remainders is None else self.execution.remainders.keys
         if compiler is not None:
             shapes = len(buckets.forward) + len(buckets.logits) + len(remainders)
-            # choices of blocks differ by layer, and small regions are of several classes
+            # choices of blocks differ by layer, and small regions have several classes
             kinds = SMALL_REGION_CLASSES + (1 if sparse is None else decoder.num_layers)
             # a layer and the plan of its parts, for each group; layers of a group may be of two kinds
             most_groups = max(len(one.groups) for one in (allocated.groups, allocated.draft_groups))
@@ -140,11 +141,11 @@ class StaticShapes:
 
     @property
     def executions(self) -> list[BucketedExecution]:
-        """Of the model, and of a draft model."""
+        """Returns the execution of the model, and of a draft model if there is one."""
         return [self.execution] if self.draft_model is None else [self.execution, self.draft_model.execution]
 
     def warm_up(self) -> float:
-        """Warms what must be warm before serving and starts the rest; returns the seconds it took."""
+        """Warms the graphs needed before serving and starts warming the rest; returns the seconds it took."""
         buckets = self.execution.ready.buckets
         skeleton = choose_skeleton(buckets, self._usage, self._config.skeleton)
         with self._report.bar():
@@ -157,7 +158,7 @@ class StaticShapes:
         if self._warm_up_kind == "idle":
             logger.info("%s; the rest is warmed while the engine is idle", summary_line(self.summary()))
             self._log_cache()
-            # graphs of several workers wait for each other: the scheduler says when (`warm_next`)
+            # graphs of several workers wait for each other, so the scheduler decides when (`warm_next`)
             if self._ranks.size == 1:
                 self._idle.start()
         else:
@@ -165,13 +166,13 @@ class StaticShapes:
         return self.summary().seconds
 
     def summary(self) -> WarmUpSummary:
-        """What has become of every graph so far."""
+        """Returns the current state of every graph."""
         return self._warm_up.summary()
 
     def warm_next(self) -> WarmUpState:
         """Warms the graph that saves most, in a step without tokens that every worker runs.
 
-        The first worker says which: stages of a pipeline count different steps, and only the last one's logits.
+        The first worker chooses it: stages of a pipeline count different steps, and only the last stage counts logits.
         """
         keys: list[BucketKey] = [*self.execution.ready.buckets.forward, *self.execution.ready.buckets.logits]
         wanted = self._warm_up.ready.next_cold()
@@ -186,11 +187,13 @@ class StaticShapes:
         return WarmUpState(cold, self._warm_up.last_seconds(key))
 
     def begin_step(self) -> None:
-        """Before a step: nothing is warmed until `end_step`. Only where `follows_steps`, as `end_step`."""
+        """Pauses the warm-up until `end_step`; called before a step. Only needed if `follows_steps`, as is
+        `end_step`.
+        """
         self._idle.begin_step()
 
     def end_step(self) -> None:
-        """After sampling."""
+        """Resumes the warm-up, and counts recipes that the step compiled; called after sampling."""
         compiled = self._device.compilations()
         for _ in range(compiled - self._compiled):
             self._metrics.recipe()
@@ -205,17 +208,17 @@ class StaticShapes:
         self._idle.stop()
 
     def bypassed(self, reason: str) -> None:
-        """Counts work outside of the graphs; the first time for each reason it is logged."""
+        """Counts work outside the graphs; logs the first occurrence of each reason."""
         if reason not in self._reasons:
             self._reasons.add(reason)
             logger.info("Bypass of the graphs, from now on only counted: %s", reason)
         self._metrics.bypass(reason)
 
     def _compile_first(self, warm: Callable[[bool], None]) -> None:
-        """Warms graphs without executing them, where the device can; told whether it can.
+        """Warms graphs without executing them if the device supports this; `warm` is called with whether it does.
 
-        After that nothing that was written may be read, and something must have run: what an executed graph takes of
-        the memory, a compiled one does not take yet.
+        Tensors written in that time must not be read, and some graphs must be executed afterwards: a compiled graph
+        does not take the memory of an executed one yet.
         """
         with self._device.compile_only() as compiles_only:
             warm(compiles_only)
@@ -227,7 +230,7 @@ class StaticShapes:
         logger.info("Compiled without executing; executed the smallest and the largest bucket of each phase")
 
     def _refill(self) -> None:
-        """Every tensor that outlives a step."""
+        """Fills every tensor that outlives a step again."""
         self._refill_others()
         self.execution.refill()
         self.divided_logits.refill()
@@ -244,11 +247,13 @@ class StaticShapes:
         self._warm(run)
 
     def _warm_remainder(self, shape: ForwardShape) -> None:
-        # a draft model is dense, and runs what is left of a prompt in its buckets
+        # a draft model is dense, and runs the rest of a prompt in its buckets
         self._warm(lambda: self.execution.warm_remainder(shape))
 
     def _warm_logits(self, rows: int) -> None:
-        """On a stage without logits there is no graph; its bucket is warm as elsewhere, so that all choose the same."""
+        """Warms a logits graph. A stage without logits has no graph, but its bucket becomes warm, so all choose the
+        same.
+        """
 
         def run() -> None:
             if not self._has_logits:
@@ -261,14 +266,16 @@ class StaticShapes:
         self._warm(run)
 
     def _warm(self, run: Callable[[], None]) -> None:
-        """In the thread that warms: inference mode, the current device and the recorder's state are a thread's own."""
+        """Runs in the warm-up thread: inference mode, the current device and the recorder's state are set for each
+        thread.
+        """
         self._device.enter_thread()
         try:
             with self._device.capturing(), torch.inference_mode(), self.stages.warming():
                 run()
             self._device.synchronize()
         finally:
-            # what was compiled before an error is no step's either
+            # recipes compiled before an error do not count for a step either
             self._compiled = self._device.compilations()
 
     def _on_progress(self, progress: WarmUpProgress) -> None:
@@ -279,12 +286,14 @@ class StaticShapes:
         self._metrics.warm_up(warm, total, progress.seconds, summary.skeleton_seconds or None)
 
     def _free_memory(self) -> int:
-        """On a CPU graphs take no memory of a device, and what is free there changes for other reasons."""
+        """Returns the free device memory; on a CPU the total, because graphs take none and free memory varies
+        anyway.
+        """
         memory = self._device.memory()
         return memory.total if self._device.kind == "cpu" else memory.free
 
     def _warm_up_is_over(self) -> None:
-        """Nothing is compiled from now on."""
+        """Finishes the warm-up; from now on graphs are not compiled any more."""
         if self._compiler is not None and self._device.kind == "hpu" and self._config.skip_guards:
             self._compiler.skip_guards()
         self._log_summary()

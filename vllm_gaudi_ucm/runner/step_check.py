@@ -1,4 +1,4 @@
-"""Compares what workers run, step by step: `ucm.distributed.check_ranks`."""
+"""Compares the work of workers step by step: `ucm.distributed.check_ranks`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepCheck:
     """Raises RanksDisagreeError on every rank at the first difference.
 
     ranks: all workers, which call the same methods in the same order.
-    samplers: those of them that sample, for `logits` and `tokens`.
+    samplers: the workers that sample, for `logits` and `tokens`.
     """
 
     def __init__(self, ranks: Ranks, samplers: Ranks) -> None:
@@ -32,7 +32,7 @@ class StepCheck:
         self._step = 0
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
-        """A step as the worker got it: tokens of each request, drafts, and orders."""
+        """Compares a step's message from the scheduler: tokens of each request, drafts, and orders."""
         self._step += 1
         orders = memory_orders_of(scheduler_output)
         moved = None if orders is None else (orders.moves, orders.swap_outs, orders.swap_ins)
@@ -41,8 +41,9 @@ class StepCheck:
         self._ranks.check_same(f"step {self._step}", f"tokens {tokens}, drafts {drafts}, moved blocks {moved}")
 
     def shape(self, shape: StepShape, selection: SelectionPlan | None) -> None:
-        """The bucket that a step, or a part of it, is about to run in, and the blocks that its sparse requests choose
-        among, whose scores the ranks add up one by one."""
+        """Compares the bucket in which a step or a part of it is about to run, and the blocks from which its sparse
+        requests choose, because the ranks add up the scores of each block.
+        """
         self._ranks.check_same(f"step {self._step}, bucket", f"{shape.padded} for {shape.true}")
         if selection is not None:
             bits = zlib.crc32(np.concatenate(selection).tobytes())
@@ -50,16 +51,16 @@ class StepCheck:
             self._ranks.check_same(f"step {self._step}, candidates of sparse requests", found)
 
     def logits(self, logits: torch.Tensor) -> None:
-        """To the last bit, of any shape and dtype."""
+        """Compares logits of any shape and dtype bit for bit."""
         bits = zlib.crc32(logits.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         self._samplers.check_same(f"step {self._step}, checksum of logits", f"{bits:08x}")
 
     def offload(self, output: ModelRunnerOutput) -> None:
-        """What an output reports of offloaded blocks: of which there are copies, which came back, and their scores."""
+        """Compares an output's report of offloaded blocks: which have copies, which were restored, and their scores."""
         report = report_of(output)
         found = "nothing" if report is None else msgspec.json.encode(report).decode()
         self._ranks.check_same(f"step {self._step}, report of offloaded blocks", found)
 
     def tokens(self, sampled: list[list[int]]) -> None:
-        """Of each request, in the order of the sampler."""
+        """Compares the tokens of each request, in the order of the sampler."""
         self._samplers.check_same(f"step {self._step}, tokens", str(sampled))

@@ -1,4 +1,4 @@
-"""How a computed step ends: at once, or when the engine reads its tokens."""
+"""Ends a computed step: at once, or when the engine reads its tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class StepEnd:
     """Samples steps and makes their output within one call.
 
     Args:
-        sampler: of the steps.
-        parts: what is done around steps.
+        sampler: samples the steps.
+        parts: the work around steps.
     """
 
     def __init__(self, sampler: NoSampler, parts: Sequence[WorkerPart]) -> None:
@@ -31,7 +31,7 @@ class StepEnd:
 
     @property
     def steps_in_flight(self) -> bool:
-        """Whether the engine has steps to read that have not ended."""
+        """Returns whether the engine has yet to read steps that have not ended."""
         return False
 
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
@@ -67,8 +67,9 @@ class StepEnd:
 
 
 class EndInWorker(StepEnd):
-    """Ends steps with drafts within one call, in a worker with a process of its own: the engine schedules meanwhile.
-    Their records are written once the device has the next step."""
+    """Ends steps with drafts within one call, in a worker process; the engine schedules in the meantime. The records of
+    the steps are written once the device has the next step.
+    """
 
     def __init__(self, sampler: NoSampler, parts: Sequence[WorkerPart], ahead: StepsAhead) -> None:
         super().__init__(sampler, parts)
@@ -87,9 +88,9 @@ class QueuedEnd(EndInWorker):
 
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
         clock, sampled_ids, ahead = step.divisions[-1].clock, self._sampler.req_ids, self._ahead
-        # a wait for the step before is that step's
+        # a wait for the previous step counts for that step
         tokens = self._sampler.queue(step, grammar, ahead.carried, lambda: clock.skip(ahead.settle()))
-        # no kernel of the step is still to be launched, and the next step's loads and saves may be told
+        # all kernels of the step are launched, so the loads and saves of the next step may begin
         self._tell_sampled(step, lambda: tokens.look().tokens)
 
         def finish(sampled: SampledTokens, waited: float) -> ModelRunnerOutput:
@@ -100,7 +101,9 @@ class QueuedEnd(EndInWorker):
 
 
 class VerifiedEnd(EndInWorker):
-    """Samples a step with drafts and makes the next ones when its tokens are read, before the next step is planned."""
+    """Samples a step with drafts and makes the next drafts when its tokens are read, before the next step is
+    planned.
+    """
 
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
         clock, sampled_ids, queued = step.divisions[-1].clock, self._sampler.req_ids, time.perf_counter()
@@ -116,7 +119,7 @@ class VerifiedEnd(EndInWorker):
 
 
 def make_end(sampler: NoSampler, parts: Sequence[WorkerPart], ahead: StepsAhead | None) -> StepEnd:
-    """Chooses how steps end. ahead: with asynchronous scheduling."""
+    """Chooses how steps end. ahead: steps in flight, with async scheduling."""
     if ahead is None:
         return StepEnd(sampler, parts)
     if ahead.verifies_at_once:
@@ -125,7 +128,7 @@ def make_end(sampler: NoSampler, parts: Sequence[WorkerPart], ahead: StepsAhead 
 
 
 def step_output(step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
-    """Requests in the sampler's order first, so that a request's index is its entry of tokens and logprobs."""
+    """Returns the output: requests in the sampler's order first, so their index also applies to tokens and logprobs."""
     without = set(step.scheduler_output.num_scheduled_tokens).difference(sampled_ids)
     req_ids = sampled_ids + [request.request_id for request in step.requests if request.request_id in without]
     return ModelRunnerOutput(

@@ -1,4 +1,4 @@
-"""One step: scheduler output in, sampled tokens out."""
+"""Runs one step: scheduler output in, sampled tokens out."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class StepRunner:
-    """Runs steps with what an engine has once its KV cache is allocated.
+    """Runs steps with the objects of an engine after its KV cache is allocated.
 
     Args:
-        requests: the live ones.
+        requests: the live requests.
         planner: plans their rows.
         execution: computes a plan.
         sampler: computes and samples logits.
-        drafts: of the steps.
+        drafts: drafts of the steps.
         end: makes the output.
-        parts: what is done around steps, in this order.
+        parts: the work around steps, in this order.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class StepRunner:
 
     @property
     def steps_in_flight(self) -> bool:
-        """Whether the engine has steps to read that have not ended."""
+        """Returns whether the engine has yet to read steps that have not ended."""
         return self._end.steps_in_flight
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Computes a step up to its logits. None: `sample_tokens` gives the output."""
+        """Computes a step up to its logits. Returns None if `sample_tokens` returns the output."""
         for part in self._parts:
             part.before_step(scheduler_output)
         clock = StepClock()
@@ -91,7 +91,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def execute_dummy(self) -> None:
-        """A step without requests: takes part in those of other engines, where some share out experts."""
+        """Runs a step without requests: takes part in the steps of other engines if they share out experts."""
         for part in self._parts:
             part.dummy_step()
 
@@ -105,7 +105,7 @@ class StepRunner:
         return self._end.end(step, None if grammar_output is None else Grammar(step.scheduler_output, grammar_output))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts that the last step proposed for the next one, once."""
+        """Returns the drafts that the last step proposed for the next one, once."""
         return self._drafts.take_proposed(self._computed)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class StepRunner:
         return output
 
     def _compute_divisions(self, step: ComputedStep, clock: StepClock) -> None:
-        """Runs the step as a whole, or the parts of it that a shape holds."""
+        """Runs the step as a whole, or in parts that fit a shape."""
         divisions = self.execution.divide(step.batch, step.remainders)
         for part in self._parts:
             part.before_divisions(step, len(divisions))

@@ -1,4 +1,4 @@
-"""From the hidden states of a step to its tokens."""
+"""Turns the hidden states of a step into its tokens."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class NoSampler:
-    """The sampler of a pipeline stage that has no logits, and gets sampled tokens from the scheduler."""
+    """The sampler of a pipeline stage without logits, which gets sampled tokens from the scheduler."""
 
     @property
     def req_ids(self) -> list[str]:
-        """The requests that get tokens, in the order of the sampler's slots."""
+        """Returns the requests that get tokens, in the order of the sampler's slots."""
         return []
 
     def begin(self, step: ComputedStep) -> None:
@@ -43,10 +43,10 @@ class NoSampler:
         return plan, NO_BLOCKS
 
     def compute_logits(self, step: ComputedStep, division: Division, slots: NDArray[np.int64]) -> None:
-        """Computes the logits of a division that has run. slots: int64, of each row that yields a token."""
+        """Computes the logits of a division that has run. slots: int64, slot of each row that yields a token."""
 
     def sample(self, step: ComputedStep, grammar: Grammar | None) -> SampledTokens:
-        """Samples a computed step; the request table has the tokens."""
+        """Samples a computed step; the tokens are also written to the request table."""
         return SampledTokens([], None)
 
     def queue(
@@ -54,25 +54,26 @@ class NoSampler:
     ) -> TokensInFlight:
         """Queues the sampling of a computed step.
 
-        carried: takes the tokens on the device. settle: has the host read the step before, where it must.
+        carried: receives the tokens on the device. settle: makes the host read the previous step if needed.
         """
         raise NotImplementedError("asynchronous scheduling on a stage without logits")
 
     def take_nans(self) -> dict[str, int] | None:
-        """Returns NaNs in the last step's logits by request, None where they are not counted."""
+        """Returns NaNs in the last step's logits by request; None if they are not counted."""
         return None
 
 
 @dataclass(frozen=True)
 class LogitsSource:
-    """Where the logits of steps come from.
+    """The source of the logits of steps.
 
     Args:
-        execution: computes them.
+        execution: computes the logits.
         divided: the logits of divided steps.
-        at_once: logits of all positions are computed in one call, and gathered: static shapes have no graph for that.
+        at_once: whether logits of all positions are computed in one call, and gathered; static shapes have no graph for
+            this.
         prompt_logprobs: scores prompts.
-        bypassed: called with a reason where something runs outside of the graphs.
+        bypassed: called with a reason if work runs outside the graphs.
     """
 
     execution: Execution
@@ -88,8 +89,8 @@ class StepSampler(NoSampler):
     Args:
         slots: samples rows of logits.
         nans: counts NaNs in them.
-        source: of the logits.
-        drafts: of the engine's steps.
+        source: source of the logits.
+        drafts: drafts of the engine's steps.
         verification: compares drafts with tokens; None without speculative decoding.
     """
 
@@ -139,7 +140,7 @@ class StepSampler(NoSampler):
             assert self.verification is not None, "drafts without speculative decoding"
             return self.verification.sample(step.verified, self._drafts.to_verify(step.drafts, grammar), grammar)
         assert step.logits is not None
-        # the scheduler may have counted drafts where there are none
+        # the scheduler may have counted drafts although there are none
         allowed = None if grammar is None else grammar_at(grammar, 0, self._batch.req_ids)
         return self._slots.sample(step.logits, allowed)
 
@@ -168,9 +169,9 @@ class StepSampler(NoSampler):
 def in_slot_order(
     plan: UnifiedPlan, members: Sequence[LiveRequest], sampled: Sequence[LiveRequest]
 ) -> tuple[UnifiedPlan, NDArray[np.int64]]:
-    """The plan with its logits rows in the order of the sampler's slots, and these slots, int64 [logits].
+    """Returns the plan with its logits rows in the order of the sampler's slots, and these slots, int64 [logits].
 
-    members: requests of the plan. sampled: those that the whole step samples, by slot.
+    members: requests of the plan. sampled: requests that the whole step samples, by slot.
     """
     slot_of = {request: slot for slot, request in enumerate(sampled)}
     yielding = (slot_of[members[index]] for index in plan.logits_requests.tolist())

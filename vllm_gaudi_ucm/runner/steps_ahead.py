@@ -1,4 +1,4 @@
-"""Steps whose tokens the host has not read yet, while the next ones are planned: asynchronous scheduling."""
+"""Async scheduling: the next steps are planned before the host has read the tokens of earlier ones."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ REASON = "tokens of the step before"
 
 
 Finish = Callable[["SampledTokens", float], ModelRunnerOutput]
-"""Ends a step whose tokens the host has, after so many seconds of waiting for them; makes its output."""
+"""Ends a step whose tokens have reached the host, given the seconds of waiting for them; returns its output."""
 
 
 class PendingTokens(Protocol):
-    """Tokens of a step, on their way to the host."""
+    """Tokens of a step that are being copied to the host."""
 
     @property
     def are_waited_for(self) -> bool:
-        """Whether the host has yet to read them, which nobody has counted."""
+        """Returns whether the host still has to read them, and the wait is not counted yet."""
 
     def wait(self) -> None:
-        """Until they are there, in any thread; nothing learns them yet."""
+        """Waits for the tokens, in any thread; does not update the request table."""
 
     def settle(self) -> tuple[SampledTokens, float]:
-        """The tokens, which the request table has learned, and the seconds that the host has waited for them."""
+        """Writes the tokens to the request table; returns them, and the seconds that the host has waited for them."""
 
 
 class VerifiedLater:
-    """Tokens of a step that are sampled when they are read: how many of its drafts are right is for the host to say,
-    and the next drafts are made of them. Until then the device has the forward to compute.
+    """Tokens of a step that are sampled when they are read: the host decides how many of its drafts are accepted, and
+    the next drafts depend on that. Until then the device computes the forward.
 
     Args:
-        sample: called once; counts what it waits for.
+        sample: called once; counts its own waits.
     """
 
     are_waited_for = False
@@ -58,7 +58,7 @@ class VerifiedLater:
         self._sample = sample
 
     def wait(self) -> None:
-        """Nothing is on its way yet."""
+        """Does nothing, because no copy has begun."""
 
     def settle(self) -> tuple[SampledTokens, float]:
         began = time.perf_counter()
@@ -67,14 +67,14 @@ class VerifiedLater:
 
 
 class StepOutput(AsyncModelRunnerOutput):
-    """What a step gives, once its tokens have crossed; vLLM's engine asks for it when the next step is queued, in a
-    process of the worker's own from another thread than the one that runs steps.
+    """The output of a step, complete once its tokens have reached the host. vLLM's engine requests it when the next
+    step is queued; in a worker process it does so from another thread than the one that runs steps.
 
     Args:
-        tokens: of the sampler's slots.
-        finish: called once.
+        tokens: tokens of the sampler's slots.
+        finish: ends the step; called once.
         read: called before the engine gets the output.
-        step: what the output is of, with what a KV connector has reported for it.
+        step: the step of the output, with the report of a KV connector.
     """
 
     def __init__(
@@ -93,16 +93,18 @@ class StepOutput(AsyncModelRunnerOutput):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the step has ended."""
+        """Returns whether the step has ended."""
         return self._output is not None
 
     @property
     def waits(self) -> bool:
-        """Whether the host has to wait for tokens of it, beside what is counted where it happens."""
+        """Returns whether the host has to wait for its tokens, apart from waits that are counted where they occur."""
         return self._tokens.are_waited_for
 
     def settle(self) -> float:
-        """Waits for the tokens, which the request table learns, and ends the step. Returns the seconds of the wait."""
+        """Waits for the tokens, writes them to the request table, and ends the step. Returns the seconds of the
+        wait.
+        """
         if self._output is not None:
             return 0.0
         sampled, waited = self._tokens.settle()
@@ -111,7 +113,7 @@ class StepOutput(AsyncModelRunnerOutput):
 
     @torch.inference_mode()
     def get_output(self) -> ModelRunnerOutput:
-        """Waits for the tokens; while another thread does, the next step is planned."""
+        """Waits for the tokens, while another thread may plan the next step, and returns the output."""
         began = time.perf_counter()
         self._tokens.wait()
         self._waited = time.perf_counter() - began
@@ -120,32 +122,33 @@ class StepOutput(AsyncModelRunnerOutput):
         return self._output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """Returns what the step's KV connector has reported. vLLM 0.33 asks for it after `get_output` has failed, so
-        that finished loads and saves are not lost with the tokens."""
+        """Returns the report of the step's KV connector. vLLM 0.33 calls this after `get_output` has failed, so that
+        finished loads and saves are not lost with the tokens.
+        """
         return self._step.transferred
 
 
 class StepsAhead:
-    """The outputs that the engine has not asked for, oldest first: at most two, as long as the engine's queue.
+    """The outputs that the engine has not requested yet, oldest first: at most two, the length of the engine's queue.
 
-    Tokens of the last step are stand-ins in the request table, which `carried` resolves on the device. All older ones
-    are known before a step is planned.
+    Tokens of the last step are placeholders in the request table, which `carried` resolves on the device. All older
+    tokens are known before a step is planned.
 
     Args:
-        table: of the requests.
+        table: the request table.
         carried: the last sampled tokens on the device.
-        host: counts what had to be waited for early.
-        static: with static shapes, told when the engine has read every step.
-        drafts: in an engine with drafts. The next step's rows follow from how many were right, so that it is scheduled
-            while one runs, and planned when that one's tokens are read.
-        asked: whether the engine asks this worker for outputs. Of several workers it asks one; another one lets go of
-            a step once its tokens are there and the step after the next begins.
-        is_apart: whether this worker has a process of its own.
+        host: counts early waits.
+        static: static shapes, notified when the engine has read every step.
+        drafts: drafts of an engine with speculative decoding. The next step's rows depend on the number of accepted
+            drafts, so that it is scheduled while a step runs, and planned when the tokens of that step are read.
+        asked: whether the engine requests outputs from this worker. It does so from only one of several workers; the
+            others drop a step once its tokens have arrived and the step after the next begins.
+        is_apart: whether this worker has its own process.
 
-    verifies_at_once: whether a step of an engine with drafts is sampled before its call returns: in a worker with a
-        process of its own. The engine schedules meanwhile, and all workers come to the draft model's collectives at
-        the same place, whether the engine asks them for outputs or not.
-    lock: held by whoever runs a step or ends one. Engines with worker processes read outputs in a thread of their own.
+    verifies_at_once: whether a step of an engine with drafts is sampled before its call returns: in a worker process.
+        The engine schedules in the meantime, and all workers reach the draft model's collectives at the same point,
+        whether or not the engine requests their outputs.
+    lock: held while a thread runs or ends a step. Engines with worker processes read outputs in a separate thread.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class StepsAhead:
         return len(self._outputs)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Before the request table takes a step over."""
+        """Settles earlier steps as needed, before the request table is updated for a step."""
         last = not self._asked and not scheduler_output.total_num_scheduled_tokens
         self._begins = True
         try:
@@ -194,20 +197,22 @@ class StepsAhead:
         return self._settle(list(self._outputs))
 
     def later(self, work: Callable[[], None]) -> None:
-        """What no step waits for: now, or where one is about to begin, once the device has that one to compute."""
+        """Does work that no step waits for: now, or, if a step is about to begin, once the device has that step to
+        compute.
+        """
         if self._begins:
             self._later.append(work)
         else:
             work()
 
     def _tell(self) -> None:
-        """A step has been queued, or has nothing to compute."""
+        """Does the deferred work, because a step has been queued, or has nothing to compute."""
         works, self._later = self._later, []
         for work in works:
             work()
 
     def add(self, tokens: PendingTokens, finish: Finish, computed: ComputedStep) -> StepOutput:
-        """A step that has been queued. finish: see StepOutput; steps end in their order."""
+        """Adds a queued step, and returns its output. finish: see StepOutput; steps end in order."""
         step = StepOutput(tokens, finish, self._read, computed)
         self._outputs.append(step)
         self._tell()
@@ -230,7 +235,7 @@ class StepsAhead:
                 self._end()
 
     def _end(self) -> None:
-        """All steps have: whoever waits for an idle device may begin."""
+        """Marks all steps as ended, so that work that needs an idle device may begin."""
         if self._static is not None and self._static.follows_steps:
             self._static.end_step()
         STEPS.end()
