@@ -1,6 +1,6 @@
-"""The attention backend that vLLM's layers find: writes K and V to the cache, then runs Unified Attention.
+"""The attention backend that vLLM's layers use: writes K and V to the cache, then runs Unified Attention.
 
-The runner builds the metadata (execution/step_tensors.py); nothing here looks at a batch.
+The runner builds the metadata (execution/step_tensors.py); this module does not look at a batch.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnifiedAttentionMetadata(AttentionMetadata):
-    """One step's attention, the same for every layer of a KV-cache group.
+    """The attention metadata of one step, the same for every layer of a KV-cache group.
 
-    slots: int64 [rows], where the new K and V go. parts: what the rows see, prepared once per step.
+    slots: int64 [rows], the slots to which the new K and V are written. parts: what the rows see, prepared once per
+    step.
     sparse: the worker side of a sparse method, whose hooks run around the attention of each layer.
-    summary_blocks: int64 [n], blocks that are full and to be summarised.
-    selection: the choices of the step; None: every request is dense.
-    new_tokens: the causal part, which `parts` is without then; None: `parts` is everything. See `LatentSizes.divides`.
+    summary_blocks: int64 [n], full blocks to be summarised.
+    selection: the choices of the step; None if every request is dense.
+    new_tokens: the causal part, which is then missing from `parts`; None if `parts` is complete. See
+    `LatentSizes.divides`.
     """
 
     slots: torch.Tensor
@@ -95,8 +97,8 @@ class UnifiedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # tokens outside heads: a block's tokens are one run of memory, which is what gathering blocks copies. Of the
-        # layouts that vLLM knows this is the nearest; it has none of keys and values apart
+        # tokens outside heads: a block's tokens are one run of memory, which is what gathering blocks copies. This is
+        # the nearest of vLLM's layouts; none of them has separate keys and values
         return (KVCacheLayout.LBNHC,)
 
     @classmethod
@@ -105,9 +107,9 @@ class UnifiedAttentionBackend(AttentionBackend):
 
 
 class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
-    """Attention of one layer. Refuses by name what it does not compute.
+    """Computes the attention of one layer, and refuses unsupported features by name.
 
-    chunk: tokens of the chunks of which rows see their own alone (Llama 4); see `chunk_of`.
+    chunk: tokens of a chunk, if rows see only their own chunk (Llama 4); see `chunk_of`.
     """
 
     chunk: ClassVar[int | None] = None
@@ -131,7 +133,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             "ALiBi beside a sliding window": alibi_slopes is not None and sliding_window is not None,
             "ALiBi beside chunked local attention": alibi_slopes is not None and self.chunk is not None,
             "a sliding window beside chunked local attention": sliding_window is not None and self.chunk is not None,
-            # the scales are the other layer's
+            # the scales belong to the other layer
             "keys and values of another layer in 8-bit floats (leave --kv-cache-dtype out)": (
                 kv_sharing_target_layer_name is not None and narrow_cache
             ),
@@ -158,7 +160,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             has_slopes=self._slopes is not None,
         )
         self._per_head = PerHead(self._sinks, self._slopes)
-        # the keys and values of its new tokens are those of another layer, which has written them
+        # another layer writes the keys and values of the new tokens
         self.shares = kv_sharing_target_layer_name is not None
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -170,7 +172,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
 
     @property
     def window(self) -> Window | None:
-        """How far back rows see; None: over all of their contexts."""
+        """Returns how far back rows see; None if they see all of their contexts."""
         if self.chunk is not None:
             return Window(self.chunk, chunked=True)
         by_distance = self.spec.has_slopes
@@ -179,17 +181,20 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         return Window(self.sliding_window or WHOLE, by_distance=by_distance)
 
     def join(self, group: GroupStep | None) -> None:
-        """Once the KV cache is there: the layer reads the step of this group; None: there is one group."""
+        """Makes the layer read the steps of this group, once the KV cache is allocated; None if there is only one
+        group.
+        """
         self._group = group
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Of vLLM's loader: sinks have their values now, in the dtype of the model."""
+        """Called by vLLM's loader once sinks have their values, in the dtype of the model."""
         sinks = None if self._sinks is None else self._sinks.detach().float()
         self._per_head = PerHead(sinks, self._slopes)
 
     def be_sparse(self, layer_index: int, selector: LayerSelector | None) -> None:
-        """Once the KV cache is there. layer_index: among the model's layers, for hooks of a method.
+        """Makes the layer sparse, once the KV cache is allocated.
 
+        layer_index: index among the model's layers, for hooks of a method.
         selector: chooses the layer's blocks; None for a method that does not choose blocks.
         """
         self._layer_index, self._selector = layer_index, selector
@@ -206,9 +211,10 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Query, key, value: [rows, heads, head size]; kv_cache: what was bound to the layer.
+        """Computes the attention of a step. Query, key, value: [rows, heads, head size]; kv_cache: the cache bound to
+        the layer.
 
-        Without metadata (a memory measurement) nothing is attended and the output is zero.
+        Without metadata (in a memory measurement) attention is skipped and the output is zero.
         """
         if attn_metadata is None:
             return output.zero_()
@@ -241,7 +247,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         attn_metadata: UnifiedAttentionMetadata,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention, and the hooks of a sparse method around it."""
+        """Runs attention, and the hooks of a sparse method around it."""
         sparse, parts = attn_metadata.sparse, attn_metadata.parts
         if sparse is None:
             return unified_attention(
@@ -255,7 +261,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
                 out=output,
                 per_head=self._per_head,
             )
-        # for methods that ask: a compiled region that read it would be one for each layer
+        # for methods that need it: a compiled region that reads it would be compiled once for each layer
         index = self._layer_index
         if self._selector is not None:
             self._selector.attention_begin(query, key_cache, attn_metadata)
@@ -278,13 +284,15 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             per_head=self._per_head,
         )
         finished = sparse.attention_finished(index, found)
-        # vLLM's layer reads what it gave
+        # vLLM's layer reads the output that it passed in
         return output if finished is output or finished is None else output.copy_(finished)
 
     def _in_blocks(self, kv_cache: KvPair, written: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPair:
-        """Views of what was written. The cache is bound once, so they need not be made in every step."""
+        """Returns views of the written cache. The cache is bound once, so the views are not made again in every
+        step.
+        """
         if torch.compiler.is_compiling():
-            # kept views would be inputs of the graph that share memory with those that it writes
+            # kept views would be graph inputs that share memory with the tensors that the graph writes
             return in_blocks(written, block_size)
         if self._kv_cache is not kv_cache:
             self._kv_cache, self._views = kv_cache, in_blocks(written, block_size)
@@ -293,5 +301,5 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
 
 @cache
 def _attention_in_chunks(chunk: int) -> type[UnifiedAttentionImpl]:
-    """vLLM makes the object, and tells it nothing of chunks: the class knows them."""
+    """Returns a class that knows the chunk size, because vLLM makes the object without passing the size."""
     return type("ChunkedAttentionImpl", (UnifiedAttentionImpl,), {"chunk": chunk})

@@ -1,4 +1,4 @@
-"""Where the layers of each KV-cache group find the step's metadata of their group."""
+"""Gives the layers of each KV-cache group the step's metadata of their group."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ if TYPE_CHECKING:
 
 
 class GroupStep:
-    """The running step of one group. Layers hold it, and not the number of their group: that would be one more graph
-    for each group where layers are compiled."""
+    """The running step of one group. Layers hold this object instead of the number of their group, because compiled
+    layers would need one more graph for each number.
+    """
 
     metadata: Any
 
     def begin(self, metadata: object) -> None:
-        """The layers of the group read this from now on."""
+        """Makes the layers of the group read this metadata from now on."""
         self.metadata = metadata
 
 
 @dataclass(frozen=True)
 class GroupedMetadata(AttentionMetadata):
-    """One step of several groups, in their order; `steps` are where their layers look. The first is of attention."""
+    """The metadata of one step for several groups, in their order; the first is an attention group.
+
+    steps: the objects from which the layers of each group read their metadata.
+    """
 
     groups: tuple[Any, ...]
     steps: tuple[GroupStep, ...]
 
     def begin(self) -> None:
-        """Before the layers run."""
+        """Passes each group its metadata; must be called before the layers run."""
         for step, metadata in zip(self.steps, self.groups, strict=True):
             step.begin(metadata)

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek): the layer that vLLM's models find in place of vLLM's own.
+"""Multi-head latent attention (DeepSeek): replaces the layer of vLLM in vLLM's models.
 
-The cache has one row per token, the latent and the rotary key that all heads share. With `uk` absorbed into queries
-and `uv` applied to results, attention over the cache is that of one KV head whose values are a part of its keys, so
-parts, buckets and merges are those of every model. New tokens among themselves are computed with the keys and values
-of each head, which are a third of the work, where they are many, and merged with what their rows find in the cache by
-the logarithms of the sums. Source: DeepSeek-V2, arXiv 2405.04434, 2.1.
+The cache has one row per token: the latent and the rotary key, shared by all heads. With `uk` absorbed into queries and
+`uv` applied to results, attention over the cache has one KV head whose values are part of its keys, so parts, buckets
+and merges are the same as for every other model. Attention of many new tokens among themselves uses the keys and values
+of each head, which takes a third of the work; its results are merged with those over the cache by the logarithms of the
+sums. Source: DeepSeek-V2, arXiv 2405.04434, 2.1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Of one token and head: latent, and rotary and other elements of a key, and a value; heads: of this device."""
+    """Sizes for one token and head, in elements.
+
+    heads: heads on this device. latent: size of a latent. rotary, nope: rotary and other elements of a key. value: size
+    of a value.
+    """
 
     heads: int
     latent: int
@@ -55,18 +59,19 @@ class LatentSizes:
 
     @property
     def cached(self) -> int:
-        """Elements of a row of the cache."""
+        """Returns the elements of a row of the cache."""
         return self.latent + self.rotary
 
     def divides(self, parts: AttentionParts) -> bool:
-        """Whether new tokens beside cached blocks are computed with keys and values of their own: making these costs
-        less than they save."""
+        """Returns whether new tokens of a step with cached blocks get keys and values of their own, because making
+        these costs less than they save.
+        """
         if parts.causal is None or parts.selected is not None or not _reads_cache(parts):
             return False
         pairs = 0
         for one in parts.causal.slices:
             rows = one.query_hi - one.query_lo
-            # of those of a slice's own rows, which end with it, the half is seen
+            # a slice sees half of its own rows, which are the last of its keys
             pairs += rows * (one.key_hi - one.key_lo) - rows * (rows - 1) // 2
         saved = self.cached + self.latent - (self.nope + self.rotary + self.value)
         return pairs * saved > parts.causal.groups.shape[0] * self.latent * (self.nope + self.value)
@@ -76,7 +81,7 @@ BESIDE_LATENTS = "beside multi-head latent attention"
 
 
 class LatentAttentionBackend(UnifiedAttentionBackend):
-    """The same backend for layers with one row per token."""
+    """The same backend for layers with one cache row per token."""
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -88,17 +93,17 @@ class LatentAttentionBackend(UnifiedAttentionBackend):
 
 
 class LatentAttentionImpl(UnifiedAttentionImpl):
-    """Attention of one such layer, between its projections."""
+    """Computes the attention of one latent layer, between its projections."""
 
     def __init__(self, sizes: LatentSizes, scale: float, kv_cache_dtype: str) -> None:
         super().__init__(sizes.heads, sizes.cached, scale, num_kv_heads=1, kv_cache_dtype=kv_cache_dtype)
         self.sizes = sizes
-        # with the keys and values of each head, and over the cache
+        # first the spec with the keys and values of each head, then the spec over the cache
         self._of_heads = self.spec
         self.spec = replace(self.spec, values_in_keys=True)
 
     def join(self, group: GroupStep | None) -> None:
-        """Refuses what makes several groups: windows in other layers of the model."""
+        """Refuses several groups, which windows in other layers of the model would cause."""
         if group is not None:
             raise UnsupportedFeatureError(f"several KV-cache groups {BESIDE_LATENTS}", "the model")
 
@@ -112,11 +117,11 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         kv_cache: LatentRows,
         attn_metadata: UnifiedAttentionMetadata | None,
     ) -> torch.Tensor:
-        """[rows, heads * value size]. query: [rows, heads, nope + rotary]; latent: [rows, latent size]; rotary: [rows,
-        1, rotary size], with their positions. Without metadata (a memory measurement) nothing is attended.
+        """Returns [rows, heads * value size]. query: [rows, heads, nope + rotary]; latent: [rows, latent size]; rotary:
+        [rows, 1, rotary size], with positions applied. Without metadata (in a memory measurement) attention is skipped.
 
-        Over a cache of 8-bit floats absorbed attention is computed in its units; new tokens with keys and values of
-        their own are not rounded, and their sums are of the same scores.
+        Over a cache of 8-bit floats, absorbed attention is computed in the cache's units. New tokens with keys and
+        values of their own are not rounded; their sums are over the same scores.
         """
         sizes, rows = self.sizes, query.shape[0]
         if attn_metadata is None:
@@ -157,8 +162,9 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         parts: PreparedParts,
         log_sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[rows, heads, value]: new tokens among themselves, with the keys and values of each head. No cached block is
-        read. log_sums: see `unified_attention`."""
+        """Returns [rows, heads, value]: attention of new tokens among themselves, with the keys and values of each
+        head. Reads no cached block. log_sums: see `unified_attention`.
+        """
         key, value = weights.expand(latent, rotary)
         no_keys, no_values = (one.new_empty((0, parts.block_size, *one.shape[1:])) for one in (key, value))
         return unified_attention(
@@ -171,7 +177,7 @@ def _reads_cache(parts: AttentionParts) -> bool:
 
 
 class LatentWeights(nn.Module):
-    """What makes keys and values of latents, head by head.
+    """Weights that make keys and values from latents, for each head.
 
     Args:
         uk: [heads, nope, latent], without gaps.
@@ -183,34 +189,36 @@ class LatentWeights(nn.Module):
         self.uk, self.uv = (nn.Parameter(weight, requires_grad=False) for weight in (uk, uv))
 
     def absorb(self, query: torch.Tensor, nope: int) -> torch.Tensor:
-        """[rows, heads, latent + rotary] of query [rows, heads, nope + rotary]: its product with a row of the cache is
-        that with the head's key."""
+        """Returns [rows, heads, latent + rotary] for a query [rows, heads, nope + rotary]. The product of the result
+        with a row of the cache equals the product of the query with the head's key.
+        """
         absorbed = torch.bmm(query[..., :nope].transpose(0, 1), self.uk).transpose(0, 1)
         return torch.cat((absorbed, query[..., nope:]), -1)
 
     def expand(self, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [rows, heads, nope + rotary] and values [rows, heads, value] of latents [rows, latent] and rotary keys
-        [rows, 1, rotary]."""
+        """Returns keys [rows, heads, nope + rotary] and values [rows, heads, value], from latents [rows, latent] and
+        rotary keys [rows, 1, rotary].
+        """
         heads, both = self.uk.shape[0], (self.uk, self.uv)
         key, value = (nn.functional.linear(latent, one.flatten(0, 1)).unflatten(1, (heads, -1)) for one in both)
         return torch.cat((key, rotary.expand(-1, heads, -1)), -1), value
 
     def values(self, found: torch.Tensor) -> torch.Tensor:
-        """[rows, heads * value] of weighted sums of latents [rows, heads, latent]."""
+        """Returns [rows, heads * value] from weighted sums of latents [rows, heads, latent]."""
         return torch.bmm(found.transpose(0, 1), self.uv.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
 class LatentAttention(nn.Module, AttentionLayerBase):
-    """What has the cache: queries, latents and rotary keys of a step to what each head found.
+    """The layer with the cache: takes queries, latents and rotary keys of a step, and returns the results of each head.
 
-    It knows no name in a forward, so all layers of a model are one region; see `NamelessAttention`.
+    Its forward uses no layer name, so all layers of a model are one region; see `NamelessAttention`.
 
     Args:
-        sizes: of the heads on this device.
-        scale: of the scores.
-        projection: of latents to keys and values, `kv_b_proj`; its weight moves here once it is loaded.
-        vllm_config, cache_config: the engine's; the cache's own.
-        quant_config: of the model, which knows the scale of a cache of 8-bit floats; None: the scale is 1.
+        sizes: sizes of the heads on this device.
+        scale: scale of the scores.
+        projection: `kv_b_proj`, from latents to keys and values; its weight moves to this layer once it is loaded.
+        vllm_config, cache_config: the config of the engine; the config of the cache.
+        quant_config: the model's, which has the scale of a cache of 8-bit floats; if None, the scale is 1.
         prefix: the layer's name.
     """
 
@@ -233,7 +241,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         self.layer_name = prefix
         self.kv_cache: Any = torch.tensor([])
         self.kv_cache_dtype = _cache_dtype(cache_config, quant_config)
-        self._projection = [projection]  # in a list: it is the model's submodule, not ours
+        self._projection = [projection]  # in a list, because it is a submodule of the model, not of this layer
         self._backend = get_attn_backend(
             sizes.cached, torch.get_default_dtype(), self.kv_cache_dtype, use_mla=True, num_heads=sizes.heads
         )
@@ -242,7 +250,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
-        """Called by vLLM. The projection's own weight is given back: nothing else reads it."""
+        """Called by vLLM. Frees the projection's own weight, which has no other reader."""
         sizes, (projection,) = self.sizes, self._projection
         try:
             uk, uv = take_kv_b_proj(projection, dtype, sizes.latent, sizes.heads, sizes.nope, sizes.value)
@@ -279,7 +287,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):
 
 
 def _cache_dtype(cache_config: CacheConfig | None, quant_config: Any) -> str:
-    """As vLLM's layers choose it: a checkpoint with a scheme for caches asks for 8-bit floats by itself."""
+    """Chooses the dtype as vLLM's layers do: a checkpoint with a scheme for caches implies 8-bit floats."""
     if cache_config is None:
         return "auto"
     if cache_config.kv_cache_dtype_skip_layers:
@@ -292,10 +300,10 @@ def _cache_dtype(cache_config: CacheConfig | None, quant_config: Any) -> str:
 
 
 class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
-    """From hidden states to hidden states: the projections that the model made, rotary embedding, and attention.
+    """Maps hidden states to hidden states: the projections that the model made, rotary embedding, and attention.
 
-    vLLM makes one of these where a model makes its wrapper, with the same arguments. others: how vLLM's own layer may
-    fuse its operations.
+    vLLM makes one of these, with the same arguments, when a model makes its wrapper. others: options by which vLLM's
+    own layer may fuse its operations.
     """
 
     def __init__(
@@ -348,7 +356,9 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """positions: [rows]; hidden_states: [rows, hidden size]; llama_4_scaling: factor of queries, [rows, 1, 1]."""
+        """Runs the block. positions: [rows]; hidden_states: [rows, hidden size]; llama_4_scaling: [rows, 1, 1], query
+        factors.
+        """
         sizes = self.sizes
         given, of_token = self._down(hidden_states)
         latent = self.kv_a_layernorm(of_token[:, : sizes.latent].contiguous())
@@ -366,7 +376,7 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
         return _project(self.o_proj, found)
 
     def _down(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What queries are made of, and [rows, latent + rotary] before the norm and the positions."""
+        """Returns the input of the query projection, and [rows, latent + rotary] before the norm and the positions."""
         if self.q_lora_rank is None:
             return hidden_states, _project(self.kv_a_proj_with_mqa, hidden_states)
         both = _project(self.fused_qkv_a_proj, hidden_states)
@@ -376,13 +386,13 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
 
 
 def _project(projection: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
-    """vLLM's linear layers return their bias beside the product."""
+    """Returns the product alone; vLLM's linear layers return (product, bias)."""
     assert projection is not None, "vLLM's model makes it"
     return cast(torch.Tensor, projection(x)[0])
 
 
 def register_latent_attention() -> None:
-    """Models built afterwards in this process have our layer. Safe to call more than once."""
+    """Makes models that are built afterwards in this process use our layer. Safe to call more than once."""
     name = MultiHeadLatentAttentionWrapper.__name__
     if name not in op_registry_oot:
         PluggableLayer.register_oot(LatentAttentionBlock, name=name)
