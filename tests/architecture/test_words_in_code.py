@@ -14,20 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_gaudi_ucm"
 # Folders whose prose has not been brought to these words yet.
-<<<<<<< HEAD
-NOT_YET = ("attention", "batch", "execution", "kv_cache", "runner", "sparse")
-FILES_NOT_YET = ("graphs/tuning", "vllm_gaudi_ucm/cli/buckets", "vllm_gaudi_ucm/platform/combinations.py")
-=======
-NOT_YET = ("config", "execution", "memory", "runner", "scheduler", "sparse")
-FILES_NOT_YET = (
-    "graphs/tuning",
-    # messages that tests and docs quote
-    "vllm_gaudi_ucm/attention/backend.py",
-    "vllm_gaudi_ucm/attention/latent.py",
-    "vllm_gaudi_ucm/cli/buckets",
-    "vllm_gaudi_ucm/platform/combinations.py",
-)
->>>>>>> 537e262 (Say what attention does in plain sentences)
+NOT_YET = ("batch", "execution", "kv_cache", "runner", "sparse")
+FILES_NOT_YET = ("graphs/tuning", "vllm_gaudi_ucm/platform/combinations.py", "tools/vllm_gaudi_ucm_tools/buckets")
 ROOMS = sorted(
     folder
     for folder in (
