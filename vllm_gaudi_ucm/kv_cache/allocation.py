@@ -1,4 +1,4 @@
-"""The KV cache: its budget, and the tensors of each attention layer."""
+"""Computes the budget of the KV cache, and allocates the tensors of each attention layer."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _PAUSE_SECONDS = 0.05
 
 
 def zeroed_pages(size: int, may_provide: Callable[[], bool] = lambda: True) -> torch.Tensor:
-    """Zeros, int8 [size], whose pages a thread of lowest priority provides while the engine is idle.
+    """Returns zeros, int8 [size], whose pages a thread of lowest priority provides while the engine is idle.
 
     Why: writing zeros to a KV cache of 4 GiB took 4 to 10 of the 23 seconds of a start, and most of such a cache is not
-    used soon. A page that is written before the thread came to it costs a page fault then.
+    used soon. Writing a page that the thread has not reached yet costs a page fault.
 
-    may_provide: asked before every piece. Lowest priority alone is not enough where every core has a thread that
-        computes: one that waits for the others waits for the kernel's zeros, and decode steps of 17 ms took 27.
+    may_provide: called before every piece. Lowest priority alone is not enough if every core has a computing thread: a
+        thread that waits for the others also waits for the kernel's zeros, and decode steps of 17 ms took 27.
     """
     if size == 0:
         return torch.zeros(0, dtype=torch.int8)
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # a decode reads runs of some hundred KB: 51 GB/s in place of 32 of two threads of a Zen 5
+    # a decode reads runs of some hundred KB: two threads of a Zen 5 read 51 GB/s instead of 32
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     zeros = torch.frombuffer(pages, dtype=torch.int8)
@@ -62,9 +62,9 @@ def zeroed_pages(size: int, may_provide: Callable[[], bool] = lambda: True) -> t
 
 
 def _provide(pages: weakref.ref[mmap.mmap], address: int, size: int, may_provide: Callable[[], bool]) -> None:
-    """Ends once all pages are there, the memory is unused, or the kernel refuses; then first writes provide pages."""
+    """Ends once all pages exist, the memory is unused, or the kernel refuses; first writes then provide the pages."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    # unlike mmap's own method this lets other threads run meanwhile
+    # unlike mmap's own method, this lets other threads run in the meantime
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for start in range(0, size, _PIECE):
@@ -83,7 +83,7 @@ DUMMY_BLOCK = 0
 
 
 class _Rows(NamedTuple):
-    """Of one tensor of a layer: [slots, kv heads, head size]."""
+    """Shape [slots, kv heads, head size] and dtype of one tensor of a layer."""
 
     shape: tuple[int, int, int]
     dtype: torch.dtype
@@ -95,10 +95,12 @@ class _Rows(NamedTuple):
 
 
 def _rows(name: str, spec: KVCacheSpec, num_blocks: int) -> tuple[_Rows, ...]:
-    """Of keys and of values, which take all bytes of a page and no more; of keys that hold their values alone."""
+    """Returns the rows of keys and of values, which together fill a page exactly, or of keys that contain their
+    values.
+    """
     assert isinstance(spec, AttentionSpec), "only layers with keys and values are served"
     slots, heads = num_blocks * spec.block_size, spec.num_kv_heads
-    # vLLM's name of 8-bit floats of either kind, of which we serve one
+    # vLLM has one name for both kinds of 8-bit floats; only this one is supported
     dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
     rows = tuple(_Rows((slots, heads, size), dtype) for size in (spec.head_size, spec.head_size_v) if size)
     found, expected = sum(one.nbytes for one in rows), num_blocks * spec.unpadded_page_size_bytes
@@ -114,18 +116,18 @@ def _cache(tensors: Sequence[torch.Tensor]) -> LayerCache:
     return LatentRows(*tensors) if len(tensors) == 1 else KvPair(*tensors)
 
 
-# Compute capability of GPUs that convert these floats.
+# The lowest compute capability of GPUs that convert these floats.
 _WITH_E4M3 = (8, 9)
 
 
 def allocate_kv_cache(
     config: KVCacheConfig, device: torch.device, is_idle: Callable[[], bool] = lambda: True
 ) -> dict[str, LayerCache]:
-    """Allocates keys and values of each layer, by its name. Layers of several groups have one memory, see `buffers`.
+    """Allocates keys and values of each layer, by its name. Layers of several groups share one memory, see `buffers`.
 
-    The dummy block is all zeros at first, so that reading it is harmless even before anything was written.
+    The dummy block is all zeros at first, so that reading it is harmless even before the first write.
 
-    is_idle: whether pages of the host may be provided now; see `zeroed_pages`.
+    is_idle: returns whether pages of the host may be provided now; see `zeroed_pages`.
     """
     rows = {name: _rows(name, spec, config.num_blocks) for name, spec in layer_specs(config).items()}
     narrow = any(one.dtype == torch.float8_e4m3fn for both in rows.values() for one in both)
@@ -147,7 +149,7 @@ def allocate_kv_cache(
 
 
 def _check_alike(name: str, rows: tuple[_Rows, ...], owner: str, owned: tuple[_Rows, ...]) -> None:
-    """A graph on a Gaudi writes no view of a tensor in place, so layers that have one memory have one tensor."""
+    """Checks that layers with one memory can share a tensor, because a Gaudi's graph does not write views in place."""
     if rows != owned:
         raise UnsupportedFeatureError(
             f"layers of different KV-cache groups whose keys and values differ in shape ({rows[0].shape} of {name}, "
@@ -164,7 +166,7 @@ _PAGE = 4096
 
 
 def _on_host(all_rows: Sequence[_Rows], is_idle: Callable[[], bool]) -> Iterator[torch.Tensor]:
-    """Tensors of storages of their own, which lie in one piece of memory, so that one thread provides its pages."""
+    """Yields tensors with separate storages in one piece of memory, so that one thread provides its pages."""
     sizes = [-(-rows.nbytes // _PAGE) * _PAGE for rows in all_rows]
     pages, offset = zeroed_pages(sum(sizes), is_idle).numpy(), 0
     for rows, size in zip(all_rows, sizes, strict=True):
@@ -172,24 +174,24 @@ def _on_host(all_rows: Sequence[_Rows], is_idle: Callable[[], bool]) -> Iterator
             yield _zeros(rows, torch.device("cpu"))
             continue
         storage = torch.frombuffer(pages, dtype=rows.dtype, count=rows.nbytes // rows.dtype.itemsize, offset=offset)
-        # not a view of anything, which a compiled graph that writes it would be told
+        # not a view: a compiled graph that writes it would see the base tensor
         yield torch.empty(0, dtype=rows.dtype).set_(storage.untyped_storage()).resize_(rows.shape)
         offset += size
 
 
 def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> dict[str, LayerCache]:
-    """A cache of the dummy block alone for each layer, in the layout of the real one."""
+    """Returns a cache of only the dummy block for each layer, in the layout of the real one."""
     rows = {name: _rows(name, spec, 1) for name, spec in specs.items()}
     return {name: _cache([_zeros(one, device) for one in each]) for name, each in rows.items()}
 
 
 def no_kv_cache(names: Iterable[str], device: torch.device) -> dict[str, LayerCache]:
-    """What is bound to the layers while there is no cache."""
+    """Returns the empty tensors that are bound to the layers while there is no cache."""
     return {name: KvPair(torch.empty(0, device=device), torch.empty(0, device=device)) for name in names}
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
-    """The layers by name; they register themselves when the model is built."""
+    """Returns the attention layers by name; they register themselves when the model is built."""
     context = vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
 
@@ -204,12 +206,12 @@ def other_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 def kv_cache_specs(
     vllm_config: VllmConfig, *, choosing: bool = False, with_draft_model: bool = False
 ) -> dict[str, KVCacheSpec]:
-    """What each layer keeps per block; nothing of those that read another layer's cache.
+    """Returns the cache spec of each layer; layers that read another layer's cache have none.
 
-    choosing: layers that see whole contexts choose blocks. They choose among those of one table, so that windows keep
-        all of their blocks where vLLM would make several groups of these layers.
-    with_draft_model: whose layers may be of another shape than the model's. Such layers share no memory, so that there
-        is one table for all.
+    choosing: whether a sparse method chooses blocks for layers that see whole contexts. It chooses among the blocks of
+        one table, so windows keep all of their blocks if vLLM would otherwise make several groups of these layers.
+    with_draft_model: whether there is a draft model, whose layers may have another shape than the model's. Such layers
+        share no memory, so there is one table for all.
     """
     layers = attention_layers(vllm_config)
     own = {name: one for name, one in layers.items() if has_attention(one) and shared_with(one) is None}
@@ -236,16 +238,16 @@ def _layer_shape(spec: KVCacheSpec) -> tuple[object, ...]:
 
 
 def shared_with(layer: AttentionLayerBase) -> str | None:
-    """The layer whose keys and values this one reads in place of its own."""
+    """Returns the layer whose keys and values this one reads instead of its own; None if it has its own."""
     target: str | None = layer.kv_sharing_target_layer_name if isinstance(layer, Attention) else None
     return target
 
 
 def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, LayerCache]) -> None:
-    """Gives each layer its cache, which the layer hands on to its implementation as it is."""
+    """Gives each layer its cache, which the layer passes on to its implementation unchanged."""
     layers = attention_layers(vllm_config)
     for name, cache in caches.items():
-        layers[name].bind_kv_cache(cache)  # type: ignore[arg-type]  # vLLM's own layer stores it unseen
+        layers[name].bind_kv_cache(cache)  # type: ignore[arg-type]  # vLLM's own layer stores it unread
     for layer in layers.values():
         if (target := shared_with(layer)) is not None:
             layer.bind_kv_cache(caches[target])  # type: ignore[arg-type]
@@ -254,18 +256,19 @@ def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, LayerCache]) ->
 logger = plugin_logger(__name__)
 
 GIB = 1 << 30
-# A CPU's memory belongs to everybody on the machine: take what a demo or a test needs, and more only when asked.
+# A CPU's memory is shared with all programs of the machine: take enough for a demo or a test, and more only on request.
 CPU_DEFAULT = 4 * GIB
 
 
 def kv_cache_budget(device: Device, vllm_config: VllmConfig, measure_steps: Callable[[], int], workers: int = 1) -> int:
-    """Bytes for the KV cache: `--kv-cache-memory-bytes` as given, else what the device has left.
+    """Returns the bytes for the KV cache: `--kv-cache-memory-bytes` if given, otherwise the free memory of the device.
 
-    On an accelerator the memory that steps take beside the cache is taken off (`--gpu-memory-utilization` bounds the
-    whole). On a CPU the default is 4 GiB or half of the free memory, shared by all workers of a server on this machine.
+    On an accelerator the memory that steps need in addition to the cache is subtracted (`--gpu-memory-utilization`
+    bounds the total). On a CPU the default is 4 GiB or half of the free memory, shared by all workers of a server on
+    this machine.
 
     measure_steps: runs the largest steps and returns the bytes to keep for them.
-    workers: of all engines of this server on this machine.
+    workers: number of workers of all engines of this server on this machine.
     """
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     free, total = device.memory()

@@ -1,4 +1,4 @@
-"""The KV cache of one layer: keys and values, two tensors that share no memory with anything, or one with both."""
+"""The KV cache of one layer: keys and values in two tensors with separate memory, or both in one tensor."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class KvPair(NamedTuple):
 
 class LatentRows(NamedTuple):
     """Rows [num_blocks * block size, 1, latent size + rotary size] of multi-head latent attention: all query heads
-    share one key per token, whose first elements, the latent, are its value too. One tensor as each of a `KvPair`."""
+    share one key per token; its first elements, the latent, are also its value. The tensor is like each of a `KvPair`.
+    """
 
     key: torch.Tensor
 
 
 LayerCache = KvPair | LatentRows
-"""Whoever copies, moves, stores or counts blocks goes over the tensors, however many there are."""
+"""Code that copies, moves, stores or counts blocks iterates over the tensors, whatever their number."""
 
 
 @overload
@@ -41,7 +42,7 @@ def in_blocks(cache: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPa
 @overload
 def in_blocks(cache: LayerCache, block_size: int) -> LayerCache: ...
 def in_blocks(cache: tuple[torch.Tensor, ...], block_size: int) -> LayerCache:
-    """Views [blocks, block size, kv heads, head size] of rows, to read from."""
+    """Returns views [blocks, block size, kv heads, head size] of rows, for reading."""
     if isinstance(cache, LatentRows):
         return LatentRows(cache.key.unflatten(0, (-1, block_size)))
     key, value = cache
@@ -49,10 +50,14 @@ def in_blocks(cache: tuple[torch.Tensor, ...], block_size: int) -> LayerCache:
 
 
 def distinct(caches: Iterable[LayerCache]) -> list[LayerCache]:
-    """Each memory once: layers of several KV-cache groups have one, whose blocks are one group's at a time."""
+    """Returns each memory once: layers of several KV-cache groups share one, whose blocks belong to one group at a
+    time.
+    """
     return list({id(cache): cache for cache in caches}.values())
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What has one shape and dtype, to be copied together, in the order given; a draft model's layers have another."""
+    """Groups consecutive tensors of one shape and dtype, to be copied together; a draft model's layers have another
+    shape.
+    """
     return [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape, blocks.dtype))]
