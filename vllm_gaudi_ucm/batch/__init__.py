@@ -1,1 +1,1 @@
-"""A step as arrays: the table of live requests, and the plan of the batch. numpy only."""
+"""Describes a step as arrays: the table of live requests, and the plan of the batch. Uses numpy only."""

@@ -1,4 +1,4 @@
-"""A step, planned: which (row, cached token) pairs it computes, as a pure function of arrays."""
+"""Plans a step: which (row, cached token) pairs it computes, as a pure function of arrays."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vllm_gaudi_ucm.batch.token_runs import run_pairs, run_slots
 from vllm_gaudi_ucm.batch.window import Window, WindowPlan
 
 NO_REMAINDERS: NDArray[np.int64] = np.zeros(0, np.int64)
-"""Of a step in which no request has more rows that choose together than an ordinary graph holds."""
+"""The remainders of a step in which every request's rows that choose together fit an ordinary graph."""
 
 
 class BatchInput(NamedTuple):
-    """What the scheduler decided, one entry per scheduled request, in any order.
+    """The scheduler's decisions, one entry per scheduled request, in any order.
 
-    num_computed, num_scheduled: tokens whose K/V are in the cache already; tokens to compute now (>= 1).
-    num_tokens: tokens known of the request (prompt and outputs); a request yields logits once all of them are computed.
-    tables: of each KV-cache group, [requests, width] physical block ids; entries that the tokens above do not reach are
-        undefined. With a slot for each token they are runs of slots, [requests, width, 3] of `TokenTable`.
-    table_rows: int64 [requests] rows of the request table; None: request i has row i.
+    num_computed, num_scheduled: tokens whose K/V are already in the cache; tokens to compute now (>= 1).
+    num_tokens: known tokens of the request (prompt and outputs); a request yields logits once all of them are computed.
+    tables: for each KV-cache group, [requests, width] physical block ids; entries beyond the tokens above are
+        undefined. If each token has its own slot, they are runs of slots, [requests, width, 3] of `TokenTable`.
+    table_rows: int64 [requests] rows of the request table; if None, request i has row i.
     """
 
     num_computed: NDArray[np.int32]
@@ -37,22 +37,22 @@ class BatchInput(NamedTuple):
 
     @property
     def block_tables(self) -> NDArray[np.int32]:
-        """The table of the first group, whose blocks the sizes of buckets count."""
+        """Returns the table of the first group; the sizes of buckets count its blocks."""
         return self.tables[0]
 
     @property
     def has_token_tables(self) -> bool:
-        """Whether each token has a slot of its own."""
+        """Returns whether each token has its own slot."""
         return self.block_tables.ndim == 3
 
     def take(self, index: NDArray[np.int64]) -> BatchInput:
-        """The entries of these requests."""
+        """Returns the entries of these requests."""
         computed, scheduled, tokens = self.num_computed[index], self.num_scheduled[index], self.num_tokens[index]
         rows = index if self.table_rows is None else self.table_rows[index]
         return BatchInput(computed, scheduled, tokens, tuple(table[index] for table in self.tables), rows)
 
     def of_group(self, number: int) -> BatchInput:
-        """The same step with the table of one group alone."""
+        """Returns the same step with the table of only one group."""
         return self._replace(tables=(self.tables[number],))
 
 
@@ -60,8 +60,8 @@ class GroupPlan(NamedTuple):
     """The reads and writes of a step's rows in one KV-cache group.
 
     slots: int64 [rows] in the cache (block id * block size + offset).
-    causal, shared, unique: the parts of attention; None: no row has this part.
-    selection: the blocks that a sparse method chooses among.
+    causal, shared, unique: the parts of attention; None if no row has this part.
+    selection: the blocks from which a sparse method chooses.
     """
 
     slots: NDArray[np.int64]
@@ -72,32 +72,32 @@ class GroupPlan(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Those of attention that the step has."""
+        """Returns the names of the parts of attention that the step has."""
         found = (("shared", self.shared), ("unique", self.unique), ("causal", self.causal))
         return tuple(name for name, part in found if part is not None)
 
 
 class PlanOfGroup(Protocol):
-    """What a kind of KV-cache group plans of a step: `GroupPlan` for attention."""
+    """The plan of a step for one kind of KV-cache group: `GroupPlan` for attention."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that the step has in this group, by which its tensors are chosen; see `StepTensor`."""
+        """Returns the parts that the step has in this group, by which its tensors are chosen; see `StepTensor`."""
         ...
 
 
 class UnifiedPlan(NamedTuple):
-    """A step, decided. Rows are query tokens in the flat batch; single rows (one new token) come first.
+    """The plan of a step. Rows are query tokens in the flat batch; single rows (one new token) come first.
 
     requests: [requests] indices into the BatchInput, in flat order.
     query_start: [requests + 1] first row of each request in flat order.
-    table_rows: [requests] row of the request table that each request in flat order has.
-    row_requests: [rows] position in `requests` of the request a row belongs to.
+    table_rows: [requests] row of the request table for each request in flat order.
+    row_requests: [rows] position in `requests` of the request that a row belongs to.
     positions: [rows] position in the sequence.
     num_single: rows [0, num_single) are the single rows.
     logits_requests, logits_rows: requests (indices into the BatchInput) that yield a token, and their rows.
-    groups: the same rows in each KV-cache group, at least one. The sizes of buckets, sparse methods and the record of
-        a step speak of the first one, which is of attention; its parts have properties of their own here.
+    groups: the same rows in each KV-cache group, at least one. The first one is an attention group: the sizes of
+        buckets, sparse methods and the record of a step refer to it, and its parts have properties here.
     """
 
     requests: NDArray[np.int64]
@@ -148,22 +148,23 @@ def plan_batch(
 ) -> UnifiedPlan:
     """Classifies a step's rows and cached blocks.
 
-    All new K/V are written to the cache before attention. A request with one new token sees its whole context, its own
-    token included, in the cache. A request with more sees its computed tokens in the cache and its new tokens causally
-    among themselves, so every (row, position) pair is counted exactly once. Whether a request is a prompt, a resumed
-    request or a verification plays no role.
+    All new K/V are written to the cache before attention. A request with one new token sees its whole context,
+    including its own token, in the cache. A request with more sees its computed tokens in the cache and its new tokens
+    causally among themselves, so every (row, position) pair is counted exactly once. It does not matter whether a
+    request is a prompt, a resumed request or a verification.
 
     Args:
         batch: one entry per scheduled request.
         block_size: tokens per cache block.
         causal_slice: query rows per causal slice.
-        selection: what a sparse method chooses among; those blocks are neither shared nor unique.
-        window: how far back the rows see; not together with a selection, nor with a slot for each token. Blocks that no
-            row sees are not read from the tables. A step from which it hides nothing is planned as if there were none.
+        selection: the blocks from which a sparse method chooses; they are neither shared nor unique.
+        window: how far back the rows see; cannot be combined with a selection or with a slot for each token. Blocks
+            that no row sees are not read from the tables. A step from which the window hides nothing is planned as if
+            there were none.
     """
     many = batch.num_scheduled > 1
     num_single = len(many) - int(np.count_nonzero(many))
-    # single rows first, otherwise the order given: a steady decode batch keeps its layout from step to step
+    # single rows first, otherwise in the given order: a steady decode batch keeps its layout from step to step
     requests = many.argsort(kind="stable")
     new = batch.num_scheduled[requests].astype(np.int64)
     computed = batch.num_computed[requests].astype(np.int64)
@@ -208,21 +209,21 @@ def plan_batch(
     )
 
 
-# Each appended block costs a few copies and a search; planning anew costs as much as about this many.
+# Each appended block costs a few copies and a search; a new plan costs about as much as this many.
 MAX_APPENDED = 8
 
 
 class SteadyPlanner:
-    """`plan_batch` with a memory of one step, or of as many as there are batches in flight at once.
+    """Calls `plan_batch`, and remembers the last step of each batch in flight.
 
-    A step is steady if every request has one new token, one token more computed than in the step before, and the same
-    blocks but for appended ones. This is checked against the arrays, never assumed; any other step is planned anew.
-    Successive plans share the arrays that did not change, so a plan is read-only.
+    A step is steady if every request has one new token, one token more computed than in the previous step, and the same
+    blocks except for appended ones. This is checked against the arrays, never assumed; any other step is planned anew.
+    Successive plans share the unchanged arrays, so a plan is read-only.
 
     Args:
         block_size: tokens per cache block.
         causal_slice: query rows per causal slice.
-        batches: in flight, of other requests each, which take turns.
+        batches: batches in flight, which have different requests and take turns.
         window: how far back the rows see.
     """
 
@@ -235,13 +236,13 @@ class SteadyPlanner:
         self._decodes: deque[_SteadyDecode | None] = deque([None] * batches)
 
     def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
-        """What `plan_batch(batch, block_size, causal_slice, selection, window)` returns."""
+        """Returns the same as `plan_batch(batch, block_size, causal_slice, selection, window)`."""
         decode = self._decodes.popleft()
         self._decodes.append(None)
         window = self._window
         hides = window is not None and window.hides_from(batch.num_computed + batch.num_scheduled - np.int64(1))
         if selection is not None or batch.has_token_tables or hides:
-            # which blocks compete changes from step to step, and so do the runs of a token table and the first tokens
+            # the blocks that compete change from step to step, and so do the runs of a token table and the first tokens
             # of windows
             return plan_batch(batch, self._block_size, self._causal_slice, selection, window)
         plan = None if decode is None else decode.advance(batch)
@@ -254,13 +255,13 @@ class SteadyPlanner:
 
 
 class _SteadyDecode:
-    """The plan of a step of single rows that all yield logits, to be moved by one token at a time.
+    """The plan of a step of single rows that all yield logits, advanced by one token at a time.
 
-    Once `advance` has returned None, the object is spent.
+    The object cannot be used any more once `advance` has returned None.
 
     Args:
         plan: the plan to begin with.
-        block_tables: [requests, width] of its batch; written to later.
+        block_tables: [requests, width] of its batch; this object writes to it later.
         block_size: tokens per cache block.
     """
 
@@ -269,11 +270,11 @@ class _SteadyDecode:
         self._block_tables = block_tables
         self._block_size = block_size
         self._tail_blocks: NDArray[np.int64] | None = None
-        # steps until some request needs a block
+        # steps until some request needs a new block
         self._steps_in_blocks = block_size - 1 - int((plan.positions % block_size).max())
 
     def advance(self, batch: BatchInput) -> UnifiedPlan | None:
-        """The plan of the next step, or None if `batch` is no continuation that can be planned here."""
+        """Returns the plan of the next step, or None if `batch` is not a continuation that can be planned here."""
         positions = self._plan.positions + 1
         if not self._continues(batch, positions):
             return None
@@ -299,7 +300,7 @@ class _SteadyDecode:
         return self._plan
 
     def _continues(self, batch: BatchInput, positions: NDArray[np.int64]) -> bool:
-        """Whether each request has one token at its next position, the last that is known of it."""
+        """Returns whether each request has one token at its next position, which is its last known token."""
         return batch.block_tables.shape == self._block_tables.shape and not (
             np.count_nonzero(batch.num_computed != positions)
             or np.count_nonzero(batch.num_scheduled != 1)
@@ -307,7 +308,9 @@ class _SteadyDecode:
         )
 
     def _find_tail_blocks(self) -> NDArray[np.int64] | None:
-        """[requests] entry of each request's last block in the unique part; None if some last block is shared."""
+        """Returns [requests] the entry of each request's last block in the unique part; None if some last block is
+        shared.
+        """
         unique = self._plan.unique
         if unique is None:
             return None
@@ -320,7 +323,8 @@ class _SteadyDecode:
     ) -> UniquePlan | None:
         """Adds an empty entry for each row at offset 0, whose block begins now, and corrects its slot.
 
-        None if there are many, or if another request has one of these blocks, which would make it shared.
+        Returns None if there are many such rows, or if another request has one of the blocks, which would make it
+        shared.
         """
         assert self._tail_blocks is not None
         begins = offsets == 0
@@ -345,7 +349,9 @@ class _SteadyDecode:
 
 
 def _insert(array: NDArray, at: Sequence[int], values: NDArray) -> NDArray:
-    """`values[i]` before entry `at[i]`, ascending; a quarter of the time of numpy's own for a few values."""
+    """Inserts `values[i]` before entry `at[i]`, ascending; for a few values it takes a quarter of the time of
+    np.insert.
+    """
     pieces = []
     begin = 0
     for index, end in enumerate(at):

@@ -1,4 +1,4 @@
-"""The block tables of the live requests in one KV-cache group: a row per request."""
+"""The block tables of the live requests in one KV-cache group, with a row per request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 class BlockTable:
     """Physical block ids of each request, in the order of its context.
 
-    A group with a window frees blocks that no row sees any more. vLLM hands a new request the null block in their
-    place, and does not tell of a running one: what is left of it in its row is not read (`Window`).
+    A group with a window frees blocks that no row sees any more. vLLM gives a new request the null block in their
+    place, but does not report the change for a running request: the stale entries in its row are not read (`Window`).
 
     Args:
-        num_rows: requests to begin with.
+        num_rows: number of requests to begin with.
         width: blocks of the longest request.
     """
 
@@ -30,11 +30,11 @@ class BlockTable:
         self.num_blocks[row] += len(block_ids)
 
     def clear(self, row: int) -> None:
-        """Takes all blocks from a request."""
+        """Removes all blocks of a request."""
         self.num_blocks[row] = 0
 
     def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """[requests, width] the blocks of some requests, as a BatchInput has them."""
+        """Returns [requests, width] the blocks of some requests, in the form of a BatchInput."""
         found: NDArray[np.int32] = self.blocks[rows, : int(self.num_blocks[rows].max(initial=0))]
         return found
 

@@ -1,4 +1,4 @@
-"""Requests in groups whose blocks fit the largest bucket, where those of a whole step do not."""
+"""Divides requests into groups whose blocks fit the largest bucket, if those of a whole step do not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 
 class Room(NamedTuple):
-    """What the largest bucket holds.
+    """The capacity of the largest bucket.
 
-    shared_blocks: distinct blocks that more than one row uses. ranges: with a slot for each token ranges in all, shared
-    and unique ones; blocks always fit.
+    shared_blocks: distinct blocks that more than one row uses. ranges: shared and unique ranges together, if each token
+        has its own slot; blocks always fit.
     """
 
     shared_blocks: int
@@ -23,12 +23,12 @@ class Room(NamedTuple):
 def fitting_groups(
     contexts: Iterable[NDArray[np.integer]], num_rows: NDArray[np.integer], room: Room
 ) -> list[list[int]]:
-    """Indices of requests, in order; each group takes as many as fit.
+    """Returns groups of request indices, in order; each group takes as many requests as fit.
 
     Args:
-        contexts: of each request the blocks of its cached context, or first slots of ranges.
+        contexts: for each request the blocks of its cached context, or first slots of ranges.
         num_rows: [requests] new tokens of each.
-        room: of a group.
+        room: capacity of a group.
     """
     groups: list[list[int]] = [[]]
     use = _Use(set(), set())
@@ -46,15 +46,15 @@ def fitting_groups(
 
 
 class _Use(NamedTuple):
-    """Blocks that the requests of a group use: any of them, and those that more than one row does."""
+    """Blocks that the requests of a group use: all of them, and those that more than one row uses."""
 
     any: set[int]
     shared: set[int]
 
     def newly_shared(self, blocks: set[int], rows: int) -> set[int]:
-        """The blocks that become shared once a request of `rows` rows uses `blocks`, too."""
+        """Returns the blocks that become shared once a request of `rows` rows also uses `blocks`."""
         return (blocks if rows > 1 else blocks & self.any) - self.shared
 
     def has_room(self, blocks: set[int], shared: set[int], room: Room) -> bool:
-        """Whether a request may be added that uses `blocks`, and makes `shared` so."""
+        """Returns whether a request that uses `blocks`, and makes `shared` shared, may be added."""
         return len(self.shared) + len(shared) <= room.shared_blocks and len(self.any | blocks) <= room.ranges

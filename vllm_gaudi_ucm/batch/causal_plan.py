@@ -22,7 +22,7 @@ class CausalPlan(NamedTuple):
     first_rows: NDArray[np.int64] | None = None
 
     def pairs(self) -> int:
-        """Row i of a request's n new rows sees i + 1 of them, or what is left of these under a window."""
+        """Returns the (row, row) pairs: row i of a request's n new rows sees i + 1 of them, or fewer under a window."""
         if self.first_rows is not None:
             rows = np.flatnonzero(self.groups >= 0)
             return int((rows + 1 - self.first_rows[rows]).sum())
@@ -37,8 +37,10 @@ def plan_causal(
     causal_slice: int,
     window: WindowPlan | None,
 ) -> CausalPlan | None:
-    """Returns the plan of the rows behind the single ones; None if there are none. The arrays are those of the step's
-    plan; causal_slice: rows of a slice."""
+    """Returns the plan of the rows after the single ones; None if there are none.
+
+    The arrays come from the step's plan. causal_slice: rows of a slice.
+    """
     bounds = query_start[num_single:].tolist()
     if len(bounds) == 1:
         return None

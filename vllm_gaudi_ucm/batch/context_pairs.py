@@ -1,4 +1,4 @@
-"""The blocks of cached contexts, as pairs of a request and a block."""
+"""Expands cached contexts into pairs of a request and a block."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm_gaudi_ucm.batch.window import blocks_before
 
 
 class ContextPairs(NamedTuple):
-    """What the cached contexts have of blocks, request by request in flat order, in the order of the context.
+    """The blocks of the cached contexts, request by request in flat order, in the order of the context.
 
     request: int64 [pairs] position of the request in flat order.
-    key: int [pairs] physical block id; with a slot for each token the first slot that is seen, in tiles of `tile`. The
-        block id is `key // tile`. No request has a key twice.
+    key: int [pairs] physical block id; if each token has its own slot, the first slot that is seen, in tiles of `tile`.
+        The block id is `key // tile`. No request has a key twice.
     hi: int32 [pairs] the request sees tokens [key % tile, hi) of the block.
-    lo: int32 [pairs], under a window: the request's first row sees the block's tokens from here on; below 0 where that
-        is a token of an earlier block. None: all rows see all tokens before hi.
+    lo: int32 [pairs], under a window: the request's first row sees the block's tokens from here on; below 0 if that
+        token is in an earlier block. If None, all rows see all tokens before hi.
     """
 
     request: NDArray[np.int64]
@@ -41,14 +41,14 @@ def context_pairs(
     left_out: NDArray[np.bool_] | None = None,
     lowest: NDArray[np.int64] | None = None,
 ) -> ContextPairs:
-    """Expands contexts into blocks. Nothing is read of a block table beyond its request's context.
+    """Expands contexts into blocks. Does not read a block table beyond its request's context.
 
     Args:
         context: [requests] cached tokens that the rows of a request see, in flat order.
-        requests: [requests] row of `block_tables` of each request in flat order.
+        requests: [requests] row of `block_tables` for each request in flat order.
         block_tables: [requests, width] physical block ids.
         block_size: tokens per cache block.
-        skip: leading blocks to leave out; every context has them in full.
+        skip: number of leading blocks to leave out; every context contains them in full.
         left_out: [requests, width] blocks to leave out, in the order of `block_tables`; not together with `skip`.
         lowest: [requests] first position that is seen, under a window; not together with either.
     """
@@ -60,13 +60,13 @@ def context_pairs(
     num_blocks = -(-context // block_size)
     end = num_blocks.cumsum()
     request = np.arange(len(context)).repeat(num_blocks)
-    # gathering by flat index costs the pairs in use, where a mask would cost requests x width
+    # gathering by flat index costs as many pairs as are in use; a mask would cost requests x width
     first = requests * block_tables.shape[1] + skip - (end - num_blocks)
     place = first.repeat(num_blocks) + np.arange(len(request))
     block = block_tables.take(place)
     hi = np.full(len(request), block_size, np.int32)
     last, tokens = end - 1, context - (num_blocks - 1) * block_size
-    if np.count_nonzero(context) < len(context):  # a context without a block has no last one
+    if np.count_nonzero(context) < len(context):  # a context without blocks has no last one
         last, tokens = last[context > 0], tokens[context > 0]
     hi[last] = tokens
     return ContextPairs(request, block, hi)
@@ -79,7 +79,7 @@ def _pairs_in_window(
     block_size: int,
     lowest: NDArray[np.int64],
 ) -> ContextPairs:
-    """Blocks before the window are not looked at: vLLM may have freed them."""
+    """Expands contexts from the window on. Blocks before it are not read, because vLLM may have freed them."""
     skip = blocks_before(lowest, context, block_size)
     count = -(-context // block_size) - skip
     request = np.arange(len(context)).repeat(count)
@@ -97,7 +97,7 @@ def _pairs_left(
     block_size: int,
     left_out: NDArray[np.bool_],
 ) -> ContextPairs:
-    """Of contexts most of whose blocks are left out: a mask costs less than to expand them."""
+    """Expands contexts of which most blocks are left out: a mask then costs less than expanding all blocks."""
     width = block_tables.shape[1]
     num_blocks = -(-context // block_size)
     kept = np.arange(width, dtype=np.int32) < num_blocks.astype(np.int32)[:, None]

@@ -1,4 +1,4 @@
-"""Parts of a step that fit the largest bucket."""
+"""Divides a step into parts that fit the largest bucket."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vllm_gaudi_ucm.batch.window import Window, blocks_before
 def divide_batch(
     batch: BatchInput, block_size: int, room: Room, alone: Collection[int] = (), window: Window | None = None
 ) -> list[NDArray[np.int64]]:
-    """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks or ranges, or
-    a request has to run `alone` (indices into the batch).
+    """Returns indices of requests for each part that fits one step: one group, unless contexts have too many shared
+    blocks or ranges, or a request must run `alone` (indices into the batch).
 
-    Requests keep their order: vLLM lets a request find blocks in the cache that one scheduled before it fills in the
-    same step, and those that use the same blocks mostly stay together. Each group takes as many as fit; a request alone
-    always does (`Limits` makes sure).
+    Requests keep their order: vLLM lets a request find blocks in the cache that a request scheduled before it fills in
+    the same step, and requests that use the same blocks mostly stay together. Each group takes as many as fit; a single
+    request always fits (`Limits` ensures this).
     """
     if not len(alone):
         return _divide(batch, block_size, room, window)
     apart, groups = set(alone), []
-    # a request that runs alone is a run of its own, whatever its neighbours are
+    # a request that runs alone is a separate run, whatever its neighbours are
     for number, run in groupby(range(len(batch.num_scheduled)), lambda index: index if index in apart else -1):
         index = np.array(list(run))
         if number in apart:
@@ -55,7 +55,9 @@ def _divide(batch: BatchInput, block_size: int, room: Room, window: Window | Non
 
 
 class _Contexts(NamedTuple):
-    """keys: [pairs] blocks of the cached contexts, or first slots of ranges, request by request; counts: of each."""
+    """Blocks of cached contexts. keys: [pairs] blocks, or first slots of ranges, by request. counts: keys of each
+    request.
+    """
 
     keys: NDArray[np.integer]
     counts: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""A step, planned for each KV-cache group once; all layers of a group read its plan."""
+"""Plans a step once for each KV-cache group; all layers of a group read its plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.batch.selection_plan import SelectionInput
 from vllm_gaudi_ucm.batch.window import Window
 
 Planned = dict[tuple[int, Window | None], GroupPlan]
-"""Plans of groups of attention behind the first, by block size and window."""
+"""Plans of attention groups after the first, by block size and window."""
 
 
 class GroupPlanner(Protocol):
@@ -23,19 +23,19 @@ class GroupPlanner(Protocol):
     def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> PlanOfGroup:
         """Returns the plan of the group.
 
-        batch: with the group's table alone. step: its rows, as the first group has them. planned: other groups of the
-        step, to which a group of attention adds its own plan.
+        batch: with only the group's table. step: its rows, as in the first group. planned: plans of other groups of the
+            step, to which an attention group adds its own plan.
         """
         ...
 
 
 class AttentionPlanner:
-    """See GroupPlanner.
+    """Plans attention groups; see GroupPlanner.
 
     Args:
-        group: of attention.
+        group: an attention group.
         causal_slice: query rows per causal slice.
-        batches: in flight, see SteadyPlanner.
+        batches: batches in flight, see SteadyPlanner.
     """
 
     def __init__(self, group: KvGroup, causal_slice: int = 512, batches: int = 1) -> None:
@@ -56,7 +56,7 @@ class StepPlanner:
     """Plans steps of several groups.
 
     Args:
-        planners: of each group, in the order of `BatchInput.tables`. The first is of attention.
+        planners: planner of each group, in the order of `BatchInput.tables`. The first one is an AttentionPlanner.
     """
 
     def __init__(self, planners: Sequence[GroupPlanner]) -> None:
@@ -64,7 +64,7 @@ class StepPlanner:
         self._others = tuple(planners[1:])
 
     def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
-        """selection: of the first group."""
+        """Returns the plan of a step for all groups. selection: for the first group."""
         plan = self._first.plan(batch.of_group(0), selection)
         planned: Planned = {}
         others = (planner.plan(batch.of_group(number), plan, planned) for number, planner in enumerate(self._others, 1))
@@ -72,12 +72,13 @@ class StepPlanner:
 
 
 def with_tables(plan: UnifiedPlan, leader: GroupPlan, tables: NDArray[np.int32], group: KvGroup) -> GroupPlan | None:
-    """The plan of a step of single rows that share nothing, for another group that sees as far: its blocks differ.
+    """Returns a step's plan for another group with the same window: only the blocks differ. The step must consist of
+    single rows that share nothing.
 
-    A model with five windows for each layer of full attention has five such groups, and planning one anew costs five
-    times as much. None where rows share a block, or a request has several rows.
+    A model with five windows for each layer of full attention has five such groups, and planning each separately costs
+    five times as much. Returns None if rows share a block, or if a request has several rows.
 
-    leader: of the group that is planned. tables: int32 [requests, width] of the other group.
+    leader: plan of the group that is already planned. tables: int32 [requests, width] of the other group.
     """
     unique = leader.unique
     if unique is None or leader.shared is not None or leader.causal is not None:
@@ -97,10 +98,10 @@ def with_tables(plan: UnifiedPlan, leader: GroupPlan, tables: NDArray[np.int32],
 
 
 def make_planner(groups: Sequence[KvGroup], causal_slice: int, batches: int = 1) -> SteadyPlanner | StepPlanner:
-    """Returns the planner of a model whose groups are all of attention. groups: at least one."""
+    """Returns the planner of a model with only attention groups. groups: at least one."""
     return planner_of([AttentionPlanner(group, causal_slice, batches) for group in groups])
 
 
 def planner_of(planners: Sequence[GroupPlanner]) -> SteadyPlanner | StepPlanner:
-    """Returns one planner of several groups."""
+    """Returns one planner for several groups."""
     return StepPlanner(planners) if len(planners) > 1 else cast(AttentionPlanner, planners[0]).steady

@@ -9,14 +9,14 @@ from vllm_gaudi_ucm.graphs.shapes.group_room import most_blocks
 
 
 class KvGroup(NamedTuple):
-    """What a step is planned for once. The first group of an engine has full attention wherever any has: sparse
-    methods, drafts and the sizes of buckets speak of its blocks.
+    """A group for which a step is planned once. The first group of an engine has full attention if any group has:
+    sparse methods, drafts and the sizes of buckets refer to its blocks.
 
-    number: of vLLM's group, whose block ids it reads. With `--disable-hybrid-kv-cache-manager` layers of several
-        windows share one table, and several groups have one number.
+    number: number of vLLM's group whose block ids it reads. With `--disable-hybrid-kv-cache-manager`, layers of several
+        windows share one table, and several groups have the same number.
     block_size: tokens per block.
-    window: how far back its rows see; None: over their whole context.
-    layers: by name.
+    window: how far back its rows see; None for their whole context.
+    layers: names of the layers.
     """
 
     number: int
@@ -26,7 +26,7 @@ class KvGroup(NamedTuple):
 
     @property
     def most_blocks(self) -> int | None:
-        """Cached blocks that the rows of one request see at once, at most; None: all of its context."""
+        """Returns the most cached blocks that the rows of one request see at once; None for all of its context."""
         if self.window is None:
             return None
         return most_blocks(self.window.tokens, self.block_size)

@@ -1,4 +1,4 @@
-"""A step before it is on the device: its plan, what the model reads of each row, and the blocks to summarise."""
+"""A step before it is copied to the device: its plan, the model's inputs for each row, and the blocks to summarise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class PlannedStep(NamedTuple):
-    """Everything of a step that the host decides.
+    """All decisions of the host for a step.
 
     inputs: the arrays of each `RowInput`, by its name.
     summaries: int64 [n] blocks to be summarised once the step's keys and values are written.
@@ -31,5 +31,5 @@ class PlannedStep(NamedTuple):
         token_ids: NDArray[np.integer[Any]],
         summaries: NDArray[np.int64] = NO_BLOCKS,
     ) -> PlannedStep:
-        """A step whose rows have token ids and positions alone."""
+        """Returns a step whose rows have only token ids and positions."""
         return cls(plan, {"token_ids": token_ids, "positions": plan.positions}, summaries)

@@ -1,4 +1,4 @@
-"""Persistent state of the live requests: one row of a few numpy arrays per request, no per-token Python in a step."""
+"""Persistent state of the live requests: one row of a few numpy arrays per request; no Python per token in a step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.vllm_api.steps import CachedRequestData, LogprobsTensors, NewRequestData, SchedulerOutput
 
-# A preempted request keeps its row until it is resumed or finished, so more requests than max_num_seqs can be live.
+# A preempted request keeps its row until it is resumed or finished, so more than max_num_seqs requests can be live.
 GROWTH = 2
 
 UNKNOWN_TOKEN = -1
-"""Stands in `output_token_ids` for a token that is sampled, and that only the device knows yet."""
+"""Placeholder in `output_token_ids` for a token that is sampled, but that only the device knows yet."""
 
 
 @dataclass(eq=False)
 class LiveRequest:
-    """What does not fit an array. `output_token_ids` is the one list that logits processors hold a reference to."""
+    """State that does not fit an array. Logits processors hold a reference to the list `output_token_ids`."""
 
     request_id: str
     row: int
@@ -43,26 +43,24 @@ class LiveRequest:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its prompt is still to be scored."""
+        """Returns whether its prompt still has to be scored."""
         return self.sampling_params.prompt_logprobs is not None and not self.prompt_scored
 
     def seed(self, noise_seed: int) -> None:
-        """What its random tokens depend on beside their positions, for as long as it lives: across preemption, too."""
+        """Sets the seed of its random tokens, which is kept across preemption; they also depend on their positions."""
         self.noise_seed = noise_seed
 
     def begin_scores(self, scores: LogprobsTensors) -> None:
-        """Room for the scores of its prompt."""
+        """Sets the buffer for the scores of its prompt."""
         self.prompt_logprobs = scores
 
     def keeps(self, num_outputs: int) -> None:
-        """The scheduler has so many of its outputs. It takes the scores of a prompt with the first one: without it,
-        they were thrown away, and the prompt is scored again."""
+        """Has the prompt scored again if the scheduler, which takes scores with the first output, has no output."""
         if not num_outputs:
             self.prompt_scored = False
 
     def take_scores(self) -> LogprobsTensors | None:
-        """The scores of its whole prompt, once: a request that is preempted later computes its prompt again, without
-        scores."""
+        """Returns the scores of its whole prompt, once; a prompt computed again after a preemption gets no scores."""
         scores, self.prompt_logprobs = self.prompt_logprobs, None
         self.prompt_scored = True
         return scores
@@ -79,10 +77,10 @@ NO_DRAFT_MODEL = DraftModelRows()
 
 
 class KeepsOfRequests(Protocol):
-    """Keeps something of running requests, by their rows in the request table."""
+    """An object that keeps data of running requests, by their rows in the request table."""
 
     def forget(self, row: int) -> None:
-        """The request of this row has finished, or was preempted."""
+        """Forgets the request of this row, which has finished or was preempted."""
         ...
 
 
@@ -90,14 +88,14 @@ class RequestTable:
     """Rows of the live requests.
 
     Args:
-        max_num_seqs: rows to begin with; the table grows where preempted requests outlive their place in the batch.
+        max_num_seqs: number of rows to begin with; the table grows if preempted requests still occupy rows.
         max_model_len: tokens of the longest request.
         block_size: tokens per cache block.
-        by_token: each token has a slot of its own, and `block_size` slots are what operations read as a block.
-        groups: of the KV cache, the first one's block size is `block_size`; none stands for one with all layers.
-        inputs: what the model reads of each row.
-        draft: the same of a draft model, whose blocks are in tables of the same requests.
-        keepers: learn which requests have lost their place on the device.
+        by_token: whether each token has its own slot; operations then read `block_size` slots as a block.
+        groups: groups of the KV cache; the first one has `block_size`. Empty for one group with all layers.
+        inputs: inputs of the model for each row.
+        draft: groups and inputs of a draft model, whose blocks are in tables of the same requests.
+        keepers: are notified when requests lose their place on the device.
     """
 
     def __init__(
@@ -136,23 +134,23 @@ class RequestTable:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """[rows, longest request]; see TokenIds."""
+        """Returns [rows, longest request]; see TokenIds."""
         return self._token_ids.kept
 
     @property
     def block_tables(self) -> NDArray[np.int32]:
-        """[rows, width] physical block ids, of the first group."""
+        """Returns [rows, width] physical block ids of the first group."""
         return self._first.blocks
 
     @property
     def num_blocks(self) -> NDArray[np.int32]:
-        """[rows] blocks that each row has, in the first group."""
+        """Returns [rows] the number of blocks of each row in the first group."""
         return self._first.num_blocks
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Applies what the scheduler says of finished, new, running and resumed requests, in this order.
+        """Applies the scheduler's data for finished, new, running and resumed requests, in this order.
 
-        Finished comes first: an id may be reused in the same step.
+        Finished requests come first, because an id may be reused in the same step.
         """
         if self._keepers:
             self._forget(scheduler_output.finished_req_ids)
@@ -166,7 +164,7 @@ class RequestTable:
             self._tokens.flush()
 
     def scheduled(self, num_scheduled_tokens: dict[str, int]) -> tuple[list[LiveRequest], BatchInput]:
-        """The step's requests and the arrays that `plan_batch` takes, both in the scheduler's order."""
+        """Returns the step's requests and the arrays for `plan_batch`, both in the scheduler's order."""
         requests = [self.requests[request_id] for request_id in num_scheduled_tokens]
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         num_scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(requests))
@@ -175,35 +173,34 @@ class RequestTable:
         return requests, BatchInput(num_computed, num_scheduled, self.num_tokens[rows], tables, rows)
 
     def planned(self, plan: UnifiedPlan, summaries: NDArray[np.int64] = NO_BLOCKS) -> PlannedStep:
-        """Returns the step with what the model reads of its rows. summaries: see PlannedStep."""
+        """Returns the step with the model's inputs for its rows. summaries: see PlannedStep."""
         return PlannedStep(plan, {one.name: one.of(plan) for one in self._read}, summaries)
 
     def planned_draft(self, plan: UnifiedPlan) -> PlannedStep:
-        """Returns a pass of the draft model with what that reads of its rows."""
+        """Returns a pass of the draft model with its inputs for the rows."""
         return PlannedStep(plan, {one.name: one.of(plan) for one in self._read_by_drafts})
 
     def tables_of(self, rows: NDArray[np.int64], groups: Sequence[KvGroup]) -> tuple[NDArray[np.int32], ...]:
-        """Returns the block tables of some rows in each of these groups, as a BatchInput has them."""
+        """Returns the block tables of some rows in each of these groups, in the form of a BatchInput."""
         if self._tokens is not None:
             return tuple(self._tokens.of(rows) for _ in groups)
         return tuple(self._tables[group.number].of(rows) for group in groups)
 
     def room(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[rows] tokens that the blocks or slots of some rows hold."""
+        """Returns [rows] the number of tokens that the blocks or slots of some rows hold."""
         if self._tokens is not None:
             return self._tokens.num_slots[rows].astype(np.int64)
         return self.num_blocks[rows].astype(np.int64) * self._block_size
 
     def write_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Puts drafts behind the tokens of their requests, for one step: they count as tokens of none."""
+        """Writes drafts after the tokens of their requests, for one step; `num_tokens` does not count them."""
         for request_id, tokens in drafts.items():
             row = self.requests[request_id].row
             known = self.num_tokens[row]
             self.token_ids[row, known : known + len(tokens)] = tokens
 
     def append_token(self, request: LiveRequest, token_id: int) -> None:
-        """Writes a sampled token back, once. The last token that a model length allows is never computed, so it needs
-        no place in the row."""
+        """Writes a sampled token back, once. A token beyond the model length needs no place: it is never computed."""
         position = self.num_tokens[request.row]
         if position < self.max_model_len:
             self.token_ids[request.row, position] = token_id
@@ -211,7 +208,7 @@ class RequestTable:
         request.output_token_ids.append(token_id)
 
     def append_unknown(self, request: LiveRequest, slot: int) -> int:
-        """A token has been sampled in this slot, and only the device knows it yet. Returns its place in the outputs."""
+        """Adds a token sampled in this slot that only the device knows. Returns its index in the outputs."""
         index = len(request.output_token_ids)
         self.append_token(request, UNKNOWN_TOKEN)
         position = len(request.prompt_token_ids) + index
@@ -220,8 +217,7 @@ class RequestTable:
         return index
 
     def learn(self, request: LiveRequest, index: int, token_id: int) -> None:
-        """The token at this place in the outputs has come. Nothing becomes of one that its request does not wait for:
-        it has ended meanwhile, or was sent again."""
+        """Sets an output token that has arrived. Ignored if its request has ended, or no longer waits for the token."""
         outputs = request.output_token_ids
         is_live = self.requests.get(request.request_id) is request
         if not is_live or index >= len(outputs) or outputs[index] != UNKNOWN_TOKEN:
@@ -232,13 +228,13 @@ class RequestTable:
             self.token_ids[request.row, position] = token_id
 
     def sends_again(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether the scheduler sends all tokens of a request that is live: what is unknown of it must be known."""
+        """Returns whether the scheduler sends all tokens of a live request, of which none may be unknown."""
         return bool(scheduler_output.scheduled_cached_reqs.resumed_req_ids) or any(
             new.req_id in self.requests for new in scheduler_output.scheduled_new_reqs
         )
 
     def blocks(self, request_id: str, count: int) -> NDArray[np.int32]:
-        """[count] physical ids of a request's first blocks."""
+        """Returns [count] the physical ids of a request's first blocks."""
         return self.block_tables[self.requests[request_id].row, :count]
 
     def set_block(self, request_id: str, number: int, block: int) -> None:
@@ -246,8 +242,7 @@ class RequestTable:
         self.block_tables[self.requests[request_id].row, number] = block
 
     def moved(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Physical block `sources[i]` is `targets[i]` from now on, in every table of every group. int64 [n] each; no
-        block is both."""
+        """Renames physical block `sources[i]` to `targets[i]` in every table. int64 [n] each; no block is in both."""
         tables = [table.blocks for table in self._tables.values()]
         number = int(max(sources.max(), targets.max(), *(blocks.max() for blocks in tables)))
         renamed = np.arange(number + 1, dtype=self.block_tables.dtype)
@@ -257,7 +252,7 @@ class RequestTable:
             blocks[rows] = renamed[blocks[rows]]
 
     def check_integrity(self) -> None:
-        """Conservation: every row is free or owned by exactly one request; a live row knows its own tokens."""
+        """Checks that each row is free or owned by exactly one request, and that a live row knows its own tokens."""
         owned = [request.row for request in self.requests.values()]
         if sorted(owned + self._free_rows) != list(range(len(self.num_tokens))):
             raise AssertionError(f"request table rows: owned {sorted(owned)}, free {sorted(self._free_rows)}")
@@ -269,12 +264,11 @@ class RequestTable:
                 )
 
     def _add(self, new: NewRequestData) -> None:
-        """Adds a request, puts the next input of a session in the place of the one before, or takes back a preempted
-        request.
+        """Adds a request, replaces a session's previous input with the next one, or takes back a preempted request.
 
-        The scheduler has two contracts: it sends a resumed request as a cached one, or as a new one, and then every new
-        request has `prefill_token_ids`. A resumed request keeps its generator and its prompt logprobs. It has the
-        prompt that it had; the prompt of a next input is longer, by at least one token.
+        The scheduler has two contracts: it sends a resumed request as a cached one, or as a new one; in the second case
+        every new request has `prefill_token_ids`. A resumed request keeps its generator and its prompt logprobs. Its
+        prompt is the same as before; the prompt of a next input is longer by at least one token.
         """
         prompt = new.prompt_token_ids or []
         tokens = new.prefill_token_ids if new.prefill_token_ids is not None else prompt
@@ -303,12 +297,12 @@ class RequestTable:
             row = request.row
             request.keeps(num_outputs)
             if num_outputs < len(request.output_token_ids):
-                # a connector's load within the step has failed: the scheduler has thrown away what the step gave
+                # a connector's load within the step has failed: the scheduler has discarded the step's results
                 del request.output_token_ids[num_outputs:]
                 self.num_tokens[row] = len(request.prompt_token_ids) + num_outputs
             elif num_outputs > len(request.output_token_ids) and cached.new_token_ids:
                 self._learn(request, num_outputs, cached, index)
-            # with asynchronous scheduling it counts all drafts of the step before as right; the last token is new
+            # with async scheduling it counts all drafts of the previous step as accepted; the last token is new
             self.num_computed[row] = min(num_computed, int(self.num_tokens[row]) - 1)
             if request_id in cached.resumed_req_ids:
                 self._clear_blocks(row)
@@ -316,9 +310,10 @@ class RequestTable:
                 self._append_blocks(row, block_ids)
 
     def _learn(self, request: LiveRequest, num_outputs: int, cached: CachedRequestData, index: int) -> None:
-        """Takes tokens that another worker has sampled, the last stage of a pipeline.
+        """Adds tokens that another worker, the last stage of a pipeline, has sampled.
 
-        The scheduler sends those that the step computes, or all of a request that was not in the step before.
+        The scheduler sends the tokens that the step computes, or all tokens of a request that was not in the previous
+        step.
         """
         known = len(request.prompt_token_ids) + len(request.output_token_ids)
         missing = num_outputs - len(request.output_token_ids)
@@ -349,7 +344,7 @@ class RequestTable:
             self._tokens.clear(row)
 
     def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """block_ids: of each group, by its number."""
+        """Gives a request more blocks. block_ids: for each group, by its number."""
         if self._tokens is not None:
             self._tokens.append(row, block_ids[0])
             return
@@ -357,11 +352,11 @@ class RequestTable:
             table.append(row, block_ids[number])
 
     def _remove(self, request_id: str) -> None:
-        """Frees a row. An unknown id is a request that ended before this worker ever saw it."""
+        """Frees a row. An unknown id belongs to a request that ended before this worker saw it."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return
-        # nothing of this request may reach the row's next owner
+        # data of this request must not reach the row's next owner
         for one in self._inputs:
             one.remove(request.row)
         self._clear_blocks(request.row)

@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 class RowInput:
-    """An integer for each row of a step, or several. The defaults are a number per request, the same for all its rows.
+    """One integer or several for each row of a step. By default, a number per request, the same for all of its rows.
 
-    A subclass in `ROW_INPUTS` is served: at true shapes, padded to buckets, in every stage of a pipeline, and for
+    A subclass in `ROW_INPUTS` is supported at true shapes, padded to buckets, in every stage of a pipeline, and for
     rows that verify drafts. The request table makes one object of it, which keeps numbers of the live requests.
 
-    Prefix caching does not know row inputs. If a number changes the keys and values of a row, requests with different
-    numbers need a different `cache_salt` each, which stores and other KV connectors know, too. Without a KV connector,
-    `--no-enable-prefix-caching` does as well.
+    Prefix caching does not take row inputs into account. If a number changes the keys and values of a row, requests
+    with different numbers need different values of `cache_salt`, which stores and other KV connectors also take into
+    account. Without a KV connector, `--no-enable-prefix-caching` is another way.
 
-    name: a Python identifier. The model's forward has an argument of this name, unless `kwargs` says otherwise.
-    dtype: of the tensor at true shapes. In a bucket all tensors are int64, because they are pieces of one.
-    columns: numbers of each row, so that arrays are [columns, rows]; None: one number, and arrays are [rows].
+    name: a Python identifier. The model's forward has an argument of this name, unless `kwargs` returns another name.
+    dtype: dtype of the tensor at true shapes. In a bucket all tensors are int64, because they are pieces of one.
+    columns: numbers of each row, so that arrays are [columns, rows]; if None, one number, and arrays are [rows].
     pad: the number of rows that belong to no request.
 
     Args:
@@ -50,7 +50,7 @@ class RowInput:
 
     @classmethod
     def kept_shape(cls, max_model_len: int) -> tuple[int, ...]:
-        """Returns the shape of what `kept` holds of one request."""
+        """Returns the shape of the entry in `kept` for one request."""
         return ()
 
     @classmethod
@@ -79,15 +79,15 @@ class RowInput:
 
     @classmethod
     def kwargs(cls, values: T) -> dict[str, T]:
-        """Returns the arguments of the model's forward that are made of the tensor.
+        """Returns the arguments of the model's forward that are made from the tensor.
 
-        An argument that two inputs give is the later one's, so `positions` can be replaced.
+        If two inputs give the same argument, the later one applies, so `positions` can be replaced.
         """
         return {cls.name: values}
 
 
 class TokenIds(RowInput):
-    """Token ids. -1 - s stands for the token of the sampler's slot s of the step before, which only the device knows.
+    """Token ids. -1 - s stands for the token in the sampler's slot s of the previous step, known only to the device.
 
     kept: int32 [table rows, longest request].
     """

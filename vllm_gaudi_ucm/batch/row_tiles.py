@@ -1,4 +1,4 @@
-"""The rows of a step in tiles for static causal attention, and the least reach of a bucket that holds them."""
+"""Cuts the rows of a step into tiles for static causal attention, and finds the least reach of a bucket for them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class RowTiles(NamedTuple):
     """Tiles that cover the rows of a step once, in flat order.
 
-    starts: int64 [tiles] first row; a tile has `TILE_ROWS` rows, fewer where the next one begins earlier.
-    depths: int64 [tiles] tiles of rows before it that its rows look back on.
+    starts: int64 [tiles] first row; a tile has `TILE_ROWS` rows, or fewer if the next one begins earlier.
+    depths: int64 [tiles] number of tiles of earlier rows that its rows look back on.
     reach: the least reach of a bucket that holds them (`graphs.causal_tiles`).
     """
 
@@ -29,10 +29,10 @@ class RowTiles(NamedTuple):
     reach: int
 
     def places(self, rows: int, tiles: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(first, last) rows [tiles] for a bucket of `rows` rows: tiles that look back furthest come first.
+        """Returns (first, last) rows [tiles] for a bucket of `rows` rows; tiles that look back furthest come first.
 
-        Rows beyond the step's are in tiles, too. A spare place is empty: its first row is 1, its last one 0, which are
-        indices of rows that there are.
+        Rows beyond the step's rows are in tiles, too. A spare place is empty: its first row is 1 and its last row is 0,
+        both of which are valid indices.
         """
         size = prompt_tiles.TILE_ROWS
         starts = np.concatenate([self.starts, np.arange(int(self.starts[-1]) + size, rows, size)])
@@ -46,14 +46,15 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(plan: UnifiedPlan | None) -> RowTiles:
-    """The tiles of a step; None stands for no rows at all."""
+    """Returns the tiles of a step; None stands for a step without rows."""
     return cut_rows([1] if plan is None else plan.query_start[plan.num_single :].tolist())
 
 
 def cut_rows(bounds: list[int]) -> RowTiles:
-    """Cuts rows [0, bounds[-1]); [bounds[i], bounds[i + 1]) are a request's, those before bounds[0] single rows.
+    """Cuts rows [0, bounds[-1]); [bounds[i], bounds[i + 1]) belong to a request, those before bounds[0] are single
+    rows.
 
-    A request that would span a tile more than the longest one has to begins with a tile of its own, as long as there
+    A request that would span one tile more than the longest request needs begins with a separate tile, as long as there
     are spare tiles for the rows that this leaves out.
     """
     rows = bounds[-1]
@@ -71,7 +72,7 @@ def cut_rows(bounds: list[int]) -> RowTiles:
 
 
 def _cut(bounds: list[int], longest: int, spare: int) -> tuple[list[int], list[int]]:
-    """(starts, depths); `spare` rows may be left out of tiles to begin a request with one of its own."""
+    """Returns (starts, depths); `spare` rows may be left out of tiles to begin a request with a separate tile."""
     starts, depths = [], []
     at = 0
     for begin, end, single in ((0, bounds[0], True), *((*pair, False) for pair in pairwise(bounds))):
@@ -86,7 +87,7 @@ def _cut(bounds: list[int], longest: int, spare: int) -> tuple[list[int], list[i
 
 
 def _least_reach(depths: list[int], rows: int, least: int, most: int) -> int | None:
-    """The least reach whose levels hold tiles of these depths; None: none up to `most`."""
+    """Returns the least reach whose levels hold tiles of these depths; None if no reach up to `most` does."""
     deepest = max(depths)
     deep = list(accumulate(reversed(np.bincount(depths).tolist())))[::-1]
     candidates = range(max(least, deepest + 1), most + 1)
@@ -94,7 +95,7 @@ def _least_reach(depths: list[int], rows: int, least: int, most: int) -> int | N
     def holds(reach: int) -> bool:
         return all(count <= room for count, room in zip(deep, levels(rows, reach), strict=False))
 
-    # what holds them still does at a longer reach
+    # a reach that holds them is followed only by reaches that do
     place = bisect_left(candidates, True, key=holds)
     return candidates[place] if place < len(candidates) else None
 

@@ -1,4 +1,4 @@
-"""The blocks of a step that a sparse method chooses among: a part of the plan, and as pure as that."""
+"""The blocks of a step from which a sparse method chooses: a part of the plan, and also a pure function."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 DENSE, REUSE = -1, 1
-"""Modes of a request that attends to its whole context, and of one that takes its stored choice (`SelectionMode`)."""
+"""Modes of a request that attends to its whole context, and of one that reuses its stored choice (`SelectionMode`)."""
 
 
 class SelectionInput(NamedTuple):
-    """What is chosen among, one entry per scheduled request in the order of the BatchInput.
+    """The input of a choice of blocks, one entry per scheduled request in the order of the BatchInput.
 
     modes: int64 [requests] how the choice is made (`SelectionMode`), or DENSE.
-    counts: int64 [requests] blocks to choose, at most as many as there are candidates.
+    counts: int64 [requests] number of blocks to choose, at most the number of candidates.
     thresholds: int64 [requests] largest difference at which a check keeps the stored choice.
-    slots: int64 [requests] where the choice is stored.
-    candidates: bool [requests, table width] logical blocks that compete; all others are attended anyway.
+    slots: int64 [requests] slot in which the choice is stored.
+    candidates: bool [requests, table width] logical blocks that compete; all others are always attended.
     width: logical blocks of the longest request. most: blocks chosen for it.
-    absent: bool [requests, table width] logical blocks that are not on the device: they neither compete nor are
-        ever attended. None: there are none.
-    num_drafts: int64 [requests] last rows of the request that may turn out wrong. None: there are none.
+    absent: bool [requests, table width] logical blocks that are not on the device: they neither compete nor are ever
+        attended. None if there are none.
+    num_drafts: int64 [requests] number of last rows of the request that may be rejected. None if there are none.
     """
 
     modes: NDArray[np.int64]
@@ -36,7 +36,7 @@ class SelectionInput(NamedTuple):
     num_drafts: NDArray[np.int64] | None = None
 
     def take(self, index: NDArray[np.int64]) -> SelectionInput:
-        """The entries of these requests."""
+        """Returns the entries of these requests."""
         return self._replace(
             modes=self.modes[index],
             counts=self.counts[index],
@@ -48,25 +48,26 @@ class SelectionInput(NamedTuple):
         )
 
     def left_out(self) -> NDArray[np.bool_] | None:
-        """bool [requests, table width] blocks attended by choice or not at all; None: every block is attended."""
+        """Returns bool [requests, table width]: blocks attended by choice or never; None if every block is attended."""
         if self.absent is None:
             return None if (self.modes == DENSE).all() else self.candidates
         return self.candidates | self.absent
 
 
 class SelectionPlan(NamedTuple):
-    """A step's choices, as arrays that are tensors later. A span is a request that has one; spans are in flat order.
+    """A step's choices, as arrays that later become tensors. A span is a request with a choice; spans are in flat
+    order.
 
-    A block of a span has a place: span * width + logical block number. So has a rank: span * most + rank.
+    A block of a span has a place: span * width + logical block number. A rank also has a place: span * most + rank.
 
     first_rows, num_rows: int64 [spans] its rows in the flat batch.
-    scored_rows: int64 [spans] the last of them that is no draft: by its query all blocks are scored in memory mode.
-    ranked_rows: int64 [spans] rows by which its candidates are ranked: none where the stored choice is reused.
+    scored_rows: int64 [spans] the last of them that is not a draft: in memory mode all blocks are scored by its query.
+    ranked_rows: int64 [spans] number of rows by which its candidates are ranked: 0 if the stored choice is reused.
     modes, counts, thresholds, choice_slots: int64 [spans], as in SelectionInput.
     candidate_blocks: int64 [candidates] physical block ids. candidate_spans: int64 [candidates].
     candidate_places: int64 [candidates].
     choice_places: int64 [selected] place of the rank. choice_spans: int64 [selected].
-    choice_hi: int64 [selected] tokens of the block that are seen: all.
+    choice_hi: int64 [selected] number of tokens of the block that are seen: all.
     """
 
     first_rows: NDArray[np.int64]
@@ -92,11 +93,11 @@ def plan_selection(
     block_tables: NDArray[np.int32],
     block_size: int,
 ) -> SelectionPlan | None:
-    """The choices of a step; None if every request is dense.
+    """Returns the choices of a step; None if every request is dense.
 
     Args:
-        selection: what is chosen among.
-        requests: [requests] index into the BatchInput of each request in flat order.
+        selection: the blocks that compete, and how they are chosen.
+        requests: [requests] index into the BatchInput for each request in flat order.
         query_start: [requests + 1] first row of each request in flat order.
         block_tables: [requests, table width] of the BatchInput.
         block_size: tokens per block.
@@ -105,12 +106,12 @@ def plan_selection(
     if not len(flat):
         return None
     sparse = requests[flat]
-    # of a flat array: in two dimensions numpy takes ten times as long
+    # from a flat array: in two dimensions numpy takes ten times as long
     candidates = selection.candidates[sparse]
     places, table_width = np.flatnonzero(candidates), candidates.shape[1]
     spans = np.arange(len(sparse)).repeat(np.count_nonzero(candidates, axis=1))
     blocks = block_tables[sparse].take(places).astype(np.int64)
-    # of tables as wide as those of the step; places are of the longest request's
+    # tables are as wide as the step needs; places are relative to the width of the longest request
     places += spans * (selection.width - table_width)
     counts = selection.counts[sparse]
     ends = counts.cumsum()

@@ -1,4 +1,4 @@
-"""Cached blocks of a step: those that more than one row uses, in groups with equal users, and those of one row."""
+"""Divides a step's cached blocks: shared ones, in groups with the same users, and blocks that only one row uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.context_pairs import ContextPairs, context_pairs
 from vllm_gaudi_ucm.batch.window import WindowPlan
 
-# A block id and the number of a pair share one 64-bit sorting key.
+# A block id and the index of a pair share one 64-bit sorting key.
 PAIR_BITS = 32
 PAIR_MASK = (1 << PAIR_BITS) - 1
 
@@ -26,14 +26,15 @@ class SharedPairs(NamedTuple):
 
 
 def shared_pairs(pairs: ContextPairs, num_single: int) -> SharedPairs:
-    """Pairs whose key more than one row uses.
+    """Returns the pairs whose key more than one row uses.
 
-    One sort of 64-bit keys finds equal keys and the order of their users at once. Its cost does not depend on how
-    large keys are, and a batch that shares nothing pays for nothing else.
+    One sort of 64-bit keys finds equal keys and the order of their users at once. Its cost does not depend on the size
+    of the keys, and a batch that shares nothing has no further cost.
 
     Args:
         pairs: all pairs of the step.
-        num_single: requests [0, num_single) in flat order have one row; a block of another has several rows anyway.
+        num_single: requests [0, num_single) in flat order have one row; the blocks of all others have several rows
+            anyway.
     """
     key = pairs.key.astype(np.int64)
     key <<= PAIR_BITS
@@ -59,12 +60,12 @@ class SharedPlan(NamedTuple):
     """Cached blocks that more than one row uses: token ranges by (request, block), and sets of rows with equal blocks.
 
     blocks: int64 [blocks] physical block ids, in the order of first use by the flat requests, except that the blocks of
-        a group stand together.
-    lo, hi: int32 [requests, blocks] the rows of a request see tokens [lo, hi) of a block; hi 0: they do not use it.
-        Under a window lo may be below 0, and is that of the request's first row.
+        a group are adjacent.
+    lo, hi: int32 [requests, blocks] the rows of a request see tokens [lo, hi) of a block; if hi is 0, they do not use
+        it. Under a window lo may be below 0, and applies to the request's first row.
     groups: `(rows, block_lo, block_hi)`: exactly the rows that use `blocks[block_lo:block_hi]`. No two groups have the
         same rows.
-    rise: int64 [rows], under a window: a row sees tokens from `lo + rise` on. None: from lo on.
+    rise: int64 [rows], under a window: a row sees tokens from `lo + rise` on. If None, from lo on.
     """
 
     blocks: NDArray[np.int64]
@@ -75,19 +76,22 @@ class SharedPlan(NamedTuple):
 
     @property
     def first_tokens(self) -> NDArray[np.int32]:
-        """int32 [blocks] the first token that is seen of a block: the same for all requests that use it."""
+        """Returns int32 [blocks], the first token of a block that is seen: the same for all requests that use it."""
         found: NDArray[np.int32] = self.lo.max(axis=0)
         return found
 
     @property
     def most_of_request(self) -> int | None:
-        """Blocks that a request uses at most; only counted under a window, where they are few."""
+        """Returns the most blocks that a request uses; counted only under a window, because there are few of them
+        then.
+        """
         return None if self.rise is None else int((self.hi > np.maximum(self.lo, 0)).sum(axis=1).max(initial=0))
 
     def pairs(self, row_requests: NDArray[np.int64]) -> int:
-        """(row, token) products. row_requests: [rows] of a plan.
+        """Returns the number of (row, token) products. row_requests: [rows] of a plan.
 
-        Group by group: the table of requests and blocks is sparse where many requests have blocks of their own.
+        It is counted group by group, because the table of requests and blocks is sparse if many requests have separate
+        blocks.
         """
         found = 0
         for rows, begin, end in self.groups:
@@ -120,14 +124,14 @@ def plan_shared(
 ) -> SharedPlan | None:
     """Groups the shared pairs.
 
-    Multiplying every row with every shared block would cost rows x blocks where the batch is block-sparse (several
-    prompts with a context of their own each); with groups the cost follows the pairs in use.
+    Multiplying every row by every shared block would cost rows x blocks even if the batch is block-sparse (several
+    prompts, each with a separate context); with groups the cost follows the pairs in use.
 
     Args:
         pairs: all pairs of the step.
         shared: the shared ones among them.
         query_start: [requests + 1] first row of each request in flat order.
-        room: blocks that the caller puts before these; until then no request uses them.
+        room: number of blocks that the caller puts before these; until then no request uses them.
     """
     pair, key = shared
     if not pair.size:
@@ -157,11 +161,11 @@ def plan_shared(
 
 
 def _group(blocks: _Blocks, query_start: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
-    """Places blocks so that those with the same users stand together.
+    """Places blocks so that blocks with the same users are adjacent.
 
-    The blocks of a prefix are neighbours in the order of first use, so runs of blocks with equal users are found by
-    comparing neighbours, all at once; only runs are looked at one by one. Runs with equal users that are no neighbours
-    exist where requests share crosswise.
+    The blocks of a prefix are neighbours in the order of first use, so comparing neighbours, all at once, finds runs of
+    blocks with equal users; only runs are processed one by one. There are separate runs with equal users if requests
+    share crosswise.
 
     Returns:
         The place of each block, and the groups.
@@ -183,22 +187,22 @@ def _group(blocks: _Blocks, query_start: NDArray[np.int64]) -> tuple[NDArray[np.
 
 
 def _new_users(blocks: _Blocks) -> NDArray[np.bool_]:
-    """[blocks - 1] whether the users of block i + 1 are others than those of block i."""
+    """Returns [blocks - 1] whether block i + 1 has other users than block i."""
     count = blocks.num_users
     lowest, highest = blocks.users[blocks.first], blocks.users[blocks.first + count - 1]
     differs = (count[1:] != count[:-1]) | (lowest[1:] != lowest[:-1])
-    if np.array_equal(highest - lowest, count - 1):  # users without gaps: lowest and number say it all
+    if np.array_equal(highest - lowest, count - 1):  # users without gaps: lowest and number are sufficient
         return differs
     begin = count.cumsum() - count
     index = np.arange(len(blocks.users))
     users = blocks.users.take(index + (blocks.first - begin).repeat(count))
-    # where the block before has another number of users this compares anything, but then it does not matter
+    # if the previous block has another number of users, this compares unrelated entries, but then the result is unused
     before = users.take(index - count.repeat(count))
     return differs | np.logical_or.reduceat(users != before, begin)[1:]
 
 
 def _runs(changes: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and lengths of the runs of an array; entry i + 1 begins a new run where `changes[i]`."""
+    """Returns starts and lengths of the runs of an array; entry i + 1 begins a new run if `changes[i]`."""
     bounds = np.empty(np.count_nonzero(changes) + 2, np.int64)
     bounds[0], bounds[-1] = 0, len(changes) + 1
     bounds[1:-1] = changes.nonzero()[0]
@@ -207,7 +211,7 @@ def _runs(changes: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _rows(users: NDArray[np.int64], query_start: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All rows of ascending requests."""
+    """Returns all rows of ascending requests."""
     last = users[-1]
     if query_start[last + 1] == last + 1:  # as many rows as requests up to here, so each has one
         return users
@@ -220,10 +224,10 @@ def _rows(users: NDArray[np.int64], query_start: NDArray[np.int64]) -> NDArray[n
 
 
 def common_prefix(context: NDArray[np.int64], block_tables: NDArray[np.int32], block_size: int) -> NDArray[np.int32]:
-    """Physical ids of the leading blocks that all requests see in full.
+    """Returns the physical ids of the leading blocks that all requests see in full.
 
     Args:
-        context: [requests] cached tokens that the rows of a request see, in any order; one request at least.
+        context: [requests] cached tokens that the rows of a request see, in any order; at least one request.
         block_tables: [requests, width] physical block ids.
         block_size: tokens per cache block.
     """
@@ -239,10 +243,10 @@ def common_prefix(context: NDArray[np.int64], block_tables: NDArray[np.int32], b
 def with_common_prefix(
     prefix: NDArray[np.int32], rest: SharedPlan | None, num_requests: int, num_rows: int, block_size: int
 ) -> SharedPlan | None:
-    """The plan of the other shared blocks with a first group of all rows; None if `rest` has such a group, too.
+    """Returns the plan of the other shared blocks with a first group of all rows; None if `rest` also has such a group.
 
-    rest: with room for the prefix, which is written there: with many requests of many blocks a copy costs more than
-        all the rest of planning.
+    rest: a plan with room for the prefix, which is written into it: with many requests of many blocks, a copy would
+        cost more than the rest of planning.
     """
     count = len(prefix)
     if rest is None:
@@ -258,7 +262,7 @@ def with_common_prefix(
 class UniquePlan(NamedTuple):
     """Cached blocks that exactly one row uses; that row is always a single row.
 
-    lo: below 0 only where distances count, see `Window`.
+    lo: below 0 only if distances count, see `Window`.
     """
 
     blocks: NDArray[np.int64]
@@ -267,12 +271,12 @@ class UniquePlan(NamedTuple):
     hi: NDArray[np.int32]
 
     def pairs(self) -> int:
-        """(row, token) products."""
+        """Returns the number of (row, token) products."""
         return int((self.hi - np.maximum(self.lo, 0)).sum())
 
 
 def plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
-    """The pairs that are not shared, in the order of the pairs."""
+    """Returns the pairs that are not shared, in the order of the pairs."""
     if len(shared.pair) == len(pairs.key):
         return None
     if len(shared.pair):
@@ -293,13 +297,13 @@ CachedParts = tuple[SharedPlan | None, UniquePlan | None]
 
 
 def divide_pairs(pairs: ContextPairs, num_single: int, query_start: NDArray[np.int64]) -> CachedParts:
-    """Pairs that more than one row uses, and the others; see `shared_pairs` and `plan_shared`."""
+    """Divides pairs into those that more than one row uses, and the others; see `shared_pairs` and `plan_shared`."""
     shared = shared_pairs(pairs, num_single)
     return plan_shared(pairs, shared, query_start), plan_unique(pairs, shared)
 
 
 class CachedContexts(NamedTuple):
-    """What decides the division; requests in flat order.
+    """The input of the division; requests are in flat order.
 
     context: int64 [requests] cached tokens that the rows of a request see.
     requests: int64 [requests] row of `block_tables` of each request.
@@ -308,7 +312,7 @@ class CachedContexts(NamedTuple):
     num_single: requests [0, num_single) have one row, the others more.
     block_size: tokens per cache block.
     left_out: bool [requests, width] blocks of `block_tables` that are attended by choice (or not at all), if any.
-    window: of the rows, if it hides anything from one of them.
+    window: window of the rows, if it hides a token from one of them.
     """
 
     context: NDArray[np.int64]
@@ -337,9 +341,10 @@ class CachedContexts(NamedTuple):
         return None if shared is None else shared._replace(rise=window.rise), unique
 
     def _plan_behind_prefix(self) -> CachedParts | None:
-        """Blocks at the head of all contexts are shared by all rows: they take no part in the search for shared ones.
+        """Plans the contexts after the blocks at the head of all contexts: all rows share these, so they are not
+        searched.
 
-        None if there is no such block, or if all rows use others as well, which belong to the same group.
+        Returns None if there is no such block, or if all rows share further blocks, which belong to the same group.
         """
         if len(self.requests) < 2 or self.left_out is not None:
             return None

@@ -1,4 +1,4 @@
-"""Slots and cached contexts of a step with a slot for each token, from the runs of `TokenTable`."""
+"""Slots and cached contexts of a step in which each token has its own slot, from the runs of `TokenTable`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class _Runs(NamedTuple):
 def run_slots(
     computed: NDArray[np.int64], new: NDArray[np.int64], requests: NDArray[np.int64], runs: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """[rows] slots of the new tokens, in flat order.
+    """Returns [rows] the slots of the new tokens, in flat order.
 
     Args:
-        computed, new: [requests] tokens before the new ones, and new ones, in flat order.
-        requests: [requests] row of `runs` of each request in flat order.
+        computed, new: [requests] number of tokens before the new ones, and of new ones, in flat order.
+        requests: [requests] row of `runs` for each request in flat order.
         runs: [requests, width, 3] of `TokenTable`.
     """
     cut = _cut(computed, computed + new, requests, runs)
@@ -43,7 +43,7 @@ def run_slots(
 def run_pairs(
     context: NDArray[np.int64], requests: NDArray[np.int64], runs: NDArray[np.int32], tile: int
 ) -> ContextPairs:
-    """The cached contexts as ranges of tiles: a pair is a run, in whichever order its positions lie.
+    """Returns the cached contexts as ranges of tiles: a pair is a run, ascending or descending.
 
     Args:
         context: [requests] cached tokens that the rows of a request see, in flat order.
@@ -58,14 +58,14 @@ def run_pairs(
 def _cut(
     begin: NDArray[np.int64], end: NDArray[np.int64], requests: NDArray[np.int64], runs: NDArray[np.int32]
 ) -> _Runs:
-    """Of each request the runs with positions in [begin, end), cut to these."""
+    """Returns the runs of each request with positions in [begin, end), cut to these."""
     begins = runs[requests, :, BEGIN]
     skipped = np.maximum(np.count_nonzero(begins <= begin[:, None], axis=1) - 1, 0)
     count = np.count_nonzero(begins < end[:, None], axis=1) - skipped
     count[end <= begin] = 0
     stop = count.cumsum()
     request = np.arange(len(requests)).repeat(count)
-    # gathering by flat index costs the runs in use
+    # gathering by flat index costs as many runs as are in use
     place = (requests * runs.shape[1] + skipped - (stop - count)).repeat(count) + np.arange(len(request))
     first, start, step = runs.reshape(-1, 3).take(place, axis=0).astype(np.int64).T
     behind = np.empty_like(start)

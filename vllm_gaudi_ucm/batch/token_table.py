@@ -1,4 +1,4 @@
-"""The token tables of the live requests, as runs of consecutive slots: what is read of them costs runs, not tokens."""
+"""The token tables of the live requests, as runs of consecutive slots: reading them costs runs, not tokens."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-# The numbers of a run.
+# The three numbers of a run.
 FIRST, BEGIN, STEP = range(3)
 NEVER = np.iinfo(np.int32).max
-"""Where runs begin that there are not."""
+"""The first position of unused runs."""
 _NOWHERE = -2
 _FEW_RUNS = 8
 
 
 class TokenTable:
-    """Where the tokens of each request lie; a row per request.
+    """The slots of the tokens of each request, with a row per request.
 
-    A run is consecutive positions in consecutive slots of one tile, ascending or descending: freed slots come back in
-    the reverse order. int32 `[first slot, first position, step]`, step 1 or -1; it ends where the next one begins.
+    A run is a sequence of consecutive positions in consecutive slots of one tile, ascending or descending, because
+    freed slots come back in the reverse order. int32 `[first slot, first position, step]`, step 1 or -1; a run ends
+    where the next one begins.
 
-    Slot `s` of vLLM's block pool lies at `s + tile - 1`: its null slot in the dummy tile, all others behind that.
+    Slot `s` of vLLM's block pool has the index `s + tile - 1`: its null slot is in the dummy tile, all others after it.
 
     Args:
-        num_rows: requests to begin with.
+        num_rows: number of requests to begin with.
         tile: slots that the operations read as one block.
     """
 
@@ -40,13 +41,13 @@ class TokenTable:
         self._given: list[Sequence[int]] = []
 
     def append(self, row: int, slots: Sequence[int]) -> None:
-        """Gives a request more slots, once `flush` is called; at most once for each row before that."""
+        """Gives a request more slots, once `flush` is called; at most once per row before that."""
         if len(slots):
             self._rows.append(row)
             self._given.append(slots)
 
     def flush(self) -> None:
-        """Enters what was appended, for all requests at once."""
+        """Enters the appended slots of all requests at once."""
         if not self._rows:
             return
         rows = np.array(self._rows)
@@ -61,7 +62,7 @@ class TokenTable:
         before[1:] = slots[:-1]
         before[start] = self._last[rows]
         step = slots - before
-        # a slot is in a table once, so a run cannot turn round
+        # a slot is in a table once, so a run cannot reverse
         begins = (np.abs(step) != 1) | (slots // self._tile != before // self._tile)
         number = begins.cumsum()
         owner = rows.repeat(counts)
@@ -77,7 +78,7 @@ class TokenTable:
         self._last[rows] = slots[end - 1]
 
     def clear(self, row: int) -> None:
-        """Takes all slots from a request."""
+        """Removes all slots of a request."""
         used = self._runs[row, : self.num_runs[row]]
         used[:] = 0
         used[:, BEGIN] = NEVER
@@ -85,7 +86,7 @@ class TokenTable:
         self._last[row] = _NOWHERE
 
     def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """[requests, width, 3] the runs of some requests, then runs that begin at `NEVER`."""
+        """Returns [requests, width, 3] the runs of some requests, followed by runs that begin at `NEVER`."""
         return self._runs[rows, : int(self.num_runs[rows].max(initial=0))]
 
     def grow(self, num_rows: int) -> None:

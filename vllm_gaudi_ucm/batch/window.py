@@ -1,4 +1,4 @@
-"""How far back the rows of a KV-cache group see, where that is not their whole context."""
+"""How far back the rows of a KV-cache group see, if not over their whole context."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WHOLE = 2**31 - 1
 class Window(NamedTuple):
     """A sliding window, or chunked local attention.
 
-    tokens: the row at position p sees positions above `p - tokens`, itself included; or, where it is `chunked`, those
-        of its own chunk of so many tokens, from the chunk's first position on.
-    by_distance: scores have a bias by distance (ALiBi), so that attention has to know where a block stands: lo of every
-        range is as many tokens below 0 as come before its block and are seen. Without a window `tokens` is WHOLE.
+    tokens: the row at position p sees positions above `p - tokens`, including its own; if `chunked`, it sees its own
+        chunk of this many tokens, from the chunk's first position on.
+    by_distance: whether scores have a bias by distance (ALiBi), so that attention needs the position of a block: lo of
+        every range is below 0 by the number of visible tokens before its block. Without a window `tokens` is WHOLE.
     """
 
     tokens: int
@@ -25,21 +25,23 @@ class Window(NamedTuple):
     by_distance: bool = False
 
     def first_seen(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first position that the row at each position sees. It never falls from one position to the next."""
+        """Returns the first position that the row at each position sees. It never falls from one position to the
+        next.
+        """
         if self.chunked:
             return positions // self.tokens * self.tokens
         return np.maximum(positions - (self.tokens - 1), 0)
 
     def hides_from(self, positions: NDArray[np.int64]) -> bool:
-        """Whether the row at one of these positions does not see all before it, or its distances count."""
+        """Returns whether a row at one of these positions does not see all earlier ones, or its distances count."""
         return bool(len(positions)) and (self.by_distance or int(positions.max()) >= self.tokens)
 
 
 class WindowPlan(NamedTuple):
-    """A window, applied to the rows of a step. Requests are in flat order.
+    """A window applied to the rows of a step. Requests are in flat order.
 
-    lowest: int64 [requests] first position that a request's first row sees. Later rows see no position before it.
-    rise: int64 [rows] how much later the first position is that a row sees.
+    lowest: int64 [requests] first position that a request's first row sees. Later rows see no earlier position.
+    rise: int64 [rows] distance from `lowest` to the first position that a row sees.
     first_rows: int64 [rows] the first row of its request that a row sees.
     by_distance: see Window.
     """
@@ -58,12 +60,16 @@ class WindowPlan(NamedTuple):
         row_requests: NDArray[np.int64],
         query_start: NDArray[np.int64],
     ) -> WindowPlan:
-        """computed: [requests] tokens before the new ones; the others as in `UnifiedPlan`."""
+        """Applies a window to a step. computed: [requests] tokens before the new ones; the others as in
+        `UnifiedPlan`.
+        """
         lowest, first = window.first_seen(computed), window.first_seen(positions)
         inside = np.maximum(first - computed[row_requests], 0)
         return cls(lowest, first - lowest[row_requests], query_start[:-1][row_requests] + inside, window.by_distance)
 
 
 def blocks_before(lowest: NDArray[np.int64], context: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-    """[requests] leading blocks of contexts of which no row sees a token; all where it sees none of the context."""
+    """Returns [requests] the number of leading blocks of which no row sees a token; all if it sees none of the
+    context.
+    """
     return np.where(lowest < context, lowest // block_size, -(-context // block_size))
