@@ -81,7 +81,7 @@ class BlockOptions(MethodOptions):
         """Resolves options, see MethodOptions. Codes have no dtype to choose."""
         options = super().resolve(value, key)
         if options.summary == "hash" and options.summary_dtype != "auto":
-            wanted = "auto beside `summary: hash`, whose codes are bytes; or another summary"
+            wanted = "auto with `summary: hash`, whose codes are bytes; or another summary"
             raise UcmConfigError([Problem(f"{key}.summary_dtype", repr(options.summary_dtype), wanted)])
         return options
 
