@@ -69,8 +69,8 @@ def _owned(costs: Floats, chosen: NDArray[np.int64]) -> _Owned:
 class _Sums:
     """The changes that an exchange makes, as sums over points.
 
-    gain: [candidates] saved by a candidate in addition to all that are chosen. loss: [candidates, k] what the points of a place
-    cost more when the candidate takes it.
+    gain: [candidates] saved by a candidate in addition to all that are chosen. loss: [candidates, k] added cost of the
+    points of a place when the candidate takes it.
     """
 
     def __init__(self, costs: Floats, weights: Floats, k: int) -> None:

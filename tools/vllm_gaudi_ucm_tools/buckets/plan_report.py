@@ -81,8 +81,8 @@ def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:
 
 
 def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
-    """Returns the bytes that attention takes in addition to its inputs: on Gaudi as implemented there, elsewhere for one
-    slice of new tokens and one block at a time.
+    """Returns the bytes that attention takes in addition to its inputs: on Gaudi as implemented there, elsewhere for
+    one slice of new tokens and one block at a time.
     """
     m = cost.model
     if cost.device.name in CHIPS:
