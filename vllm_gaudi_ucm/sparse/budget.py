@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class Budget(NamedTuple):
-    """The logical blocks [0, sink_blocks) and [window_start, end), always attended, and the number chosen between them."""
+    """The logical blocks [0, sink_blocks) and [window_start, end), always attended, and the number chosen
+    between them.
+    """
 
     sink_blocks: int
     window_start: int
