@@ -21,7 +21,7 @@ MXFP4_GROUP = 32
 class ExpertSpec:
     """Experts of the layers that have some, or one device's part of them.
 
-    count: of a layer. chosen: of a row. inner: size of each. shared: size of what every row takes beside them.
+    count: of a layer. chosen: of a row. inner: size of each. shared: size of what every row takes in addition.
     layers: that have experts; the others have a plain MLP. group: what sizes of experts on a device are multiples of.
     Quantised experts are counted as plain ones.
     """

@@ -1,4 +1,4 @@
-"""What tuning minimises: the modelled seconds of observed steps, with a margin for larger ones."""
+"""The function that tuning minimises: the modelled seconds of observed steps, with a margin for larger ones."""
 
 from __future__ import annotations
 
@@ -123,18 +123,18 @@ class Objective:
 
     @property
     def true_seconds(self) -> float:
-        """What the weighted steps cost unpadded."""
+        """Returns the cost of the weighted steps without padding."""
         return float(self.seconds @ self.weights + self.cost.logits_seconds(self.logits) @ self.logits_weights)
 
     def padded_seconds(self, buckets: BucketSet) -> float:
-        """What the weighted steps cost in `buckets`."""
+        """Returns the cost of the weighted steps in `buckets`."""
         rows = np.array(buckets.logits)
         padded = self.cost.logits_seconds(rows[np.searchsorted(rows, self.logits)])
         forward = shape_seconds(self.cost, graph_array(buckets.forward))
         return float(forward[buckets.assign(self.shapes)] @ self.weights + padded @ self.logits_weights)
 
     def two_cheapest(self, shapes: Shapes) -> tuple[NDArray[np.int64], Floats, Floats]:
-        """Of `shapes` and the maximum: for each step the cheapest that dominates it, its seconds, the second's.
+        """Returns for each step the cheapest of `shapes` and the maximum that dominates it, its seconds, the second's.
 
         The first is an index into `shapes` (their number: the maximum). Where nothing but the maximum dominates a
         step, that is also the second.

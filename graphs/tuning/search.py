@@ -45,8 +45,8 @@ def exchange(costs: Floats, weights: Floats, chosen: NDArray[np.int64]) -> NDArr
 
 
 class _Owned(NamedTuple):
-    """Of each point the place of its cheapest candidate (k: the one that is always there), the cost in it, and the cost
-    in the second cheapest; each [points]."""
+    """For each point, the place of its cheapest candidate (k: the one that is always there), the cost in it, and the
+    cost in the second cheapest; each [points]."""
 
     place: NDArray[np.int64]
     first: Floats
@@ -67,10 +67,10 @@ def _owned(costs: Floats, chosen: NDArray[np.int64]) -> _Owned:
 
 
 class _Sums:
-    """What an exchange changes, as sums over points.
+    """The changes that an exchange makes, as sums over points.
 
-    gain: [candidates] saved by a candidate beside all that are chosen. loss: [candidates, k] what the points of a place
-    cost more when the candidate takes it.
+    gain: [candidates] saved by a candidate in addition to all that are chosen. loss: [candidates, k] added cost of the
+    points of a place when the candidate takes it.
     """
 
     def __init__(self, costs: Floats, weights: Floats, k: int) -> None:
@@ -225,7 +225,7 @@ class Search:
         return best
 
     def totals(self, k: int) -> Floats:
-        """[k + 1] approximate cost of the points with 0, 1, .. k shapes beside the fixed ones."""
+        """[k + 1] approximate cost of the points with 0, 1, .. k shapes in addition to the fixed ones."""
         merged = self.merge(*self._with_fixed(*self._joins(self.split(2 * k))), 1)
         saved = np.concatenate([[0.0], np.cumsum(merged.increases[::-1]), np.full(k, merged.increases.sum())])[: k + 1]
         return float(self._seconds(self.fixed.max(axis=0)) * self.counts.sum()) - saved

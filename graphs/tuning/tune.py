@@ -74,7 +74,7 @@ def _balance(rows: Floats, forward: Floats) -> int:
 
     Args:
         rows: seconds with 1, 2, .. logits rows, n of them or fewer.
-        forward: [n] seconds with 0, 1, .. n - 1 forward shapes beside the maximum.
+        forward: [n] seconds with 0, 1, .. n - 1 forward shapes in addition to the maximum.
     """
     together = rows + forward[::-1][: len(rows)]
     return int(np.argmin(together)) + 1

@@ -150,6 +150,7 @@ PROBES = {
     "vllm_gaudi_ucm/vllm_api/attention.py": "a configuration of quantised weights of vLLM, of any kind",
     "vllm_gaudi_ucm/vllm_api/cache_options.py": "a module of vLLM, of any supported version",
     "vllm_gaudi_ucm/vllm_api/platforms.py": "a module of vLLM, of any supported version",
+    "vllm_gaudi_ucm/vllm_api/model.py": "a layer of vLLM's, of any kind",
     "vllm_gaudi_ucm/vllm_api/steps.py": "a message of vLLM's scheduler, of any supported version",
     "vllm_gaudi_ucm/vllm_api/engine_death.py": "a client of vLLM that may be half made, and its manager, of two kinds",
     "vllm_gaudi_ucm/vllm_api/engine_process.py": "a signal handler of any kind",

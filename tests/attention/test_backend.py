@@ -60,7 +60,7 @@ def test_chunks() -> None:
     )
     assert UnifiedAttentionBackend.get_impl_cls() is UnifiedAttentionImpl
     for name, more in (("ALiBi", {"alibi_slopes": [1.0] * 4}), ("a sliding window", {"sliding_window": 5})):
-        with pytest.raises(UnsupportedFeatureError, match=f"{name} beside chunked local attention"):
+        with pytest.raises(UnsupportedFeatureError, match=f"{name} with chunked local attention"):
             attention(4, 16, 0.25, 2, **more)
 
 

@@ -20,7 +20,8 @@ from tests.conformance.expectations import Expectations, Group
 from tests.conformance.outcome import Outcome, judge
 
 CHILD = Path(__file__).with_name("child")
-SECONDS_OF_A_TEST = 180
+SECONDS_OF_A_TEST = 400
+_VARIABLE = "UCM_CONFORMANCE_SETTINGS"
 # of runs that end before their tests do: after so many the group is given up
 _PROCESSES = 12
 
@@ -145,15 +146,16 @@ class GroupRun:
                     progress(len(events.ended), events.collected, events.running or "")
                 late = time.monotonic() > deadline
             finally:
-                _end(process)
+                _end(process, _settings(Path(name)))
         if late:
             events.give_up(f"not done when the group's {self._group.minutes:g} minutes were over")
             self._problem = f"the group took more than its {self._group.minutes:g} minutes"
             return True
-        if process.returncode in (0, 1, 5):  # all passed, some failed, nothing left
-            return True
+        # first: the limit of a test's time ends pytest with the status of one that had failures
         if events.give_up(f"ended the process, or took over {SECONDS_OF_A_TEST} s (exit status {process.returncode})"):
             return False
+        if process.returncode in (0, 1, 5):  # all passed, some failed, nothing left
+            return True
         if events.collections > collections and len(events.ended) >= events.collected:
             return True
         self._problem = f"pytest ended with status {process.returncode}"
@@ -165,7 +167,7 @@ class GroupRun:
             "not_run": self._expectations.patterns_not_run(),
             "done": sorted(self._events.ended),
         }
-        (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+        _settings(folder).write_text(json.dumps(settings), encoding="utf-8")
         path = os.pathsep.join(filter(None, (str(CHILD), self._environment.get("PYTHONPATH"))))
         return subprocess.Popen(
             [
@@ -185,7 +187,7 @@ class GroupRun:
             env={
                 **self._environment,
                 "PYTHONPATH": path,
-                "UCM_CONFORMANCE_SETTINGS": str(folder / "settings.json"),
+                _VARIABLE: str(_settings(folder)),
             },
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -219,10 +221,14 @@ def _lines(file: Path, process: subprocess.Popen[bytes], deadline: float) -> Ite
             time.sleep(0.1)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all that it started: they are one session, though vLLM's tests make groups of their own."""
+def _settings(folder: Path) -> Path:
+    return folder / "settings.json"
+
+
+def _end(process: subprocess.Popen[bytes], settings: Path) -> None:
+    """Ends the process and all that it started. Some are sessions of their own: the variable of the settings tells."""
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if os.getsid(one.pid) == process.pid:
+            if os.getsid(one.pid) == process.pid or one.environ().get(_VARIABLE) == str(settings):
                 one.kill()
     process.wait()

@@ -102,6 +102,20 @@ def test_a_group_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "1 tests did not run" in found["test_plain.py"].message
 
 
+def test_a_test_that_outlives_its_time_has_failed_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        TESTS, "test_plain.py", "import time\ndef test_hangs(): time.sleep(600)\ndef test_after(): pass\n"
+    )
+    monkeypatch.setattr("tests.conformance.group_run.SECONDS_OF_A_TEST", 1)
+    found = run(tmp_path, Group("g", ("tests/test_plain.py",), (), 9.0), Expectations((), (), ()))
+    assert {name: one.kind for name, one in found.items()} == {
+        "test_plain.py::test_hangs": "failed",
+        "test_plain.py::test_after": "passed",
+    }
+
+
 def test_vllms_fixture_of_a_process_group_takes_the_platforms_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,15 +140,23 @@ def test_a_group_whose_files_are_gone_has_failed(tmp_path: Path) -> None:
     assert found["test_gone.py"].message == "vLLM's tests have none of tests/test_gone.py"
 
 
-def test_processes_that_a_test_leaves_are_ended_with_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", ["process_group=0", "start_new_session=True"])
+def test_processes_that_a_test_leaves_are_ended_with_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
     file = tmp_path / "left"
     text = f"""
 import os, subprocess
-def test_leaves_a_process_with_a_group_of_its_own():
-    left = subprocess.Popen(["sleep", "600"], process_group=0)
+def test_leaves_a_process_that_is_not_of_its_group():
+    left = subprocess.Popen(["sleep", "600"], {option})
     open({str(file)!r}, "w").write(str(left.pid))
 """
     monkeypatch.setitem(TESTS, "test_plain.py", text)
     run(tmp_path, Group("g", ("tests/test_plain.py",), (), 1.0), Expectations((), (), ()))
     left = int(file.read_text())
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    # a signal takes its time
+    for _ in range(100):
+        if not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    pytest.fail("the process is still there")

@@ -182,13 +182,11 @@ def test_models_that_choose_tokens_are_dense(family: str, tmp_path: Path, caplog
 
 def test_what_latents_are_not_kept_with(model: Path) -> None:
     """Each by its name."""
-    with pytest.raises(
-        UnsupportedFeatureError, match=r"a KV cache of another dtype beside multi-head latent attention"
-    ):
+    with pytest.raises(UnsupportedFeatureError, match=r"a KV cache of another dtype with multi-head latent attention"):
         Engine(model, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]).__enter__()
     layer = LatentAttentionImpl(LatentSizes(4, 24, 8, 16, 8), 1.0, "auto")
     layer.join(None)
-    with pytest.raises(UnsupportedFeatureError, match=r"several KV-cache groups beside multi-head latent attention"):
+    with pytest.raises(UnsupportedFeatureError, match=r"several KV-cache groups with multi-head latent attention"):
         layer.join(GroupStep())
     projection = nn.Module()
     projection.quant_method = object()

@@ -120,7 +120,9 @@ def test_auto_is_cuda_on_a_gpu_where_triton_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(CUDA_RUNS, reason="CUDA kernels run here")
-@pytest.mark.parametrize(("device", "reason"), [("cpu", "TRITON_INTERPRET=1 is not set"), ("hpu", "the kernels are for cuda")])
+@pytest.mark.parametrize(
+    ("device", "reason"), [("cpu", "TRITON_INTERPRET=1 is not set"), ("hpu", "the kernels are for cuda")]
+)
 def test_cuda_is_refused_elsewhere(device: str, reason: str) -> None:
     """covers: A18"""
     for choose in (choose_implementation, choose_static_implementation):

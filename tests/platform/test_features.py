@@ -465,9 +465,7 @@ def test_connectors_beside_latents(tmp_path: Path, name: str) -> None:
     """covers: A18"""
     model = save_config(tmp_path, "DeepseekV2ForCausalLM", "deepseek_v2")
     config = KVTransferConfig(kv_connector=name, kv_connector_module_path=MODULES[name], kv_role="kv_both")
-    refused = pytest.raises(
-        UnsupportedFeatureError, match=r"PairConnector beside multi-head latent .*take UcmConnector"
-    )
+    refused = pytest.raises(UnsupportedFeatureError, match=r"PairConnector with multi-head latent .*take UcmConnector")
     with nullcontext() if name == "OffloadingConnector" else refused:
         start(model, kv_transfer_config=config)
 
@@ -523,7 +521,7 @@ def test_an_unknown_option_of_ours_stops_the_start(llama: Path) -> None:
 
 
 LAYER_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
-    ("ALiBi beside a sliding window", {"alibi_slopes": [0.5, 0.25], "sliding_window": 64}),
+    ("ALiBi with a sliding window", {"alibi_slopes": [0.5, 0.25], "sliding_window": 64}),
     ("attention type", {"attn_type": "encoder_only"}),
     ("8-bit floats", {"kv_sharing_target_layer_name": "layer.0", "kv_cache_dtype": "fp8"}),
     ("KV cache dtype", {"kv_cache_dtype": "fp8_e5m2"}),

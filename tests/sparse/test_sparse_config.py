@@ -150,12 +150,12 @@ def test_options_of_kvstars_base() -> None:
 
 def test_codes_have_no_dtype_to_choose() -> None:
     """Also where one of the two options stands in the base method's section."""
-    wanted = "'fp8', expected auto beside `summary: hash`, whose codes are bytes; or another summary"
+    wanted = "'fp8', expected auto with `summary: hash`, whose codes are bytes; or another summary"
     asked = {"summary": "hash", "summary_dtype": "fp8"}
     assert problems(GSA=asked, ESA=asked, KVStar=asked) == [
         f"{name}.summary_dtype: found {wanted}" for name in ("GSA", "ESA", "KVStar")
     ]
-    with pytest.raises(UcmConfigError, match=r"KVStar\.summary_dtype: found 'fp8', expected auto beside"):
+    with pytest.raises(UcmConfigError, match=r"KVStar\.summary_dtype: found 'fp8', expected auto with"):
         sparse("KVStar", GSA={"summary": "hash"}, KVStar={"summary_dtype": "fp8"})
     sparse("KVStar", GSA={"summary": "hash"}, KVStar={"summary": "minmax", "summary_dtype": "fp8"})
 

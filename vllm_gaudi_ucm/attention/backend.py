@@ -130,9 +130,9 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
     ) -> None:
         narrow_cache = kv_cache_dtype.startswith("fp8")
         asked = {
-            "ALiBi beside a sliding window": alibi_slopes is not None and sliding_window is not None,
-            "ALiBi beside chunked local attention": alibi_slopes is not None and self.chunk is not None,
-            "a sliding window beside chunked local attention": sliding_window is not None and self.chunk is not None,
+            "ALiBi with a sliding window": alibi_slopes is not None and sliding_window is not None,
+            "ALiBi with chunked local attention": alibi_slopes is not None and self.chunk is not None,
+            "a sliding window with chunked local attention": sliding_window is not None and self.chunk is not None,
             # the scales belong to the other layer
             "keys and values of another layer in 8-bit floats (leave --kv-cache-dtype out)": (
                 kv_sharing_target_layer_name is not None and narrow_cache

@@ -77,7 +77,7 @@ class LatentSizes:
         return pairs * saved > parts.causal.groups.shape[0] * self.latent * (self.nope + self.value)
 
 
-BESIDE_LATENTS = "beside multi-head latent attention"
+BESIDE_LATENTS = "with multi-head latent attention"
 
 
 class LatentAttentionBackend(UnifiedAttentionBackend):

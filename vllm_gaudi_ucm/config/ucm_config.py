@@ -291,7 +291,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchOptions:
-    """Returns the connector's options, completed by the options of GSA if that method selects; given options are kept.
+    """Returns the connector's options, completed by the options of GSA if that method selects; given
+    options are kept.
     """
     section = _gsa_section(config)
     if section is None:
@@ -301,7 +302,8 @@ def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchO
 
 
 def memory_mode_prefetch(config: UcmConfig) -> PrefetchOptions:
-    """Returns the options of GSA if that method selects, else the defaults, with host memory only for blocks that move.
+    """Returns the options of GSA if that method selects, else the defaults, with host memory only for
+    blocks that move.
     """
     options = connector_prefetch(PrefetchOptions(), config)
     useful = 2 * config.memory_mode.moves_per_step + blocks_ahead(config)

@@ -14,10 +14,10 @@ from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
 from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
-from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK, has_attention
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
-from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, set_forward_context
+from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 
 if TYPE_CHECKING:

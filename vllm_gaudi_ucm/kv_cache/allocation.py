@@ -27,7 +27,7 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import (
     layer_specs,
     num_whole_groups,
 )
-from vllm_gaudi_ucm.vllm_api.model import Attention, AttentionLayerBase
+from vllm_gaudi_ucm.vllm_api.model import Attention, AttentionLayerBase, has_attention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -194,11 +194,6 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
     """Returns the attention layers by name; they register themselves when the model is built."""
     context = vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
-
-
-def has_attention(layer: AttentionLayerBase) -> bool:
-    """Returns whether a layer has attention; others keep a state, or nothing."""
-    return hasattr(layer, "impl")
 
 
 def other_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:

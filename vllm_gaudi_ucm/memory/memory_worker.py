@@ -146,7 +146,8 @@ class MemoryWorker:
 
 
 def copy_sizes(count: int, most: int) -> list[int]:
-    """Splits `count` into powers of two up to `most`, itself one, the largest first: few copies, few sizes, no padding.
+    """Splits `count` into powers of two up to `most`, itself one, the largest first: few copies, few sizes,
+    no padding.
     """
     sizes = [most] * (count // most)
     rest = count % most

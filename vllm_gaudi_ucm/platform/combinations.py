@@ -147,7 +147,7 @@ def refuse_beside_latents(vllm_config: VllmConfig) -> None:
         return
     for one in configured_connectors(transfer):
         if one.name not in (None, OURS, OFFLOADING):
-            beside = f"beside multi-head latent attention, whose cache is one tensor (take {OURS} or {OFFLOADING})"
+            beside = f"with multi-head latent attention, whose cache is one tensor (take {OURS} or {OFFLOADING})"
             raise UnsupportedFeatureError(f"the KV connector {one.name} {beside}", _asked_by(transfer))
 
 

@@ -9,12 +9,13 @@ from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
 from vllm_gaudi_ucm.execution.layer_groups import GroupLayer, LayerGroups
-from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, has_attention, shared_with
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, shared_with
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.other_groups import other_groups
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
 from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens, tokens_kept
+from vllm_gaudi_ucm.vllm_api.model import has_attention
 from vllm_gaudi_ucm.vllm_api.stage_layers import names_whole_contexts
 
 if TYPE_CHECKING:

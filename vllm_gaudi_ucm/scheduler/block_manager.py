@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class BlockManager(KVCacheManager):
-    """Calls every policy in turn to decide which blocks requests find and get, and reports what happens to the blocks.
+    """Calls every policy in turn to decide which blocks requests find and get, and reports what happens to
+    the blocks.
     """
 
     _policies: tuple[BlockPolicy, ...]

@@ -1,1 +1,1 @@
-"""UCM sparse methods: which cached blocks a request attends to."""
+"""UCM sparse methods, which decide which cached blocks a request attends to."""

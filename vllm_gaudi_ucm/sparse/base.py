@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
 
 INVALID_SLOT = -1
-"""`estimate_num_slots_sparsed`: the method does not change how many slots a request needs."""
+"""`estimate_num_slots_sparsed` returns this if the method does not change how many slots a request needs."""
 
 
 class UcmSparseRole(Enum):
-    """The process a method object lives in."""
+    """The process in which a method object lives."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
@@ -56,11 +56,11 @@ class SparseRoleError(RuntimeError):
 class UcmSparseBase:
     """A sparse method that does nothing: every request is dense, every tensor passes through.
 
-    A method overrides what it needs, and names the model of its options as `Options`. One object serves one role; a
-    hook of the other role raises `SparseRoleError`.
+    A method overrides the hooks that it needs, and sets `Options` to the model of its options. One object serves one
+    role; a hook of the other role raises `SparseRoleError`.
 
     Args:
-        role: where the object lives.
+        role: the process in which the object lives.
         config: the method's options: a mapping, an `Options`, or None for the defaults. Raises `UcmConfigError`.
     """
 
@@ -69,15 +69,16 @@ class UcmSparseBase:
     def __init__(self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None = None) -> None:
         self.role = role
         self.options = self.Options.resolve({} if config is None else config, type(self).__name__)
-        # on the object, so that hooks of the right role cost nothing and a method need not call super()
+        # set on the object, so that hooks of the right role cost nothing and a method need not call super()
         for hook in WORKER_HOOKS if role is UcmSparseRole.SCHEDULER else SCHEDULER_HOOKS:
             setattr(self, hook, _refusal(type(self).__name__, hook, role))
 
     @classmethod
     def decides_by_counts(cls, options: MethodOptions) -> bool:
-        """Whether hooks of the scheduler's role read no more of requests than `num_tokens`, and no more of a step than
-        which requests it has and how many tokens of each. With asynchronous scheduling and drafts such a method decides
-        in the workers; one that reads more has its steps scheduled one after the other. options: its own."""
+        """Returns whether the hooks of the scheduler's role read only `num_tokens` of requests, and of a step only its
+        requests and the number of tokens of each. With asynchronous scheduling and drafts, such a method decides in the
+        workers; a method that reads more has its steps scheduled one after the other. options: the method's own.
+        """
         return False
 
     @property
@@ -88,44 +89,44 @@ class UcmSparseBase:
     # --- scheduler role ---
 
     def register_block_size(self, block_size: int) -> None:
-        """Once, before the first request: tokens per block."""
+        """Called once, before the first request, with the tokens per block."""
 
     def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """A request that may be sparse was added. A finished request may have had the same id."""
+        """Called when a request that may be sparse was added. A finished request may have had the same id."""
 
     def estimate_num_slots_sparsed(self, request: Request) -> int:
-        """Slots that the request needs instead of one for each token, or INVALID_SLOT for no change."""
+        """Returns the slots that the request needs instead of one for each token, or INVALID_SLOT for no change."""
         return INVALID_SLOT
 
     def allocate_slots(self, request: Request, num_slots_sparsed: int) -> Any:
-        """Allocates what `estimate_num_slots_sparsed` asked for; never called after INVALID_SLOT."""
+        """Allocates the slots that `estimate_num_slots_sparsed` returned; never called after INVALID_SLOT."""
         raise NotImplementedError(
             f"{type(self).__name__}.allocate_slots: found {num_slots_sparsed} slots asked for by "
             "estimate_num_slots_sparsed, expected INVALID_SLOT; a method that changes the number must override both"
         )
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
-        """Once per step, after scheduling: the selections of the step. `requests` holds at least the scheduled ones."""
+        """Returns the selections of a step, once after scheduling. `requests` holds at least the scheduled ones."""
         from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 
         return SparseMeta()
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """A step has verified the drafts of a live request."""
+        """Called when a step has verified the drafts of a live request."""
 
     def request_preempted(self, request_id: str) -> None:
-        """The request lost its blocks and will be computed again: nothing stored for it is valid."""
+        """Called when the request has lost its blocks and will be computed again: all data stored for it is invalid."""
 
     def request_finished_in_scheduler(self, request_id: str) -> None:
-        """The request finished or was aborted. Called for requests that never began, too."""
+        """Called when the request finished or was aborted. Called for requests that never began, too."""
 
     # --- worker role ---
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Once: the keys of each layer, [blocks, block size, kv heads, head size], by layer name."""
+        """Called once with the keys of each layer, [blocks, block size, kv heads, head size], by layer name."""
 
     def execute_begin(self, step: Any) -> None:
-        """Before the forward of a step; `step` is the worker's plan of it."""
+        """Called before the forward of a step; `step` is the worker's plan of it."""
 
     def attention_begin(
         self,
@@ -136,28 +137,28 @@ class UcmSparseBase:
         metadata: Any,
         output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Before the attention of a layer; query [rows, heads, dim], key and value [rows, kv heads, dim]."""
+        """Called before the attention of a layer; query [rows, heads, dim], key and value [rows, kv heads, dim]."""
         return query, key, value, output
 
     def attention_finished(self, layer_idx: int, output: Tensor | None) -> Tensor | None:
-        """After the attention of a layer; output [rows, heads, dim], or None where `attention_begin` got none."""
+        """Called after the attention of a layer; output [rows, heads, dim], or None if `attention_begin` got none."""
         return output
 
     def execute_finished(self) -> None:
-        """After the forward of a step."""
+        """Called after the forward of a step."""
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
-        """Before a step is planned: requests that begin, resume, were preempted or finished."""
+        """Called before a step is planned, with requests that begin, resume, were preempted or finished."""
 
     def request_finished_in_worker(self, request_id: str) -> None:
-        """The worker has dropped the request."""
+        """Called when the worker has dropped the request."""
 
 
 class WrappingSparse(UcmSparseBase):
-    """A method around another one: a hook that the subclass does not define is the inner method's.
+    """A method that wraps another one: a hook that the subclass does not define is the inner method's.
 
     Args:
-        role: where both objects live.
+        role: the process in which both objects live.
         config: the subclass's options.
         base_sparse: the inner method.
     """

@@ -1,4 +1,4 @@
-"""What the methods that choose blocks by their summaries share: budgets in the scheduler, scores in the worker."""
+"""The base class of methods that choose blocks by their summaries: budgets in the scheduler, scores in the worker."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Held:
-    """A budget whose selection serves several steps. Its window stays, so every token newer than it is attended."""
+    """A budget whose selection serves several steps. Its window is kept, so every newer token is attended."""
 
     budget: Budget
     steps: int = 1
 
 
 class BlockSparse(UcmSparseBase):
-    """Selects blocks by scores. A subclass names its options; it may change `reuse_steps` and `block_scores`.
+    """Selects blocks by scores. A subclass sets its options; it may override `reuse_steps` and `block_scores`.
 
-    In the worker the choice is made beside the method, by a `BlockSelector` that asks it for `block_scores`.
+    In the worker, a separate `BlockSelector` makes the choice and calls the method's `block_scores`.
 
     Args:
         role, config: see `UcmSparseBase`.
-        has_gaps: which contexts have blocks off the device, in the scheduler with KV offload.
+        has_gaps: returns which contexts have blocks off the device, in the scheduler with KV offload.
     """
 
     Options: ClassVar[type[MethodOptions]] = BlockOptions
@@ -50,29 +50,29 @@ class BlockSparse(UcmSparseBase):
         self.block_size: int | None = None
         self.has_gaps = has_gaps
         self.choice_cost: ChoiceCost | None = None
-        """By it a step is dense where a choice does not pay; None: every step with a budget is sparse."""
+        """The cost by which a step is dense if a choice does not pay off; None: every step with a budget is sparse."""
         self._step_seconds: StepSeconds | None = None
         self.dense_steps = 0
-        """Steps that were dense because a choice would not have paid."""
+        """Number of steps that were dense because a choice would not have paid off."""
         self._held: dict[str, _Held | None] = {}
-        # a step that was dense because a choice would not have paid: its requests, and how many steps of the same ones
-        # have the same blocks, so that nothing else comes out of them
+        # a step that was dense because a choice would not have paid off: its requests, and how many further steps of
+        # the same requests have the same blocks, and therefore the same result
         self._dense: dict[str, int] = {}
         self._dense_left = 0
 
     @classmethod
     def decides_by_counts(cls, options: MethodOptions) -> bool:
-        """A subclass that builds its own selections has to say so of itself."""
+        """Returns False for a subclass that builds its own selections, which has to override this method."""
         return cls.build_sparse_meta is BlockSparse.build_sparse_meta
 
     @property
     def reuse_steps(self) -> int:
-        """Steps that one selection serves."""
+        """Number of steps that one selection serves."""
         return 1
 
     @property
     def reuse_layers(self) -> int:
-        """Consecutive layers that share a selection."""
+        """Number of consecutive layers that share a selection."""
         return 1
 
     @property
@@ -81,11 +81,11 @@ class BlockSparse(UcmSparseBase):
         return ()
 
     def block_scores(self, layer_idx: int, query: Tensor, candidates: Any) -> Tensor | None:
-        """Scores of the candidates of a layer, float32 [candidates]; None: by the summaries.
+        """Returns scores for the candidates of a layer, float32 [candidates]; None: the summaries' scores are used.
 
-        Runs on the device inside captured graphs: static shapes, no reads from the host. With tensor parallelism query
-        and summaries are of this rank's heads; blocks are chosen by the mean over the ranks, or as `scores_over_ranks`
-        says.
+        Runs on the device inside captured graphs: static shapes, no reads from the host. With tensor parallelism, query
+        and summaries have this rank's heads; blocks are chosen by the mean over the ranks, or as `scores_over_ranks`
+        specifies.
 
         Args:
             layer_idx: index of the layer.
@@ -100,12 +100,12 @@ class BlockSparse(UcmSparseBase):
         self.block_size = block_size
 
     def register_choice_cost(self, choice_cost: ChoiceCost) -> None:
-        """Once, before the first step, where steps may be dense because a choice does not pay."""
+        """Called once, before the first step, if steps may be dense because a choice does not pay off."""
         self.choice_cost = choice_cost
         self._dense_left = 0
 
     def register_step_seconds(self, step_seconds: StepSeconds) -> None:
-        """Once it is known what steps take in buckets, where pads cost as much as blocks."""
+        """Called once the times of steps in buckets are known, if pads cost as much as blocks."""
         self._step_seconds = step_seconds
         self._dense_left = 0
 
@@ -123,9 +123,10 @@ class BlockSparse(UcmSparseBase):
         self._held.pop(request_id, None)
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
-        """A budget for every decode of a request that has begun, if its context is long enough; see `decode_rows`.
+        """Returns a budget for every decode of a request that has begun, if its context is long enough; see
+        `decode_rows`.
 
-        All of them are dense where their choices together would not pay.
+        All of them are dense if their choices together would not pay off.
         """
         if self._stays_dense(scheduler_output):
             self.dense_steps += 1
@@ -148,7 +149,7 @@ class BlockSparse(UcmSparseBase):
         for request_id, budget in budgets.items():
             meta.requests[request_id] = self._select(request_id, budget)
         for request_id in scheduler_output.num_scheduled_tokens:
-            # a dense step in between: the next selection is a new one
+            # a dense step in between makes the next selection a new one
             if request_id not in meta.requests:
                 self.request_preempted(request_id)
         # until a block is full or another one begins
@@ -157,8 +158,9 @@ class BlockSparse(UcmSparseBase):
         return meta
 
     def _stays_dense(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether a step has the requests of the one before, each with one more token in the same block, and that one
-        was dense because a choice would not have paid. Nothing is stored of any of them."""
+        """Returns whether a step repeats the requests of the previous one, each with one more token in the same block,
+        and the previous one was dense because a choice would not have paid off. No selection is stored for any of them.
+        """
         if not self._dense_left or scheduler_output.num_scheduled_tokens != self._dense:
             return False
         if scheduler_output.scheduled_spec_decode_tokens or scheduler_output.scheduled_new_reqs:
@@ -175,7 +177,7 @@ class BlockSparse(UcmSparseBase):
         return cost.pays(budgets.values())
 
     def _budget(self, request_id: str, context_tokens: int) -> Budget | None:
-        """That of the selection which still serves, or a new one; None: the context is dense."""
+        """Returns the budget of the selection that is still in use, or a new one; None: the context is dense."""
         held = self._held[request_id]
         if held is not None and held.steps < self.reuse_steps:
             return held.budget

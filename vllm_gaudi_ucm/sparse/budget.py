@@ -1,6 +1,6 @@
-"""How many blocks of a context a request attends to, and which of them are not chosen: pure arithmetic.
+"""Computes how many blocks of a context a request attends to, and which of them are not chosen: pure arithmetic.
 
-Source: seed 000 (GSA) 5.1, `_select_blocks`, clamped to the blocks that exist.
+Source: seed 000 (GSA) 5.1, `_select_blocks`, clamped to the existing blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class Budget(NamedTuple):
-    """Logical blocks [0, sink_blocks) and [window_start, end) are always attended, `num_selected` chosen between."""
+    """The logical blocks [0, sink_blocks) and [window_start, end), always attended, and the number chosen
+    between them.
+    """
 
     sink_blocks: int
     window_start: int
@@ -29,12 +31,12 @@ class Budget(NamedTuple):
 
 
 def block_budget(context_tokens: int, block_size: int, options: BlockOptions) -> Budget | None:
-    """The budget of a context, None where it is dense: too short, or sinks and window leave nothing to choose from.
+    """Returns the budget of a context; None if it is dense: too short, or without blocks between sinks and window.
 
     Args:
-        context_tokens: certain tokens, the new one included; drafts are not.
+        context_tokens: certain tokens, including the new one, excluding drafts.
         block_size: tokens per block.
-        options: ratio, windows and minima. `min_blocks` and the ratio count full blocks, sinks and window included;
+        options: ratio, windows and minima. `min_blocks` and the ratio count full blocks, including sinks and window;
             the tail block is attended in addition.
     """
     if context_tokens < options.min_tokens:
@@ -46,21 +48,21 @@ def block_budget(context_tokens: int, block_size: int, options: BlockOptions) ->
     if candidates == 0:
         return None
     live = full - candidates
-    # 0.7 * 10 is 7.000000000000001 in binary: the least excess must not cost a block
+    # 0.7 * 10 is 7.000000000000001 in binary: a tiny excess must not cost a block
     wanted = max(options.min_blocks, math.ceil(options.sparse_ratio * full - 1e-9))
-    # at least one: where sinks and window are the whole budget, nothing would be chosen at all
+    # at least one: if sinks and window are the whole budget, no block would be chosen at all
     return Budget(sinks, window_start, min(max(1, wanted - live), candidates))
 
 
 def shortest_sparse_context(block_size: int, options: BlockOptions) -> int:
-    """Tokens of the shortest context that has a budget."""
+    """Returns the tokens of the shortest context that has a budget."""
     return max(options.min_tokens, (options.init_window_sz + options.local_window_sz + 1) * block_size)
 
 
 class DecodeRow(NamedTuple):
-    """A decode, or a verification: one certain token and its drafts; or several certain tokens of a prompt.
+    """A decode or a verification, with one certain token and its drafts; or several certain tokens of a prompt.
 
-    context_tokens: certain tokens that are attended, the new ones included.
+    context_tokens: certain tokens that are attended, including the new ones.
     """
 
     request_id: str
@@ -73,20 +75,19 @@ HasGaps = Callable[[str, int], bool]
 
 
 def no_gaps(request_id: str, num_rows: int) -> bool:
-    """Without KV offload every context is whole."""
+    """Returns False: without KV offload every context is complete."""
     return False
 
 
 def decode_rows(
     scheduler_output: SchedulerOutput, requests: Mapping[str, Request], has_gaps: HasGaps = no_gaps
 ) -> Iterator[DecodeRow]:
-    """The decodes of a step. A chunk of one token that does not reach the request's last token is none.
+    """Yields the decodes of a step. A chunk of one token that does not reach the request's last token is not a decode.
 
-    Where the context has gaps, prompt rows cannot attend to all of it: they choose together, as a token and its drafts
-    do.
+    If the context has gaps, prompt rows cannot attend to all of it: they choose together, like a token and its drafts.
 
-    Under asynchronous scheduling the last tokens are not known yet, but that there are as many. With drafts it is asked
-    when the tokens of the step before are known (`LateDecisions`).
+    Under asynchronous scheduling the last tokens are not known yet, only their number. With drafts this is called when
+    the tokens of the previous step are known (`LateDecisions`).
     """
     drafts = scheduler_output.scheduled_spec_decode_tokens
     for request_id, computed in computed_tokens(scheduler_output):

@@ -1,4 +1,4 @@
-"""Whether choosing blocks makes a step faster: the seconds that it costs and those that it saves, from sizes alone."""
+"""Decides whether choosing blocks makes a step faster, by estimated costs and savings in seconds, from sizes alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChoiceCost:
-    """Of one server: the same for all of its ranks, as the scheduler decides for them.
+    """The costs of one server, the same for all of its ranks, because the scheduler decides for them.
 
     sparse_layers: layers that attend to chosen blocks. choosing_layers: those among them that choose.
     block_bytes: keys and values of a block in one layer on one device. summary_bytes: its summary there.
-    bandwidth: bytes per second that attention, and scoring, read.
-    layer_seconds: fixed cost of a choice in a layer. step_seconds: of a step with choices, on the host.
+    bandwidth: bytes per second that attention and scoring read.
+    layer_seconds: fixed cost of a choice in a layer. step_seconds: fixed cost of a step with choices, on the host.
     """
 
     sparse_layers: int
@@ -33,7 +33,7 @@ class ChoiceCost:
     step_seconds: float
 
     def pays(self, budgets: Iterable[Budget]) -> bool:
-        """Whether a step in which these requests choose is faster than one in which they are dense.
+        """Returns whether a step in which these requests choose is faster than a step in which they are dense.
 
         A block that several requests share counts for each, although dense attention reads it once.
         """
@@ -46,7 +46,9 @@ class ChoiceCost:
         return (saved - read) / self.bandwidth > self._fixed_seconds
 
     def shortest_context(self, block_size: int, options: BlockOptions, requests: int, longest: int) -> int | None:
-        """Tokens of the shortest contexts for which choosing pays, in a step of as many alike; None up to `longest`."""
+        """Returns the tokens of the shortest contexts for which choosing pays off, in a step with `requests` such
+        contexts; None if there are none up to `longest`.
+        """
 
         def pays(context: int) -> bool:
             budget = block_budget(context, block_size, options)
@@ -58,9 +60,10 @@ class ChoiceCost:
         return contexts[place] if place < len(contexts) else None
 
     def pays_in_buckets(self, dense: float, sparse: float) -> bool:
-        """The same of steps that take these seconds in their buckets, where every pad costs what a block does.
+        """Returns the same for steps that take these seconds in their buckets, in which every pad costs as much as a
+        block.
 
-        sparse: with scores and the attention to chosen blocks.
+        sparse: includes scores and the attention to chosen blocks.
         """
         return dense - sparse > self._fixed_seconds
 

@@ -1,4 +1,4 @@
-"""Creates sparse methods by name; open to methods of third parties."""
+"""Creates sparse methods by name, including methods of third parties."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ SPARSE_METHODS: Registry[type[UcmSparseBase]] = Registry(
 
 
 class SparseMethodError(ValueError):
-    """A sparse method that is not known, cannot be loaded, or does not follow the interface."""
+    """A sparse method is not known, cannot be loaded, or does not follow the interface."""
 
 
 @runtime_checkable
 class HasSparseSections(Protocol):
-    """A whole configuration, as far as methods are concerned."""
+    """The parts of a whole configuration that methods use."""
 
     @property
     def ucm_sparse_config(self) -> SparseConfig: ...
 
 
 class UcmSparseFactory:
-    """The seeds' names for the registry of sparse methods. Registering imports nothing. Source: seed 000 (GSA), 9."""
+    """The seeds' interface to the registry of sparse methods. Registering imports nothing. Source: seed 000
+    (GSA), 9.
+    """
 
     @staticmethod
     def register_sparse_method(name: str, module_path: str, class_name: str) -> None:
-        """Makes a subclass of `UcmSparseBase` known under a name, in this process.
+        """Registers a subclass of `UcmSparseBase` under a name, in this process.
 
-        The engine's processes know it too if it is named by an entry point, or registered by a plugin of vLLM.
-        Raises `SparseMethodError` where the name already stands for another class.
+        The engine's processes know it too if an entry point names it, or a plugin of vLLM registers it. Raises
+        `SparseMethodError` if the name is already used for another class.
         """
         try:
             SPARSE_METHODS.register(name, f"{module_path}:{class_name}")
@@ -53,12 +55,12 @@ class UcmSparseFactory:
 
     @staticmethod
     def known_methods() -> list[str]:
-        """Every name that a method can be created by, ours first."""
+        """Returns every name by which a method can be created, ours first."""
         return SPARSE_METHODS.names()
 
     @staticmethod
     def method_class(name: str) -> type[UcmSparseBase]:
-        """The class of a method, imported now. Raises `SparseMethodError`."""
+        """Imports and returns the class of a method. Raises `SparseMethodError`."""
         from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 
         try:
@@ -72,7 +74,7 @@ class UcmSparseFactory:
 
     @classmethod
     def options_class(cls, name: str) -> type[MethodOptions]:
-        """The model of a method's options. Raises `SparseMethodError`."""
+        """Returns the model of a method's options. Raises `SparseMethodError`."""
         from vllm_gaudi_ucm.sparse.options import MethodOptions
 
         options = cls.method_class(name).Options
@@ -88,14 +90,14 @@ class UcmSparseFactory:
         config: HasSparseSections | MethodOptions | Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> UcmSparseBase:
-        """A method object for one role.
+        """Creates a method object for one role.
 
         Args:
-            name: a known method; `SparseMethodError` names the nearest otherwise.
-            role: the process it lives in.
-            config: the method's own options, or the whole configuration with `ucm_sparse_config` (whose sections are
-                by method name), as a mapping or resolved. Raises `UcmConfigError`.
-            parts: what the server gives the class's constructor beside these: `has_gaps` with KV offload.
+            name: a known method; otherwise `SparseMethodError` names the nearest one.
+            role: the process in which it lives.
+            config: the method's own options, or the whole configuration with `ucm_sparse_config` (whose sections are by
+                method name), as a mapping or resolved. Raises `UcmConfigError`.
+            parts: further arguments of the class's constructor that the server provides: `has_gaps` with KV offload.
         """
         from vllm_gaudi_ucm.sparse.sections import resolve_sparse_config
 

@@ -1,5 +1,6 @@
-"""What a sparse method decides of a step, in the worker: with asynchronous scheduling and drafts the scheduler sends a
-step before it is known how many drafts of the one before are right."""
+"""Decides steps of a sparse method in the worker: with asynchronous scheduling and drafts, the scheduler sends a step
+before it is known how many drafts of the previous one are right.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def decides_late(vllm_config: VllmConfig) -> bool:
-    """Whether workers decide, as the platform has configured the engine."""
+    """Returns whether workers decide, as the platform has configured the engine."""
     return bool(vllm_config.scheduler_config.async_scheduling) and vllm_config.speculative_config is not None
 
 
@@ -35,13 +36,13 @@ class CountedRequest(NamedTuple):
 
 
 class LateDecisions:
-    """Has a method of the scheduler's role decide in the worker, once the tokens of the step before are known.
+    """Lets a method of the scheduler's role decide in the worker, once the tokens of the previous step are known.
 
-    It is told the same, in the same order, as in the engine's process with synchronous scheduling, so that it decides
-    the same. All ranks know the same tokens, and decide alike.
+    It gets the same calls in the same order as in the engine's process with synchronous scheduling, so that its
+    decisions are the same. All ranks know the same tokens and make the same decisions.
 
     Args:
-        method: in the role SCHEDULER, which knows its block size; its class decides by counts.
+        method: in the role SCHEDULER, with its block size set; its class decides by counts.
     """
 
     def __init__(self, method: UcmSparseBase) -> None:
@@ -49,7 +50,7 @@ class LateDecisions:
         self._sparse: set[str] = set()
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """What became of requests since the step before."""
+        """Updates the method with the changes to requests since the previous step."""
         cost, choosing = choice_cost_of(scheduler_output), self._method.selecting_method
         if isinstance(cost, ChoiceCost) and isinstance(choosing, BlockSparse) and choosing.choice_cost is None:
             choosing.register_choice_cost(cost)
@@ -79,14 +80,16 @@ class LateDecisions:
         requests: Sequence[LiveRequest],
         batch: BatchInput,
     ) -> SparseMeta:
-        """The selections of a step. drafts: that it verifies. requests, batch: as the worker computes them."""
+        """Returns the selections of a step. drafts: the drafts that it verifies. requests, batch: as the worker
+        computes them.
+        """
         tokens = zip(requests, batch.num_tokens.tolist(), strict=True)
         counted = {request.request_id: CountedRequest(request.request_id, count) for request, count in tokens}
         known = _as_known(scheduler_output, drafts, requests, batch)
         return self._method.build_sparse_meta(known, cast("Mapping[str, Request]", counted))
 
     def verified(self, drafts: StepDrafts, output: ModelRunnerOutput) -> None:
-        """The output of a step that had drafts."""
+        """Takes the output of a step that had drafts."""
         for request_id, tokens in drafts.tokens.items():
             sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
             self._method.drafts_verified(*VerifiedDrafts(request_id, len(tokens), max(len(sampled) - 1, 0)))
@@ -95,7 +98,7 @@ class LateDecisions:
 def _as_known(
     scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput
 ) -> SchedulerOutput:
-    """The step as a scheduler would have sent it that had waited for the tokens."""
+    """Returns the step as a scheduler that had waited for the tokens would have sent it."""
     computed = dict(zip((request.request_id for request in requests), batch.num_computed.tolist(), strict=True))
     cached = scheduler_output.scheduled_cached_reqs
     return replace(

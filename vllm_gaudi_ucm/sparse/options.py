@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.options.values import NameOf
 
 
 class MethodOptions(Section):
-    """Base of every method's options."""
+    """Base class of every method's options."""
 
     @property
     def selecting(self) -> MethodOptions:
@@ -23,9 +23,9 @@ class MethodOptions(Section):
         return self
 
     def with_sections(self, section_of: Callable[[str, str], MethodOptions], key: str) -> MethodOptions:
-        """These options, completed by sections of other methods where the method wraps one.
+        """Returns these options, completed by sections of other methods if the method wraps one.
 
-        section_of: (method, key) -> its section. key: of all sections. Raises `UcmConfigError`.
+        section_of: (method, key) -> its section. key: the key of all sections. Raises `UcmConfigError`.
         """
         return self
 
@@ -38,7 +38,7 @@ class BlockOptions(MethodOptions):
         description="Part of the context's full blocks that is attended, sinks and local window included.",
     )
     local_window_sz: Annotated[int, Field(ge=1)] = Field(
-        default=2, description="Newest full blocks that are always attended, beside the tail block."
+        default=2, description="Newest full blocks that are always attended, in addition to the tail block."
     )
     init_window_sz: Annotated[int, Field(ge=0)] = Field(
         default=1, description="First blocks (sinks) that are always attended."
@@ -46,12 +46,12 @@ class BlockOptions(MethodOptions):
     min_blocks: Annotated[int, Field(ge=1)] = Field(
         default=4, description="Least number of full blocks attended, sinks and local window included."
     )
-    # Below 2048 tokens attention is a few per cent of a step, so that a selection costs quality and saves nothing.
+    # Below 2048 tokens attention is a few per cent of a step, so a selection costs quality and saves nothing.
     min_tokens: Annotated[int, Field(ge=1)] = Field(
         default=2048, description="Shortest context that is sparse, in tokens; below it a request is dense."
     )
     summary: Literal["mean", "minmax", "box_mean", "hash"] = Field(
-        # in attention mass at blocks of 16 to 128 tokens nothing else came as close to the exact choice
+        # measured by attention mass at blocks of 16 to 128 tokens, no other summary came as close to the exact choice
         default="box_mean",
         description="What is kept of a full block's keys to score it: their mean, the smallest and largest value of "
         "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these.",
@@ -59,7 +59,7 @@ class BlockOptions(MethodOptions):
     summary_dtype: Literal["auto", "fp8"] = Field(
         default="auto",
         description="auto: summaries have the dtype of the cached keys; fp8: 8-bit floats (e4m3), which halve what is "
-        "read to score blocks beside 16-bit keys. Codes of `hash` are bytes in any case, and refuse fp8.",
+        "read to score blocks compared with 16-bit keys. Codes of `hash` are bytes in any case, and refuse fp8.",
     )
     sparse_steps: Literal["auto", "always"] = Field(
         default="auto",
@@ -78,20 +78,20 @@ class BlockOptions(MethodOptions):
 
     @classmethod
     def resolve(cls, value: Any, key: str) -> Self:
-        """See MethodOptions. Codes have no dtype to choose."""
+        """Resolves options, see MethodOptions. Codes have no dtype to choose."""
         options = super().resolve(value, key)
         if options.summary == "hash" and options.summary_dtype != "auto":
-            wanted = "auto beside `summary: hash`, whose codes are bytes; or another summary"
+            wanted = "auto with `summary: hash`, whose codes are bytes; or another summary"
             raise UcmConfigError([Problem(f"{key}.summary_dtype", repr(options.summary_dtype), wanted)])
         return options
 
     @property
     def narrow_summaries(self) -> bool:
-        """Whether summaries are 8-bit floats whatever the dtype of the keys."""
+        """Returns whether summaries are 8-bit floats whatever the dtype of the keys."""
         return self.summary_dtype == "fp8"
 
     def summary_itemsize(self, key_itemsize: int) -> int:
-        """Bytes of an element of a summary. key_itemsize: of the cached keys."""
+        """Returns the bytes of an element of a summary. key_itemsize: bytes of an element of the cached keys."""
         return 1 if self.summary == "hash" or self.narrow_summaries else key_itemsize
 
 
@@ -100,9 +100,9 @@ _PREFIX = "ucm_"
 
 
 def read_extra_args(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether the request may be sparse, which it may unless it says no; keys without our prefix are not ours.
+    """Returns whether the request may be sparse, which is the default; keys without our prefix are ignored.
 
-    Raises ValueError, which the server answers the request with.
+    Raises ValueError, with which the server answers the request.
     """
     if extra_args is None:
         return True
@@ -110,7 +110,7 @@ def read_extra_args(extra_args: Mapping[str, Any] | None) -> bool:
         if isinstance(key, str) and key.startswith(_PREFIX) and key != SWITCH:
             raise ValueError(f"extra_args[{key!r}]: found an unknown key, expected {SWITCH!r}; correct or remove it")
     switch = extra_args.get(SWITCH, True)
-    # vLLM's server takes JSON's true and false in `vllm_xargs` as 1 and 0
+    # vLLM's server reads JSON's true and false in `vllm_xargs` as 1 and 0
     if not isinstance(switch, int) or switch not in (0, 1):
         raise ValueError(f"extra_args[{SWITCH!r}]: found {switch!r}, expected true or false")
     return bool(switch)

@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 
 
 class SparseConfig(BaseModel):
-    """Options by method; those of registered methods stand beside ours. Made by `resolve_sparse_config`."""
+    """Options by method, both ours and those of registered methods. Made by `resolve_sparse_config`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -31,7 +31,7 @@ class SparseConfig(BaseModel):
         return hash((self.GSA, self.ESA, self.KVStar, *sorted((self.__pydantic_extra__ or {}).items())))
 
     def options(self, name: str, key: str = "ucm.ucm_sparse_config") -> MethodOptions:
-        """The options to create a method with: KVStar's include its base method's.
+        """Returns the options to create a method with: KVStar's include its base method's.
 
         Raises `SparseMethodError` for an unknown method, `UcmConfigError` for sections that do not go together.
         """
@@ -40,7 +40,7 @@ class SparseConfig(BaseModel):
         return own.with_sections(self.options, key)
 
     def used_by(self, name: str | None) -> set[str]:
-        """The sections that a method reads: its own, and that of the method that it wraps."""
+        """Returns the sections that a method reads: its own, and the section of the method that it wraps."""
         read = {name} if name is not None else set()
 
         def section_of(other: str, key: str) -> MethodOptions:
@@ -54,9 +54,9 @@ class SparseConfig(BaseModel):
 
 
 def resolve_sparse_config(value: Any, key: str) -> SparseConfig:
-    """The sections in a mapping by method name, or in the YAML or JSON file at a path.
+    """Reads the sections from a mapping by method name, or from the YAML or JSON file at a path.
 
-    Raises `UcmConfigError` that lists every problem by its full name under `key`.
+    Raises `UcmConfigError`, which lists every problem by its full name under `key`.
     """
     if isinstance(value, SparseConfig):
         return value
@@ -78,7 +78,7 @@ def resolve_sparse_config(value: Any, key: str) -> SparseConfig:
 
 
 def resolve_sparse_method(name: str | None, key: str) -> str | None:
-    """The name of a method that can be created, or None. Raises `UcmConfigError`."""
+    """Returns the name of a method that can be created, or None. Raises `UcmConfigError`."""
     if name is None:
         return None
     known = UcmSparseFactory.known_methods()

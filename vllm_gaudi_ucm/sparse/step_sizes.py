@@ -1,4 +1,4 @@
-"""Sizes of a step, dense and with its choices, as buckets count them: from what the scheduler knows."""
+"""Sizes of a step, dense and with its choices, as buckets count them, from what the scheduler knows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class StepSizes(NamedTuple):
-    """has_prompt: whether a request has several rows. shared, unique: cached blocks of requests with several rows, and
-    with one. selected: blocks that are chosen. A block that several requests share counts for each."""
+    """Sizes of a step. has_prompt: whether a request has several rows. shared, unique: cached blocks of requests with
+    several rows, and with one. selected: blocks that are chosen. A block that several requests share counts for each.
+    """
 
     rows: int
     has_prompt: bool
@@ -24,13 +25,13 @@ class StepSizes(NamedTuple):
 
 
 StepSeconds = Callable[[StepSizes], float | None]
-"""Seconds of the bucket that a step takes; None: no bucket holds it, and it is computed in parts."""
+"""Returns the seconds of a step's bucket; None: no bucket holds the step, which is computed in parts."""
 
 
 def step_sizes(
     scheduler_output: SchedulerOutput, budgets: Mapping[str, Budget], block_size: int
 ) -> tuple[StepSizes, StepSizes]:
-    """Dense, and with the choices of these requests."""
+    """Returns the sizes of a step that is dense, and of one with the choices of these requests."""
     rows, shared, unique = 0, 0, 0
     spared_shared, spared_unique, has_prompt = 0, 0, False
     for request_id, computed in computed_tokens(scheduler_output):

@@ -70,6 +70,7 @@ __all__ = [
     "densely",
     "forget_names",
     "get_forward_context",
+    "has_attention",
     "is_forward_context_available",
     "op_registry_oot",
     "plain_parameters",
@@ -115,6 +116,15 @@ class NamelessChunkedAttention(NamelessAttention, ChunkedLocalAttention):
 
 
 _NAMELESS: dict[type, type] = {Attention: NamelessAttention, ChunkedLocalAttention: NamelessChunkedAttention}
+
+
+def has_attention(layer: AttentionLayerBase) -> bool:
+    """Returns whether a layer has attention; others keep a state, or nothing.
+
+    Reason: vLLM's base class names `impl` for all layers, and layers with a state do not set it.
+    Remove when: the base class tells the kinds of layers apart.
+    """
+    return hasattr(layer, "impl")
 
 
 def forget_names(model: nn.Module) -> None:

@@ -107,10 +107,10 @@ def _message(report: Any) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
     """Has vLLM's fixture of a process group take the platform's backend: it knows Gloo and NCCL alone, by device."""
-    names = fixturedef.func.__globals__
-    begin = names.get("init_distributed_environment")
-    if fixturedef.argname == "dist_init" and begin is not None and not hasattr(begin, "__wrapped__"):
-        names["init_distributed_environment"] = _on_the_platform(begin)
+    if fixturedef.argname == "dist_init":
+        names = fixturedef.func.__globals__
+        begin = names["init_distributed_environment"]
+        names["init_distributed_environment"] = begin if hasattr(begin, "__wrapped__") else _on_the_platform(begin)
 
 
 def _on_the_platform(begin: Callable[..., None]) -> Callable[..., None]:

@@ -202,7 +202,7 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
 
 
 def _strip_of(args: argparse.Namespace, known: Mapping[str, Any], block_size: int, where: str) -> int:
-    """Of --granularity, and without it of the log."""
+    """Returns the granularity of --granularity, or else of the log."""
     found = known.get("strip", 0)
     if type(found) is not int:
         raise ValueError(f"{where} has strip {found!r}, expected a number; give --granularity")
@@ -212,7 +212,7 @@ def _strip_of(args: argparse.Namespace, known: Mapping[str, Any], block_size: in
 
 
 def _window_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> int:
-    """Of a log, and where none says it of the model, if all of its layers have it."""
+    """Returns the window of a log, or else of the model, if all of its layers have it."""
     if "window" not in known:
         model = read_model(args.model)[1]
         return model.window if model.window_layers == model.layers else 0

@@ -167,14 +167,14 @@ def _steps_and_remainders(logs: JoinedLogs) -> tuple[Steps, int]:
 
 
 def _step_memory(args: argparse.Namespace, cost: CostModel) -> StepMemory | None:
-    """What bounds a server's steps; None for a device that needs no such bound."""
+    """Returns the bound of a server's steps; None for a device that needs none."""
     if not args.step_memory > 0:
         raise ValueError(f"--step-memory is {args.step_memory:g}, expected more than 0 GiB")
     return StepMemory(cost.model, args.step_memory) if args.device in CHIPS else None
 
 
 def _own_blocks(args: argparse.Namespace) -> bool:
-    """Of a server's attention on the device, see `as_served`."""
+    """True if a server's attention on the device reads own blocks; see `as_served`."""
     return args.device == DEFAULT_SPECS["cuda"]
 
 
@@ -227,7 +227,7 @@ def _report(
 
 
 def _count(buckets: BucketSet, cost: CostModel, remainders: list[ForwardShape]) -> AttentionNodes:
-    """Of every forward graph, counted once."""
+    """Returns the nodes of every forward graph, each counted once."""
     # torch takes seconds, which other plans need not
     from vllm_gaudi_ucm_tools.op_cost.attention_nodes import attention_nodes
 

@@ -81,7 +81,9 @@ def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:
 
 
 def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
-    """Of the implementation for Gaudi, or of one that computes a slice of new tokens, and a block, at a time."""
+    """Returns the bytes that attention takes in addition to its inputs: on Gaudi as implemented there, elsewhere for
+    one slice of new tokens and one block at a time.
+    """
     m = cost.model
     if cost.device.name in CHIPS:
         return float(step_bytes(shape, m, cost.block_size))
@@ -95,7 +97,7 @@ def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
 
 
 def blocks_that_fit(cost: CostModel, weights: int) -> int:
-    """Blocks of KV cache beside the weights, of this many bytes, and a share for graphs and activations.
+    """Blocks of KV cache in addition to the weights, of this many bytes, and a share for graphs and activations.
 
     Raises:
         ValueError: not even the weights fit.
@@ -148,7 +150,7 @@ class PlanReport:
         return self.cost.model.tensor * self.pipeline
 
     def reduction_share(self, shape: ForwardShape) -> float:
-        """Of the time of a forward graph: what devices that share layers take to add up their results."""
+        """Returns the share of a forward graph's time in which devices that share layers add up their results."""
         return float(self.cost.reduction_seconds(shape.query_len)) / self.cost.forward(shape)
 
     @property
@@ -163,17 +165,17 @@ class PlanReport:
 
     @cached_property
     def skeleton(self) -> Skeleton:
-        """What is warm before serving starts, chosen as the server does."""
+        """The buckets that are warm before serving starts, chosen as the server does."""
         return choose_skeleton(self.buckets, self.steps, self.skeleton_size)
 
     @property
     def keys(self) -> list[BucketKey]:
-        """Of all graphs."""
+        """The keys of all graphs."""
         return [*self.buckets.forward, *self.remainders, *self.buckets.logits]
 
     @property
     def warmup_seconds(self) -> Spread:
-        """Of all graphs."""
+        """The seconds of all graphs."""
         return self._seconds(self.keys)
 
     @property
@@ -190,7 +192,7 @@ class PlanReport:
         return graph_nodes(key, self.attention_nodes or most_attention_nodes)
 
     def compile_seconds(self, key: BucketKey) -> Spread:
-        """Of the graph of a bucket."""
+        """Returns the seconds that the graph of a bucket takes."""
         return COMPILE_COSTS[self.cost.device.name].seconds(self.nodes(key))
 
     def _seconds(self, keys: Sequence[BucketKey]) -> Spread:
@@ -299,7 +301,7 @@ def show(report: PlanReport) -> None:
 
 
 def _show_devices(console: Any, report: PlanReport) -> None:
-    """What one device of several has, and what it costs that they share layers."""
+    """Prints what one device of several has, and the cost of sharing layers."""
     part = report.cost.model
     heads = f"{counted(part.heads, 'head')}, {counted(part.kv_heads, 'KV head')}"
     console.print(

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.graphs.cost.specs import DeviceSpec, ModelSpec
 
 @dataclass(frozen=True)
 class ChipSpec:
-    """What the cost of a stream of operators needs beyond `DeviceSpec`.
+    """Figures of a card, beyond `DeviceSpec`, for the cost of a stream of operators.
 
     on_chip: bytes of SRAM. vector: operations per second of the vector engines on two-byte elements.
     """
@@ -40,7 +40,7 @@ class Work:
 
 
 def least_work(plan: UnifiedPlan, model: ModelSpec) -> Work:
-    """What no implementation can do without, in one layer.
+    """The least work of any implementation, in one layer.
 
     Each (row, token) pair is multiplied twice; each token of the cache, each new token and each row is read, and each
     result is written, once.

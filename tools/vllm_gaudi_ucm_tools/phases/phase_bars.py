@@ -14,7 +14,7 @@ MEANING = {
     "-s-": "decodes, all context shared",
     "--u": "decodes",
     "cs-": "prompts with cached context",
-    "c-u": "fresh prompts beside decodes",
+    "c-u": "fresh prompts with decodes",
     "-su": "decodes, some context shared",
     "csu": "prompts with context, decodes",
     "---": "nothing to attend",

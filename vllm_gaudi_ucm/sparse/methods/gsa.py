@@ -1,4 +1,4 @@
-"""GSA: gather-scatter attention over the blocks that score highest; ESA is GSA without reuse. Sources: seed 000."""
+"""GSA: gather-scatter attention over the highest scoring blocks; ESA is GSA without reuse. Sources: seed 000."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 
 
 class GsaOptions(EngineOptions, BlockOptions):
-    """GSA: a selection may serve several steps and several layers."""
+    """Options of GSA: a selection may serve several steps and several layers."""
 
     reuse_steps: Annotated[int, Field(ge=1)] = Field(
         default=1, description="Steps that one selection serves; 1 selects anew in every step."
@@ -26,7 +26,7 @@ class GsaOptions(EngineOptions, BlockOptions):
 
 
 class GSA(BlockSparse):
-    """A selection may serve several steps and several layers; layers may be left dense."""
+    """A method whose selection may serve several steps and several layers; layers may be dense."""
 
     Options: ClassVar[type[MethodOptions]] = GsaOptions
 
@@ -44,4 +44,4 @@ class GSA(BlockSparse):
 
 
 class ESA(BlockSparse):
-    """A name for GSA without reuse: it chooses anew in every step and in every layer."""
+    """GSA without reuse: it chooses anew in every step and in every layer."""

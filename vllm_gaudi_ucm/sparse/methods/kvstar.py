@@ -1,4 +1,4 @@
-"""KVStar: keeps the selection of any base method locked over several steps. Source: seed 002."""
+"""KVStar keeps the selection of any base method locked over several steps. Source: seed 002."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class KVStarOptions(MethodOptions):
-    """Made by `resolve`, which checks the base method's options, too; they are kept as extra attributes."""
+    """Options of KVStar. `resolve` also checks the base method's options, which are kept as extra attributes."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,7 +36,7 @@ class KVStarOptions(MethodOptions):
     )
     base_method: str = Field(
         default="GSA",
-        description="Method that selects; its options stand beside these, or in its own section.",
+        description="Method that selects; its options are given with these, or in its own section.",
     )
 
     def __hash__(self) -> int:
@@ -44,7 +44,7 @@ class KVStarOptions(MethodOptions):
 
     @classmethod
     def resolve(cls, value: Any, key: str) -> Self:
-        """See MethodOptions. KVStar over KVStar is refused."""
+        """Resolves options, see MethodOptions. KVStar with base method KVStar is refused."""
         if isinstance(value, cls) or not isinstance(value, Mapping):
             return super().resolve(value, key)
         own = {name: item for name, item in value.items() if name in cls.model_fields}
@@ -63,11 +63,11 @@ class KVStarOptions(MethodOptions):
         return options.model_copy(update={name: getattr(base, name) for name in rest})
 
     def given_base_options(self) -> dict[str, Any]:
-        """The base method's options that stand beside KVStar's own."""
+        """Returns the base method's options that were given together with KVStar's own."""
         return self.__pydantic_extra__ or {}
 
     def with_sections(self, section_of: Callable[[str, str], MethodOptions], key: str) -> Self:
-        """These options over those in the base method's own section."""
+        """Returns these options combined with those in the base method's own section, which given options override."""
         section = section_of(self.base_method, key)
         beside = {name: getattr(section, name) for name in type(section).model_fields}
         return self.resolve({**self.__dict__, **beside, **self.given_base_options()}, f"{key}.KVStar")
@@ -77,12 +77,14 @@ class KVStarOptions(MethodOptions):
         return self.base_options().selecting
 
     def base_options(self) -> MethodOptions:
-        """The options that the base method is created with."""
+        """Returns the options with which the base method is created."""
         return UcmSparseFactory.options_class(self.base_method).resolve(self.given_base_options(), "KVStar")
 
 
 def _resolve_base(name: Any, given: dict[str, Any], key: str, own: list[str]) -> MethodOptions:
-    """The base method's options in the keys that are not KVStar's `own`; found and named under KVStar's key."""
+    """Resolves the base method's options from the keys that are not KVStar's `own`; problems are named under KVStar's
+    key.
+    """
     others = [method for method in UcmSparseFactory.known_methods() if method != "KVStar"]
     wrong = Problem(f"{key}.base_method", repr(name), f"another method, one of {', '.join(others)}")
     if name not in others:
@@ -110,12 +112,12 @@ class KVStarState:
     request_id: opaque.
     checkpoint_interval, lock_duration: in steps of the request, whatever the number of its layers or tokens.
     is_locked: whether a selection is locked.
-    locked_selection: logical blocks of a selection that the host knows; None while it lies on the device alone.
+    locked_selection: logical blocks of a selection that the host knows; None while it is only on the device.
     lock_position: tokens of the request when it was locked.
     steps_since_lock, steps_since_checkpoint: steps that the locked selection has served.
-    window: sinks, window and number of blocks at the lock or the last checkpoint; they stay until the next one, so
-        that every token newer than the selection is attended.
-    position: the last position that `get_selection` was asked for.
+    window: sinks, window and number of blocks at the lock or the last checkpoint; they stay until the next one, so that
+        every token newer than the selection is attended.
+    position: the last position passed to `get_selection`.
     """
 
     request_id: str
@@ -142,7 +144,7 @@ class KVStarState:
         self.locked_selection = self.window = None
 
     def next_step(self) -> SelectionMode:
-        """What the request's next step does; SELECT: there is no lock, or it has served its time."""
+        """Returns what the request's next step does; SELECT: there is no lock, or it has expired."""
         if not self.is_locked:
             return SelectionMode.SELECT
         self.steps_since_lock += 1
@@ -173,7 +175,7 @@ class KVStarMetrics:
         self.unlock_count += 1
 
     def record_checkpoint(self, updated: bool, count: int = 1) -> None:
-        """`count` selections (one per layer) were compared with a new one, and replaced or kept."""
+        """Counts selections (one per layer) that were compared with a new one, and replaced or kept."""
         if updated:
             self.checkpoint_updates += count
         else:
@@ -184,7 +186,7 @@ class KVStarMetrics:
         self.accepted_tokens += accepted
 
     def get_stats(self) -> dict[str, float]:
-        """The counters, and the part of checkpoints that replaced a selection (0 without any)."""
+        """Returns the counters, and the fraction of checkpoints that replaced a selection (0 without any)."""
         checkpoints = self.checkpoint_updates + self.checkpoint_maintains
         return {
             "lock_count": self.lock_count,
@@ -198,13 +200,13 @@ class KVStarMetrics:
 
 
 class KVStar(WrappingSparse):
-    """In the scheduler it decides in which steps the base method selects; in the worker the base method does the work.
+    """Decides, in the scheduler, in which steps the base method selects; in the worker the base method does the work.
 
-    `lock_selection`, `unlock_selection` and `get_selection` serve selections that the host makes.
+    `lock_selection`, `unlock_selection` and `get_selection` are for selections that the host makes.
 
     Args:
         role, config: see `UcmSparseBase`.
-        parts: what the server gives the base method's constructor.
+        parts: further arguments of the base method's constructor.
     """
 
     Options: ClassVar[type[MethodOptions]] = KVStarOptions
@@ -219,7 +221,7 @@ class KVStar(WrappingSparse):
         self.metrics = KVStarMetrics()
         self._states: dict[str, KVStarState] = {}
         self.sessions: Sessions = {}
-        """Drafts that are not verified yet, by request; one that ends or is preempted has none."""
+        """Drafts that are not verified yet, by request; removed when a request ends or is preempted."""
         self.speculative = KVStarSpeculative(self)
 
     @classmethod
@@ -231,7 +233,7 @@ class KVStar(WrappingSparse):
     # --- selections that the host makes ---
 
     def lock_selection(self, request_id: str, selection: Sequence[int] | None, position: int) -> None:
-        """Locks a selection of logical blocks; None: one that the device chooses in the request's next step."""
+        """Locks a selection of logical blocks; None: the one that the device chooses in the request's next step."""
         state = self._state(request_id)
         if state.is_locked:
             self.metrics.record_unlock()
@@ -239,7 +241,7 @@ class KVStar(WrappingSparse):
         self.metrics.record_lock()
 
     def unlock_selection(self, request_id: str) -> None:
-        """The request's next step selects anew; nothing happens without a lock."""
+        """Makes the request's next step select anew; does nothing without a lock."""
         state = self._states.get(request_id)
         if state is not None and state.is_locked:
             state.unlock()
@@ -248,10 +250,10 @@ class KVStar(WrappingSparse):
     def get_selection(
         self, request_id: str, current_position: int, fallback_selector: Callable[[], Sequence[int]]
     ) -> list[int]:
-        """The locked selection, or a new one that is locked then.
+        """Returns the locked selection, or locks and returns a new one.
 
-        A step is counted when the position has changed since the last call, so that every layer may ask; no step is
-        counted while drafts are open. Sinks, window and tail block are not among the blocks.
+        A step is counted when the position has changed since the last call, so that every layer may call this; no step
+        is counted while drafts are open. The blocks do not include sinks, window and tail block.
         """
         state = self._state(request_id)
         if state.is_locked and state.locked_selection is not None:
@@ -278,12 +280,12 @@ class KVStar(WrappingSparse):
     # --- speculation ---
 
     def ensure_locked(self, request_id: str) -> None:
-        """Locks what the request's next step selects, unless a selection is locked."""
+        """Locks the selection of the request's next step, unless a selection is locked."""
         if not self._state(request_id).is_locked:
             self.lock_selection(request_id, None, self.current_position(request_id))
 
     def current_position(self, request_id: str) -> int:
-        """Tokens of the request when its selection was last asked for, 0 before that."""
+        """Returns the tokens of the request at the last call for its selection, 0 before the first one."""
         state = self._states.get(request_id)
         return 0 if state is None or state.position is None else state.position
 
@@ -303,13 +305,13 @@ class KVStar(WrappingSparse):
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         session = self.speculative.oldest_session(request_id)
-        # a step in which the request was dense opened none
+        # a step in which the request was dense opened no session
         if session is not None and session.num_tokens == num_drafts:
             self.speculative.end_speculation(request_id, num_accepted)
         self.base_sparse.drafts_verified(request_id, num_drafts, num_accepted)
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
-        """The base method's budgets, with the modes and windows of the locks."""
+        """Returns the base method's budgets, with the modes and windows of the locks."""
         base = self.base_sparse.build_sparse_meta(scheduler_output, requests)
         offered = base.requests
         for request_id in scheduler_output.num_scheduled_tokens:

@@ -22,7 +22,8 @@ class SpeculativeSession:
 
 Sessions = dict[str, deque[SpeculativeSession]]
 """Open speculations by request, oldest first: under asynchronous scheduling the drafts of a step may begin before those
-of the previous one are verified."""
+of the previous one are verified.
+"""
 
 
 class KVStarSpeculative:
@@ -39,7 +40,7 @@ class KVStarSpeculative:
     def begin_speculation(
         self, request_id: str, num_speculative_tokens: int | None = None, *, num_speculative: int | None = None
     ) -> None:
-        """Drafts begin; the selection is locked if it was not. The number goes by either name of the seed.
+        """Begins drafts; locks the selection if none is locked. The number may be given by either name of the seed.
 
         Raises TypeError unless exactly one of the names is given, ValueError for a negative number.
         """
@@ -57,10 +58,11 @@ class KVStarSpeculative:
         self._sessions.setdefault(request_id, deque()).append(session)
 
     def end_speculation(self, request_id: str, accepted_tokens: int) -> None:
-        """The oldest open drafts were verified. The lock stays, whether all, some or none of them were accepted.
+        """Ends the oldest open speculation after verification. The lock stays, whether all, some or no drafts were
+        accepted.
 
-        A request without an open speculation (it has finished, or was preempted) is left alone. Raises ValueError for
-        more accepted tokens than there were.
+        Does nothing for a request without an open speculation, which has finished or was preempted. Raises ValueError
+        for more accepted tokens than drafts.
         """
         session = self.oldest_session(request_id)
         if session is None:
@@ -77,12 +79,12 @@ class KVStarSpeculative:
         self.kvstar.metrics.record_speculation(session.num_tokens, accepted_tokens)
 
     def oldest_session(self, request_id: str) -> SpeculativeSession | None:
-        """The drafts that are verified next, None where none are open."""
+        """Returns the drafts that are verified next; None if none are open."""
         sessions = self._sessions.get(request_id)
         return sessions[0] if sessions else None
 
     def verify_consistency(
         self, request_id: str, draft_selection: Iterable[int], target_selection: Iterable[int]
     ) -> bool:
-        """Whether drafts and verification of a request used the same blocks."""
+        """Returns whether drafts and verification of a request used the same blocks."""
         return set(draft_selection) == set(target_selection)

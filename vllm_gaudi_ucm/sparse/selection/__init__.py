@@ -1,1 +1,1 @@
-"""The worker's side of block selection: what the host keeps, and what runs on the device."""
+"""The worker's side of block selection: the state on the host, and the computation on the device."""

@@ -1,4 +1,4 @@
-"""Scores of all blocks of a request for its last query, also of offloaded blocks: their summaries stay."""
+"""Scores all blocks of a request for its last query, including offloaded blocks, whose summaries are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ScoredLayer(NamedTuple):
-    """A layer that chooses. layer_idx: among the model's layers. summaries: [blocks, vectors, kv heads, width]."""
+    """A layer that chooses. layer_idx: its index in the model. summaries: [blocks, vectors, kv heads, width]."""
 
     layer_idx: int
     summaries: torch.Tensor
@@ -29,18 +29,18 @@ class ScoredLayer(NamedTuple):
 
 
 class BlockScorer:
-    """Keeps the queries of a step, inside of its graph, and summaries of offloaded blocks.
+    """Keeps the queries of a step, inside its graph, and summaries of offloaded blocks.
 
-    Scoring is no part of a graph; its shapes do not depend on the request.
+    Scoring runs outside graphs; its shapes do not depend on the request.
 
     Args:
         layers: the layers that choose.
-        kind: of the summaries.
-        num_slots: of choices, the pads' slot included.
-        num_rows: blocks that can have a copy.
+        kind: kind of the summaries.
+        num_slots: number of slots for choices, including the pads' slot.
+        num_rows: number of blocks that can have a copy.
         width: logical blocks of the longest request.
-        query_shape: (heads, dim) and dtype of a query.
-        over_ranks: where other ranks have other heads of the layers: makes of this rank's scores those of all heads.
+        query_shape: (heads, dim) of a query. query_dtype: its dtype.
+        over_ranks: turns this rank's scores into those of all heads, if other ranks have other heads of the layers.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class BlockScorer:
         self._kind = kind
         self._places = {layer.layer_idx: place for place, layer in enumerate(layers)}
         device = layers[0].summaries.device
-        # a tensor for each layer, as graphs write it
+        # a tensor for each layer, because graphs write it
         self._queries = [torch.zeros((num_slots, *query_shape), dtype=query_dtype, device=device) for _ in layers]
-        # one more row, which is never read: for pads
+        # one more row, which is never read, for pads
         self.offloaded = [layer.summaries.new_zeros((num_rows + 1, *layer.summaries.shape[1:])) for layer in layers]
-        """Of each layer, by row: summaries of offloaded blocks."""
+        """Summaries of offloaded blocks for each layer, by row."""
         self._numbers = torch.arange(width, device=device)
         self._first_rows = torch.zeros(2, dtype=torch.int64, device=device)
         self._num_rows = torch.tensor([1, 0], device=device)
@@ -73,12 +73,12 @@ class BlockScorer:
         return sum(tensor.nbytes for tensor in (*self._queries, *self.offloaded))
 
     def refill(self) -> None:
-        """As it was made."""
+        """Resets all tensors to zero."""
         for tensor in (*self._queries, *self.offloaded, self._first_rows):
             tensor.zero_()
 
     def queries_of(self, layer_idx: int) -> torch.Tensor:
-        """[slots, heads, dim] where `keep_queries` keeps those of a layer that chooses."""
+        """Returns [slots, heads, dim], in which `keep_queries` keeps the queries of a layer that chooses."""
         return self._queries[self._places[layer_idx]]
 
     def keep_summary(self, block: int, row: int) -> None:
@@ -88,19 +88,20 @@ class BlockScorer:
             put(offloaded, 0, target, layer.summaries.index_select(0, source))
 
     def restore_summary(self, row: int, block: int) -> None:
-        """Copies the summaries of a block that is back on the device to their place beside the cache."""
+        """Copies the summaries of a block that is back on the device to their place for the cache's blocks."""
         source, target = torch.tensor([[row], [block]], device=self._numbers.device)
         for layer, offloaded in zip(self.layers, self.offloaded, strict=True):
             put(layer.summaries, 0, target, offloaded.index_select(0, source))
 
     def scores(self, slot: int, blocks: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """float64 [full blocks]: shares of attention, averaged over layers and heads; below 0 without a summary.
+        """Returns float64 [full blocks]: shares of attention, averaged over layers and heads; below 0 without a
+        summary.
 
         Waits for the device, and for the other ranks, which score the same blocks.
 
         Args:
-            slot: of the request whose queries score.
-            blocks: [full blocks] physical block, below 0 where there is no summary of one.
+            slot: the slot of the request whose queries score.
+            blocks: [full blocks] physical block, below 0 if it has no summary.
             rows: [full blocks] row of the summary that is kept of an offloaded block, else below 0.
         """
         known = (blocks >= 0) | (rows >= 0)
@@ -109,7 +110,7 @@ class BlockScorer:
         padded[0, :end], padded[1, :end] = blocks.clip(0), rows.clip(0)
         padded[2, :end], padded[3, :end], padded[4] = rows >= 0, known, slot
         near, far, is_offloaded, is_known, slots = torch.from_numpy(padded).to(self._numbers.device).unbind()
-        # an index in place of `where`, which Gaudi's compiler gets wrong for integers (hashes)
+        # an index instead of `where`, which Gaudi's compiler gets wrong for integers (hashes)
         places = self._numbers + is_offloaded * len(self._numbers)
         numbers, spans = self._numbers * is_known, 1 - is_known
         total = torch.zeros(len(self._numbers), device=self._numbers.device)
@@ -135,24 +136,24 @@ class BlockScorer:
 
 
 def keep_queries(queries: torch.Tensor, query: torch.Tensor, t: SelectionTensors) -> None:
-    """Writes to a layer's `queries` one row of each request that chooses in this step. query: [rows, heads, dim].
+    """Writes one row of each request that chooses in this step to a layer's `queries`. query: [rows, heads, dim].
 
-    It is the last certain row: the first of a decode or a verification, and of a prompt remainder the row that yields a
-    token. Drafts may turn out wrong; other rows of a remainder reach the token through their KV only.
+    It is the last certain row: the first of a decode or a verification, and for a prompt remainder the row that yields
+    a token. Drafts may turn out wrong; other rows of a remainder affect the token only through their KV.
     """
     queries.index_copy_(0, t.choice_slots, query.index_select(0, t.scored_rows))
 
 
 class SummaryQueue:
-    """A summary exists for full blocks only, and dies when its block is written again.
+    """Tracks summaries. Only full blocks have one, and it becomes invalid when its block is written again.
 
-    Blocks wait because a graph has room for a fixed number of summaries; a block without one is attended in any case,
-    so waiting costs work and never a token.
+    Blocks wait because a graph has room for a fixed number of summaries; a block without one is always attended, so
+    waiting costs work but never changes a token.
 
     Args:
-        num_blocks: of the KV cache.
+        num_blocks: number of blocks of the KV cache.
 
-    changes: how often a block was written, moved or brought, or has become full.
+    changes: how often a block was written, moved or copied in, or has become full.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -163,21 +164,21 @@ class SummaryQueue:
 
     @property
     def waits(self) -> bool:
-        """Whether any block may wait."""
+        """Returns whether any block may wait."""
         return bool(self._queue)
 
     def __len__(self) -> int:
-        """Blocks that wait."""
+        """Returns the number of blocks that wait."""
         return int(self._waiting.sum())
 
     def written(self, blocks: NDArray[np.integer]) -> None:
-        """These blocks get new tokens in this step."""
+        """Called when these blocks get new tokens in this step."""
         self.changes += 1
         self.ready[blocks] = False
         self._waiting[blocks] = False
 
     def moved(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Block `sources[i]` is `targets[i]` from now on, and its summary with it. int64 [n] each; no block is both."""
+        """Renames block `sources[i]` to `targets[i]`, with its summary. int64 [n] each; no block is in both."""
         self.changes += 1
         for of_blocks in (self.ready, self._waiting):
             of_blocks[targets] = of_blocks[sources]
@@ -185,28 +186,30 @@ class SummaryQueue:
         self._queue.extend(targets[self._waiting[targets]].tolist())
 
     def brought(self, blocks: NDArray[np.integer]) -> None:
-        """The summaries of these full blocks were copied from elsewhere."""
+        """Called when the summaries of these full blocks were copied from elsewhere."""
         self.changes += 1
         self.ready[blocks] = True
         self._waiting[blocks] = False
 
     def is_ready(self, blocks: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which of them have a summary; any of the shape of `blocks`, whose entries may be no blocks."""
+        """Returns which of them have a summary; the array may have any shape, and entries that are not valid blocks."""
         return self.ready.take(blocks, mode="clip")
 
     def full(self, blocks: NDArray[np.integer]) -> None:
-        """These blocks are full once this step's tokens are written; a block that has a summary keeps it."""
+        """Called for blocks that are full once this step's tokens are written; a block with a summary keeps it."""
         self.changes += 1
         missing = np.unique(blocks[~(self.ready[blocks] | self._waiting[blocks])])
         self._waiting[missing] = True
         self._queue.extend(missing.tolist())
 
     def take(self, most: int | None = None) -> NDArray[np.int64]:
-        """Blocks to summarise in this step, longest waiting first; from now on they have a summary."""
+        """Returns the blocks to summarise in this step, longest waiting first; they count as having a summary from now
+        on.
+        """
         taken: list[int] = []
         while self._queue and (most is None or len(taken) < most):
             block = self._queue.popleft()
-            # written again meanwhile, or in the queue twice because of that
+            # it was written again meanwhile, or is in the queue twice because of that
             if self._waiting[block]:
                 self._waiting[block] = False
                 taken.append(block)
@@ -215,7 +218,7 @@ class SummaryQueue:
         return blocks
 
     def check_integrity(self) -> None:
-        """Conservation: no block is ready and waiting; every waiting block stands in the queue."""
+        """Checks that no block is both ready and waiting, and that every waiting block is in the queue."""
         both = np.flatnonzero(self.ready & self._waiting)
         lost = set(np.flatnonzero(self._waiting).tolist()) - set(self._queue)
         if len(both) or lost:

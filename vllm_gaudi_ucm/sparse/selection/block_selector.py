@@ -1,4 +1,4 @@
-"""Block selection on the device: summaries beside the KV cache, and each layer's choice for the step."""
+"""Block selection on the device: summaries for the KV cache's blocks, and each layer's choice for the step."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class SelectionLayer(NamedTuple):
 
 
 class KeptQueries(NamedTuple):
-    """What is kept of each step to score all blocks of a request by, with KV offload.
+    """Options for keeping queries of each step, with which all blocks of a request are scored, with KV offload.
 
-    num_rows: blocks that can have a copy off the device. heads, dtype: of queries. over_ranks: the mean over the ranks
-    where there are several, whatever the choices of each are made by: a block leaves all of them.
+    num_rows: number of blocks that can have a copy off the device. heads, dtype: of queries. over_ranks: the mean over
+    the ranks if there are several, however each rank makes its choices: a block leaves all of them.
     """
 
     num_rows: int
@@ -53,11 +53,11 @@ class KeptQueries(NamedTuple):
 
 
 class ChoosingLayers(NamedTuple):
-    """Which layers choose.
+    """The layers that choose.
 
-    reuse: consecutive layers that share a choice; the first of them makes it. dense: layers that attend to whole
-    contexts. first: number in the model of the first layer here, where stages of a pipeline before this one have
-    others. numbers: of all layers here, where the model has others in between; None: they follow each other.
+    reuse: number of consecutive layers that share a choice; the first of them makes it. dense: layers that attend to
+    whole contexts. first: number in the model of the first layer here, if earlier pipeline stages have other layers.
+    numbers: numbers of all layers here, if the model has others in between; None: they are consecutive.
     """
 
     reuse: int = 1
@@ -67,17 +67,17 @@ class ChoosingLayers(NamedTuple):
 
 
 class BlockSelector:
-    """Tensors of all layers. Nothing here reads the device from the host, so it runs inside captured graphs.
+    """Tensors of all layers. No method of a step reads the device from the host, so steps run inside captured graphs.
 
     Args:
-        layers: of this worker, in the model's order; none on a stage of a pipeline that has windows alone.
-        kind: of the summaries.
+        layers: this worker's layers, in the model's order; none on a pipeline stage that has only windows.
+        kind: kind of the summaries.
         limits: sizes of choices.
         choosing: which of the layers choose.
         scoring: how they score and rank blocks.
-        kept: queries to keep of each step; None: none are.
-        narrow: summaries are 8-bit floats, whatever the keys are.
-        device: of the KV cache; None: of the first layer's keys.
+        kept: queries to keep of each step; None: none.
+        narrow: summaries are 8-bit floats, whatever the dtype of the keys.
+        device: device of the KV cache; None: that of the first layer's keys.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BlockSelector:
         device = device or layers[0].keys.device
         scoring, (reuse, dense, first, numbers) = scoring or Scoring(), choosing or ChoosingLayers()
         self.implementation = chosen_implementation(device.type, scoring.implementation)
-        """Of block selection, `auto` resolved."""
+        """The implementation of block selection, with `auto` resolved."""
         self._limits = limits
         self._numbers = range(first, first + len(layers)) if numbers is None else numbers
         self.leaders = layer_leaders(len(layers), reuse, dense, first)
@@ -119,8 +119,8 @@ class BlockSelector:
             return DenseLayer(summaries, self._kind)
         if leader != index:
             return FollowingLayer(summaries, self._kind)
-        # one slot more than there are requests: pads store there. A tensor for each layer: graphs write it, and slices
-        # of one tensor would not be written in place on a Gaudi
+        # One slot more than there are requests, in which pads store. A tensor for each layer: graphs write it, and
+        # slices of one tensor would not be written in place on a Gaudi.
         shape = (self._limits.max_num_seqs + 1, self._limits.most)
         stored = torch.full(shape, -1, dtype=torch.int64, device=layer.keys.device)
         queries = None if self.scorer is None else self.scorer.queries_of(index)
@@ -146,7 +146,9 @@ class BlockSelector:
 
     @property
     def is_native_calls(self) -> bool:
-        """Whether a step's choices, made by native kernels, are nothing but their calls: `hash` has none."""
+        """Returns whether a step's choices, made by native kernels, consist of these calls alone: `hash`
+        has no kernel.
+        """
         if not self._chooses_at_once or self.scorer is not None or None in self.leaders:
             return False
         if self.implementation != "native":
@@ -156,28 +158,28 @@ class BlockSelector:
         return all(covers(summaries, self._kind) for summaries in self._summaries)
 
     def counts(self) -> DeviceCounts:
-        """Reads the device: not to be called while graphs are captured, nor in every step."""
+        """Reads the counts from the device: not to be called while graphs are captured, nor in every step."""
         return DeviceCounts(*self.checks.tolist(), *self.recall.tolist())
 
     def summarise(self, blocks: torch.Tensor) -> None:
-        """Writes the summaries of blocks (int64 [n]) in all layers, behind a step that chooses none."""
+        """Writes the summaries of blocks (int64 [n]) in all layers, after a step without choices."""
         for layer, keys in zip(self.layers, self._keys, strict=True):
             layer.summarise(keys, blocks)
 
     @property
     def summaries(self) -> list[torch.Tensor]:
-        """Of each layer, [blocks, vectors, kv heads, width] by physical block."""
+        """The summaries of each layer, [blocks, vectors, kv heads, width] by physical block."""
         return self._summaries
 
     @property
     def bytes(self) -> int:
-        """Of summaries and stored choices."""
+        """Returns the bytes of summaries and stored choices."""
         kept = 0 if self.scorer is None else self.scorer.bytes
         stored = (layer.stored for layer in self._choosing)
         return kept + sum(tensor.nbytes for tensor in (*self._summaries, *stored))
 
     def refill(self) -> None:
-        """Every tensor as it was made, after a warm-up that computed nothing; no request has a choice."""
+        """Resets every tensor to its initial state, after a warm-up that computed nothing; no request has a choice."""
         for tensor in (*self._summaries, self.checks, self.recall):
             tensor.zero_()
         for layer in self._choosing:
@@ -187,11 +189,11 @@ class BlockSelector:
             self.scorer.refill()
 
     def compile(self, region: Region) -> None:
-        """From now on what runs before and behind the layers is compiled, too."""
+        """Also compiles the code that runs before and after the layers from now on."""
         self._read, self._measure = region(_read_rows), region(_add_recall)
 
     def begin(self, selection: LayerSelection) -> None:
-        """Before the layers of a step run: they get the rankings that are stored of its requests."""
+        """Gives the layers the stored rankings of the step's requests before the layers run."""
         if selection.native is not None and self._chooses_at_once:
             return
         if not selection.reused and all(layer.hands_over for layer in self._choosing):
@@ -201,7 +203,7 @@ class BlockSelector:
             layer.take(before)
 
     def end(self, selection: LayerSelection) -> None:
-        """When they have run: adds to `recall`, from the last layer that has scored. One layer, to be cheap."""
+        """Adds to `recall` after the layers have run, from the last layer that has scored. One layer, to be cheap."""
         if selection.scores is not None and selection.ranking is not None:
             self._measure(selection.scores, selection.ranking, selection.tensors, self.recall)
 
@@ -211,7 +213,7 @@ def _read_rows(tables: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Ten
 
 
 def _add_recall(scores: torch.Tensor, ranking: torch.Tensor, t: SelectionTensors, recall: torch.Tensor) -> None:
-    """Adds the estimated attention mass of chosen candidates, and of all."""
+    """Adds the estimated attention mass of chosen candidates, and of all candidates."""
     mass = scores.new_zeros(t.num_spans * t.width + 1).index_copy_(0, t.candidate_places, scores)
     # the place of pads; assigning a number would copy it from the host, which no graph captures
     mass[-1:].zero_()
@@ -223,8 +225,10 @@ def _add_recall(scores: torch.Tensor, ranking: torch.Tensor, t: SelectionTensors
 def layer_leaders(
     num_layers: int, reuse_layers: int, dense_layers: Sequence[int], first_layer: int = 0
 ) -> list[int | None]:
-    """For each layer of this worker the one that chooses for it, None for dense layers. `dense_layers` and the groups
-    of `reuse_layers` are counted in the model; of a group that stages share, each chooses for its own layers."""
+    """Returns for each layer of this worker the layer that chooses for it, None for dense layers. `dense_layers` and
+    the groups of `reuse_layers` are counted in the model; if stages share a group, each stage chooses for its own
+    layers.
+    """
     leaders: list[int | None] = []
     for layer in range(first_layer, first_layer + num_layers):
         first = max(first_layer, layer - layer % reuse_layers)

@@ -1,7 +1,7 @@
-"""Block selection of one layer, with the tensors of that layer alone.
+"""Block selection of one layer, with only that layer's tensors.
 
-A compiled region is one for all layers that do the same: nothing that it reads of a layer may be a number or None in
-one and something else in the next. So layers differ by class, and each object has its own tensors, found by no index.
+Layers that do the same share one compiled region: a value that it reads of a layer must not be a number or None in one
+layer and something else in the next. So layers differ by class, and each object has its own tensors, without an index.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class CandidateBlocks(NamedTuple):
-    """What a method scores in one layer.
+    """The candidates that a method scores in one layer.
 
-    layer_idx: of the layer. summaries: [blocks, vectors, kv heads, width] by physical block.
+    layer_idx: index of the layer. summaries: [blocks, vectors, kv heads, width] by physical block.
     blocks, spans: int64 [candidates] physical block, and the request that it belongs to.
-    first_rows, num_rows: int64 [spans] rows of each request in `query`; none where a GPU reuses its choice.
-    max_rows: at most.
+    first_rows, num_rows: int64 [spans] rows of each request in `query`; 0 rows if a GPU reuses its choice.
+    max_rows: the most rows of a span.
     places: int64 [candidates] span * width + logical block number; spans * width for pads.
     """
 
@@ -59,7 +59,8 @@ class CandidateBlocks(NamedTuple):
 class RankedSpans(NamedTuple):
     """The spans of a step whose candidates are scored and ranked.
 
-    num_rows: int64 [spans] rows by which they are; none: nothing is. prepared: by `prepare_spans`.
+    num_rows: int64 [spans] rows by which candidates are scored; 0: they are not. prepared: the result of
+    `prepare_spans`.
     """
 
     num_rows: torch.Tensor
@@ -73,14 +74,14 @@ class RankedSpans(NamedTuple):
 
 @dataclass
 class LayerSelection:
-    """What the layers of one forward hand on to each other.
+    """State that the layers of one forward pass on to each other.
 
-    tensors: of the step. dense_parts: the step's parts for dense layers, where there are such layers.
-    reused: whether every request uses its stored choice, so that nothing is scored.
-    at_once: whether a layer's choice may be one native call, on a CPU and outside of captured graphs.
-    room: int64, where native calls leave the blocks that they choose; None: memory of this step.
-    implementation: of block selection, the layers' own. parts: of the layers that choose, whose list of blocks a choice
-        may write itself.
+    tensors: the step's tensors. dense_parts: the step's parts for dense layers, if there are such layers.
+    reused: whether every request uses its stored choice, so that no layer scores.
+    at_once: whether a layer's choice may be one native call, on a CPU and outside captured graphs.
+    room: int64, for the blocks that native calls choose; None: memory of this step.
+    implementation: of block selection, the same as the layers'. parts: of the layers that choose; a choice may write
+        their list of blocks itself.
     chosen: int64 [selected] the blocks of the current layer; None: it is dense.
     scores, ranking: float32 [candidates] and int64 [spans, most] of the last layer that has scored; None before that.
     """
@@ -97,10 +98,10 @@ class LayerSelection:
     ranking: torch.Tensor | None = None
     block_table: torch.Tensor = field(init=False)
     first_places: torch.Tensor = field(init=False)
-    """int64 [selected] place of the first block of each chosen one's request."""
+    """int64 [selected] place of the first block of each chosen block's request."""
     spans: RankedSpans = field(init=False)
     measured: RankedSpans = field(init=False)
-    """As `spans`, for the layer whose choices are measured: it ranks those that are reused, too."""
+    """Same as `spans`, for the layer whose choices are measured, which also ranks reused ones."""
     native: NativeSelection | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -127,14 +128,14 @@ Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]
 """(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
 
 OverRanks = Callable[[torch.Tensor], torch.Tensor]
-"""Scores by the heads of this rank, float32 [candidates] -> the mean over the ranks. It may run inside of a graph."""
+"""Scores by the heads of this rank, float32 [candidates] -> the mean over the ranks. It may run inside a graph."""
 
 
 class Scoring(NamedTuple):
     """How blocks are scored and ranked.
 
     score: a method's own scores; None: those of the summaries.
-    over_ranks: where other ranks have other heads of the layer: makes of this rank's scores those of all heads; None:
+    over_ranks: turns this rank's scores into those of all heads, if other ranks have other heads of the layer; None:
         this rank chooses by its own scores.
     implementation: of block selection.
     """
@@ -145,9 +146,9 @@ class Scoring(NamedTuple):
 
 
 class SelectionMetadata(Protocol):
-    """What a layer's attention metadata says of block selection.
+    """The part of a layer's attention metadata that concerns block selection.
 
-    summary_blocks: int64 [n] full blocks to summarise, None where there are none. selection: the step's choices.
+    summary_blocks: int64 [n] full blocks to summarise, None if there are none. selection: the step's choices.
     """
 
     @property
@@ -158,11 +159,11 @@ class SelectionMetadata(Protocol):
 
 
 class LayerSelector:
-    """A layer with summaries, and what its attention asks. Subclasses say what it attends to.
+    """A layer with summaries, called by its attention. Subclasses define what it attends to.
 
     Args:
-        summaries: [blocks, vectors, kv heads, width] beside the layer's KV cache.
-        kind: of the summaries.
+        summaries: [blocks, vectors, kv heads, width] for the blocks of the layer's KV cache.
+        kind: kind of the summaries.
     """
 
     def __init__(self, summaries: torch.Tensor, kind: SummaryKind) -> None:
@@ -170,9 +171,9 @@ class LayerSelector:
         self.kind = kind
 
     def attention_begin(self, query: torch.Tensor, keys: torch.Tensor, metadata: SelectionMetadata) -> None:
-        """Once the keys of the step are in the cache: summaries of full blocks, and the layer's choice.
+        """Writes summaries of full blocks and makes the layer's choice, once the keys of the step are in the cache.
 
-        keys: [blocks, block size, kv heads, key size] what the write to the cache has returned, see `write_kv`.
+        keys: [blocks, block size, kv heads, key size] returned by the write to the cache, see `write_kv`.
         """
         if metadata.summary_blocks is not None:
             self.summarise(keys, metadata.summary_blocks)
@@ -192,30 +193,30 @@ class LayerSelector:
 
 
 class DenseLayer(LayerSelector):
-    """It attends to whole contexts."""
+    """A layer that attends to whole contexts."""
 
     def choose(self, query: torch.Tensor, selection: LayerSelection) -> None:
         selection.chosen = None
 
 
 class FollowingLayer(LayerSelector):
-    """It attends to what a layer before it has chosen."""
+    """A layer that attends to blocks that an earlier layer has chosen."""
 
     def choose(self, query: torch.Tensor, selection: LayerSelection) -> None:
         pass
 
 
 class ChoosingLayer(LayerSelector):
-    """It chooses, for itself and for layers that follow it.
+    """A layer that chooses, for itself and for layers that follow it.
 
     Args:
         layer: its number in the model, its summaries, and the scale of its attention.
         kind: see LayerSelector.
         stored: int64 [slots, most] the ranking of each request; the last slot is the pads'.
-        checks: int64 [2] of all layers: choices that a check has kept, and replaced.
-        scoring: its scores. A method's own name the layer, which then has a region of its own.
-        queries: [slots, heads, dim] where queries are kept, with KV offload.
-        recall: of the one layer that is measured.
+        checks: int64 [2] for all layers: choices that a check has kept, and replaced.
+        scoring: how it scores. A method's own scores name the layer, which then has a separate region.
+        queries: [slots, heads, dim] if queries are kept, with KV offload.
+        recall: for the one layer that is measured.
     """
 
     def __init__(
@@ -242,16 +243,18 @@ class ChoosingLayer(LayerSelector):
         self._implementation = implementation = scoring.implementation
         self._over_ranks = scoring.over_ranks
         self.hands_over = hands_over(stored.shape[1], stored.device.type, implementation=implementation)
-        """Whether a choice reads `stored` by itself, and gives what attention reads, so that nobody need `take`."""
+        """True if a choice reads `stored` itself and returns the list that attention reads, so that `take` is not
+        needed.
+        """
         self._at_once = ranks_and_takes(stored.shape[1], stored.device.type, implementation=implementation)
 
     @property
     def chooses_at_once(self) -> bool:
-        """Whether a native call may score and choose: nothing has to happen in between."""
+        """Returns whether a native call may score and choose, because no other computation is needed in between."""
         return self._score is None and self._over_ranks is None
 
     def take(self, before: torch.Tensor) -> None:
-        """int64 [spans, most], the stored rankings of the step's requests.
+        """Takes int64 [spans, most], the stored rankings of the step's requests.
 
         A region that read them itself would have to copy `stored` before it writes there.
         """
@@ -267,7 +270,7 @@ class ChoosingLayer(LayerSelector):
             if found is not None:
                 selection.chosen = found
                 return
-            # kernels do not cover these tensors, and `begin` has left the reading to them
+            # kernels do not support these tensors, and `begin` has left the reading to them
             self.before = self.stored.index_select(0, t.choice_slots)
         if self.hands_over and not selection.reused:
             self._hand_over(query, selection)
@@ -277,7 +280,7 @@ class ChoosingLayer(LayerSelector):
         selection.chosen = selection.block_table.index_select(0, selection.first_places + numbers)
 
     def _rank(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
-        """int64 [spans, most] the choice of this step, which is stored."""
+        """Returns int64 [spans, most], the choice of this step, which is stored."""
         t, before, name = selection.tensors, self.before, self._implementation
         scores, fresh = self._fresh(query, selection)
         of_spans = t.counts, t.modes, t.thresholds
@@ -290,7 +293,7 @@ class ChoosingLayer(LayerSelector):
         return ranking
 
     def _hand_over(self, query: torch.Tensor, selection: LayerSelection) -> None:
-        """Sets `selection.chosen`, and stores the choice, without an operation for each step of it."""
+        """Sets `selection.chosen`, and stores the choice, with fewer operations than one for each of its steps."""
         t, name = selection.tensors, self._implementation
         of_spans = t.choice_slots, t.counts, t.modes, t.thresholds
         rest = (self.stored, *of_spans, t.width, selection.block_table, t.choice_spans.shape[0], self._checks)
@@ -307,7 +310,7 @@ class ChoosingLayer(LayerSelector):
         selection.scores, (selection.ranking, selection.chosen) = scores, found
 
     def _fresh(self, query: torch.Tensor, selection: LayerSelection) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [candidates] scores, and int64 [spans, most] the ranking by them."""
+        """Returns float32 [candidates] scores, and int64 [spans, most] the ranking by them."""
         t, name = selection.tensors, self._implementation
         scores = self._scores_over_ranks(query, selection)
         sizes, prepared = (t.num_spans, t.width, t.most), self._ranked(selection).prepared
@@ -316,7 +319,8 @@ class ChoosingLayer(LayerSelector):
 
     def _scores_over_ranks(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
         scores = self._scores(query, selection)
-        # every head has a softmax of its own, and every rank as many heads: the mean of means is that of all heads
+        # every head has its own softmax, and every rank has the same number of heads, so the mean of the ranks' means
+        # is the mean of all heads
         return scores if self._over_ranks is None else self._over_ranks(scores)
 
     def _scores(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
@@ -338,5 +342,5 @@ class ChoosingLayer(LayerSelector):
         )
 
     def _ranked(self, selection: LayerSelection) -> RankedSpans:
-        """What this layer ranks of the step."""
+        """Returns the spans of the step that this layer ranks."""
         return selection.spans if self._recall is None else selection.measured

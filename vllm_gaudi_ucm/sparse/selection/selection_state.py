@@ -1,4 +1,4 @@
-"""The host's side of block selection: from the scheduler's decisions to what a step's plan chooses among."""
+"""The host's side of block selection: turns the scheduler's decisions into the candidates of a step's plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ChoiceSlots:
-    """One slot for each request with a stored choice. A request that loses its slot chooses anew.
+    """Slots, one for each request with a stored choice. A request that loses its slot chooses anew.
 
     Args:
         num_slots: requests that can be running at once.
@@ -39,7 +39,7 @@ class ChoiceSlots:
         self._free = list(range(num_slots))[::-1]
 
     def slot(self, request_id: str, scheduled: Collection[str]) -> int:
-        """The request's slot; a new one is taken from a request that is not scheduled where none is free."""
+        """Returns the request's slot; if no slot is free, a new one is taken from a request that is not scheduled."""
         slot = self._slots.get(request_id)
         if slot is None:
             if not self._free:
@@ -50,20 +50,20 @@ class ChoiceSlots:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Frees the slots of requests that have ended, or whose cache is gone; others are ignored."""
-        # a set of names has another order in each process, and all ranks are to give the next request the same slot
+        # a set of names has a different order in each process, and all ranks must give the next request the same slot
         for request_id in sorted(request_ids):
             slot = self._slots.pop(request_id, None)
             if slot is not None:
                 self._free.append(slot)
 
     def check_integrity(self) -> None:
-        """Conservation: every slot is free or owned by exactly one request."""
+        """Checks that every slot is free or owned by exactly one request."""
         if sorted([*self._slots.values(), *self._free]) != list(range(len(self.num_stored))):
             raise AssertionError(f"choice slots: owned {self._slots}, free {self._free}")
 
 
 class StepSelection(NamedTuple):
-    """What a step's plan chooses among (None: every request is dense), and the blocks to summarise in it.
+    """The candidates of a step's plan (None: every request is dense), and the blocks to summarise in the step.
 
     summary_blocks: int64 [n] physical block ids.
     """
@@ -80,31 +80,31 @@ class SelectionState:
     """Follows every block that is written and every choice that is stored.
 
     Args:
-        num_blocks: of the KV cache.
+        num_blocks: number of blocks of the KV cache.
         limits: sizes of choices.
-        bounded: whether a step has room for `limits.summaries` only; at true shapes it has as many as it needs.
-        some_offloaded: whether block tables have the dummy block where a block is not on the device.
+        bounded: whether a step has room only for `limits.summaries`; at true shapes it has as much as it needs.
+        some_offloaded: whether block tables have the dummy block for blocks that are not on the device.
     """
 
     def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool, some_offloaded: bool = False) -> None:
         self.summaries = SummaryQueue(num_blocks)
         self.slots = ChoiceSlots(limits.max_num_seqs, limits.width)
         self.totals = SelectionTotals()
-        # requests that chose since `begin_step`: their slot, and their full blocks
+        # requests that chose since `begin_step`: their slots and numbers of full blocks
         self.chosen: dict[str, tuple[int, int]] = {}
         self._limits = limits
         self._bounded = bounded
         self._some_offloaded = some_offloaded
         self._steady = SteadyDecodes(limits.block_size)
-        # of `summaries`, when the last step was followed
+        # the value of `summaries.changes` after the last step
         self._changes = 0
 
     def begin_step(self) -> None:
-        """Before the step, or its first division."""
+        """Called before the step, or its first division."""
         self.chosen.clear()
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests that have ended, begin, or were preempted: nothing stored is theirs."""
+        """Forgets the stored choices of requests that have ended, begin, or were preempted."""
         self.slots.forget(request_ids)
         self._steady.forget()
 
@@ -115,13 +115,13 @@ class SelectionState:
         num_drafts: NDArray[np.int64],
         decisions: Mapping[str, RequestSelection],
     ) -> StepSelection:
-        """Once per step (or division of one), before it is planned.
+        """Called once per step (or division of one), before it is planned.
 
         Args:
-            request_ids: of the scheduled requests, in the order of `batch`.
+            request_ids: ids of the scheduled requests, in the order of `batch`.
             batch: their tokens and blocks.
             num_drafts: [requests] how many of a request's new tokens may turn out wrong.
-            decisions: what the scheduler says of sparse requests.
+            decisions: the scheduler's decisions for sparse requests.
         """
         if not decisions and self._is_steady(request_ids, batch):
             return DENSE_STEP
@@ -150,7 +150,9 @@ class SelectionState:
         return StepSelection(selection, summary_blocks)
 
     def _is_steady(self, request_ids: Sequence[str], batch: BatchInput) -> bool:
-        """Whether all blocks are as the step before has left them, but for one more token in the last of each."""
+        """Returns whether all blocks are as the previous step left them, except for one more token in each
+        last block.
+        """
         if self._some_offloaded or self.summaries.waits or self.summaries.changes != self._changes:
             self._steady.forget()
             return False
@@ -166,14 +168,14 @@ class SelectionState:
         slots: NDArray[np.int64],
         counts: NDArray[np.int64],
     ) -> None:
-        """Notes who has chosen: `chosen`, and the totals."""
+        """Records which requests have chosen, in `chosen` and in the totals."""
         block_size = self._limits.block_size
         end = (batch.num_computed + batch.num_scheduled)[index].astype(np.int64)
         num_full, context_blocks = (end - num_drafts[index]) // block_size, -(-end // block_size)
         chose = counts > 0
         entries = zip(asked, slots.tolist(), num_full.tolist(), chose.tolist(), strict=True)
         self.chosen.update({one: (slot, full) for one, slot, full, has_chosen in entries if has_chosen})
-        # one call for all modes: each costs more than what it counts
+        # one call for all modes: each call costs more than its counting
         modes = np.bincount(selection.modes[index[chose]], minlength=len(SelectionMode))
         for mode, count in zip(SelectionMode, modes.tolist(), strict=True):
             self.totals.modes[mode] += count
@@ -202,7 +204,7 @@ class SelectionState:
         )
 
     def _absent(self, batch: BatchInput) -> NDArray[np.bool_] | None:
-        """[requests, width] blocks of the contexts that are not on the device; None where all are."""
+        """Returns [requests, width] blocks of the contexts that are not on the device; None if all are."""
         end = (batch.num_computed + batch.num_scheduled) // self._limits.block_size
         is_context = np.arange(batch.block_tables.shape[1]) < end[:, None]
         absent = is_context & (batch.block_tables == DUMMY_BLOCK)
@@ -212,7 +214,7 @@ class SelectionState:
         self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Applies what this step writes; returns, [requests, width] each, which blocks are then full of certain tokens,
-        and which have a summary (anything where they are not full).
+        and which have a summary (undefined for blocks that are not full).
 
         Blocks that are not on the device are not full.
         """
@@ -242,7 +244,7 @@ class SelectionState:
         decisions: Sequence[RequestSelection],
         open_blocks: NDArray[np.bool_],
     ) -> NDArray[np.int64]:
-        """Fills in the entries of the sparse requests; returns how many blocks each chooses, 0 where it is dense.
+        """Fills in the entries of the sparse requests; returns how many blocks each chooses, 0 if it is dense.
 
         index, slots: int64 [sparse]. open_blocks: bool [sparse, width] full blocks with a summary.
         """
@@ -271,7 +273,7 @@ class SelectionState:
         return counts
 
     def _fit(self, counts: NDArray[np.int64], competing: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """bool [sparse]: which requests can be sparse in this step, in their order as long as there is room."""
+        """Returns bool [sparse]: which requests can be sparse in this step, in order as long as there is room."""
         most = self._limits.most_candidates(counts)
         fits = (counts > 0) & (competing <= most)
         room = self._limits.max_selected_blocks
@@ -292,12 +294,12 @@ class SelectionState:
         counts: NDArray[np.int64],
         stored: NDArray[np.int64],
     ) -> None:
-        """Notes what the device will have stored after the step; [sparse] each, candidates [sparse, width]."""
+        """Records what the device will have stored after the step; [sparse] each, candidates [sparse, width]."""
         fresh = (counts > 0) & (modes != SelectionMode.REUSE)
         if not fresh.any():
             return
         now = np.minimum(competing, self._limits.most)
-        # kept or replaced: only the device knows, so no more is used than both have
+        # only the device knows whether it was kept or replaced, so no more is used than both have
         both = (modes == SelectionMode.CHECK) & (stored >= counts)
         now[both] = np.minimum(now, stored)[both]
         into = slots[fresh]
@@ -310,16 +312,16 @@ class SelectionState:
 class SelectionLimits:
     """Sizes that bound every choice.
 
-    sparse_ratio: at least this part of a context's full blocks is attended.
-    live_blocks: most blocks of a request that are attended in any case: sinks, local window and the tail block.
+    sparse_ratio: the least fraction of a context's full blocks that is attended.
+    live_blocks: the most blocks of a request that are always attended: sinks, local window and the tail block.
     most: blocks chosen for the longest request.
     width: logical blocks of the longest request.
     max_num_seqs: requests of a step.
     max_rows: rows of a request with a choice: one, and its drafts.
     max_selected_blocks: blocks chosen in a step; a request that would exceed it is dense in that step.
     block_size: tokens per block.
-    remainder_rows: rows of a prompt remainder that choose together in a graph of their own; 0: there is no such graph.
-    max_spans: requests with a choice that a graph has room for; None: all of a step.
+    remainder_rows: rows of a prompt remainder that choose together in a separate graph; 0: there is no such graph.
+    max_spans: requests with a choice for which a graph has room; None: all of a step.
     """
 
     sparse_ratio: float
@@ -335,29 +337,32 @@ class SelectionLimits:
 
     @property
     def room_for_live_blocks(self) -> int:
-        """Of a request in a graph: one more than there are mostly, as the window of a choice that is used again stays
-        behind."""
+        """Returns the room for a request's live blocks in a graph: one more than usual, because the window of a reused
+        choice lags behind.
+        """
         return self.live_blocks + 1
 
     def most_candidates(self, selected: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Candidates of requests that choose this many: chosen and live blocks are `sparse_ratio` of their blocks."""
+        """Returns the most candidates of requests that choose `selected` blocks: chosen and live blocks are
+        `sparse_ratio` of their blocks.
+        """
         bound = np.floor((selected + self.live_blocks) / self.sparse_ratio).astype(np.int64)
         return np.minimum(self.width, np.maximum(selected, bound))
 
     def candidates(self, query_len: int, selected: int) -> int:
-        """Candidates of all requests of a step with `query_len` rows and `selected` chosen blocks."""
+        """Returns the candidates of all requests of a step with `query_len` rows and `selected` chosen blocks."""
         spans = min(self.spans(query_len) - 1, selected)
         bound = math.floor((selected + spans * self.live_blocks) / self.sparse_ratio)
         return min(spans * self.width, max(selected, bound))
 
     def spans(self, query_len: int) -> int:
-        """Requests of a step with a choice, and one more without rows, for pads."""
+        """Returns the requests of a step with a choice, and one more without rows, for pads."""
         return min(query_len, self.max_spans or self.max_num_seqs) + 1
 
     def summaries(self, query_len: int) -> int:
-        """Blocks that are summarised in a step: on average rows / block size become full in it."""
+        """Returns the blocks that are summarised in a step: on average rows / block size become full in it."""
         return -(-query_len // self.block_size) + 1
 
     def of_remainder(self) -> SelectionLimits:
-        """Limits of the graphs for prompt remainders: one request with many rows."""
+        """Returns the limits of the graphs for prompt remainders: one request with many rows."""
         return replace(self, max_rows=self.remainder_rows, max_spans=1)

@@ -1,4 +1,4 @@
-"""The choices of a step as tensors: what the layers of its forward read."""
+"""The choices of a step as tensors, which the layers of its forward read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHOICE_ARRAYS = ("choice_places", "choice_spans", "choice_hi")
 
 
 def pad_values(spans: int, limits: SelectionLimits) -> dict[str, int]:
-    """The pad of each array. spans: how many there are; the last one belongs to no request."""
+    """Returns the pad of each array. spans: how many there are; the last one belongs to no request."""
     return {
         **dict.fromkeys(SelectionPlan._fields, 0),
         "choice_slots": limits.max_num_seqs,
@@ -34,13 +34,13 @@ def pad_values(spans: int, limits: SelectionLimits) -> dict[str, int]:
 class SelectionTensors(NamedTuple):
     """A SelectionPlan on the device, padded or not; every tensor is int64.
 
-    first_rows, num_rows, scored_rows, ranked_rows, modes, counts, thresholds, choice_slots: [spans]; pads have no
-        rows, and a slot of no request.
+    first_rows, num_rows, scored_rows, ranked_rows, modes, counts, thresholds, choice_slots: [spans]; pads have no rows,
+        and a slot of no request.
     candidate_blocks, candidate_spans, candidate_places: [candidates]; a place is span * width + logical block number,
         and spans * width for pads.
     choice_places: [selected] span * most + rank. choice_spans: [selected]. choice_hi: [selected] tokens of the block
         that are seen: all, or none for pads.
-    max_rows: rows of a span at most. width: logical blocks of a request at most. most: ranks stored of a request.
+    max_rows: the most rows of a span. width: the most logical blocks of a request. most: ranks stored of a request.
     """
 
     first_rows: torch.Tensor
@@ -63,7 +63,7 @@ class SelectionTensors(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], limits: SelectionLimits) -> SelectionTensors:
-        """tensors: by the names of SelectionPlan."""
+        """Makes the tensors. tensors: by the names of SelectionPlan."""
         arrays = {name: tensors[name] for name in SelectionPlan._fields}
         return cls(**arrays, max_rows=limits.max_rows, width=limits.width, most=limits.most)
 
@@ -72,12 +72,12 @@ class SelectionTensors(NamedTuple):
         return self.first_rows.shape[0]
 
     def chosen_part(self) -> SelectedPart:
-        """The selected part of layers that choose; each layer fills in its own blocks."""
+        """Returns the selected part of layers that choose; each layer fills in its own blocks."""
         blocks = torch.zeros_like(self.choice_spans)
         return SelectedPart(blocks, self.choice_spans, self.choice_hi, self.first_rows, self.num_rows, self.max_rows)
 
     def candidates_part(self, block_size: int) -> SelectedPart:
-        """The selected part of dense layers: every candidate."""
+        """Returns the selected part of dense layers: every candidate."""
         is_real = self.candidate_places < self.num_spans * self.width
         return SelectedPart(
             self.candidate_blocks,
@@ -89,6 +89,6 @@ class SelectionTensors(NamedTuple):
         )
 
     def block_table(self) -> torch.Tensor:
-        """int64 [spans * width + 1] physical block of each place; 0 where no candidate is."""
+        """Returns int64 [spans * width + 1] physical block of each place; 0 without a candidate."""
         table = self.candidate_blocks.new_zeros(self.num_spans * self.width + 1)
         return table.index_copy_(0, self.candidate_places, self.candidate_blocks)

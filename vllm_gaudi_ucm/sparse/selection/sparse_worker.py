@@ -1,4 +1,4 @@
-"""The worker's side of a sparse method: what the runner asks of it in every step."""
+"""The worker's side of a sparse method, which the runner calls in every step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
-# Reading the device's counts waits for the device, which after sampling has nothing left to do but this.
+# Reading the device's counts waits for the device, which has no other work left after sampling.
 STEPS_PER_READ = 16
 
 
@@ -50,12 +50,12 @@ _NO_HOOKS = (UcmSparseBase.attention_begin, UcmSparseBase.attention_finished)
 
 
 def _is_none(hook: object) -> bool:
-    """Whether a hook of a layer is the one that does nothing."""
+    """Returns whether a hook of a layer is the default, which does nothing."""
     return ismethod(hook) and hook.__func__ in _NO_HOOKS
 
 
 class ServerSizes(NamedTuple):
-    """What the tensors of a choice are sized by.
+    """The sizes that determine the tensors of a choice.
 
     max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
     some_offloaded: whether KV offload is on. remainder_rows: see SelectionLimits.
@@ -72,10 +72,11 @@ class ServerSizes(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Which layers of the model a worker has: with pipeline stages a part of them.
+    """The layers of the model that a worker has: a part of them with pipeline stages.
 
-    first: of those here. total: of the model. numbers: in the model, of those here that see whole contexts, where
-        others have windows or chunks; None: all of them do, from `first` on.
+    first: index of the first layer here. total: number of the model's layers.
+    numbers: indices in the model of the layers here that see whole contexts, if others have windows or chunks; None:
+        all of them do, from `first` on.
     """
 
     first: int
@@ -95,9 +96,9 @@ class BlockMover(Protocol):
 
 @dataclass(frozen=True)
 class BlockSelection:
-    """What a method that chooses blocks has in the worker.
+    """The worker's objects for a method that chooses blocks.
 
-    limits: sizes of choices. state: what the host keeps. selector: the tensors on the device.
+    limits: sizes of choices. state: the host's state. selector: the tensors on the device.
     """
 
     limits: SelectionLimits
@@ -115,9 +116,10 @@ class BlockSelection:
         place: LayerPlace | None = None,
         device: torch.device | None = None,
     ) -> BlockSelection:
-        """layers: those of this worker that see whole contexts, in the model's order. kept: see BlockSelector.
-        over_ranks: the mean over the ranks where there are several, of which the method's options may make no use.
-        place: of the layers in the model; None: they are all of it. device: of the KV cache; None: of the first layer.
+        """Makes the objects. layers: this worker's layers that see whole contexts, in the model's order. kept: see
+        BlockSelector. over_ranks: the mean over the ranks if there are several; the method's options may leave it
+        unused. place: the place of the layers in the model; None: they are all of it. device: of the KV cache; None: of
+        the first layer.
 
         Raises ValueError for dense layers that the model does not have.
         """
@@ -137,7 +139,7 @@ class BlockSelection:
             )
         limits, dense = selection_limits(options, sizes), method.dense_layers
         if numbers is not None:
-            # layers with windows are not counted: of consecutive layers that share a choice all have to choose
+            # layers with windows are not counted: consecutive layers that share a choice must all choose
             first, dense = 0, tuple(place for place, number in enumerate(numbers) if number in dense)
         selector = BlockSelector(
             layers,
@@ -157,14 +159,14 @@ class BlockSelection:
 
 
 class SparseWorker:
-    """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
+    """Calls the hooks of a method, and keeps the state on host and device for one that chooses blocks.
 
     Args:
-        method: in the role WORKER, which knows its KV caches.
-        selection: of a method that chooses blocks.
+        method: in the role WORKER, with its KV caches registered.
+        selection: for a method that chooses blocks.
         offload: moves blocks off the device and back, with KV offload.
-        metrics: where figures go; None: nowhere.
-        late: decides what the scheduler did not know yet; None: it has decided.
+        metrics: takes the figures; None: they are dropped.
+        late: decides what the scheduler could not know yet; None: the scheduler has decided.
     """
 
     def __init__(
@@ -192,9 +194,9 @@ class SparseWorker:
 
     @property
     def watches_layers(self) -> bool:
-        """Whether the method does anything around the attention of a layer, now: a recorder comes and goes."""
+        """Returns whether the method currently acts around the attention of a layer: a recorder may come and go."""
         method = self.method
-        # also an object may have hooks of its own, and one that wraps another has that one's
+        # an object may also have its own hooks, and one that wraps another has that one's
         return not (_is_none(method.attention_begin) and _is_none(method.attention_finished))
 
     @property
@@ -203,40 +205,47 @@ class SparseWorker:
 
     @property
     def implementation(self) -> str:
-        """Of block selection; `auto` for a method that chooses none."""
+        """The implementation of block selection; `auto` for a method that chooses no blocks."""
         return AUTO if self.selector is None else self.selector.implementation
 
     @property
     def counters(self) -> tuple[torch.Tensor, ...] | None:
-        """What choices add to beside their results, where native calls are all that layers do; None: they do more."""
+        """Tensors to which choices add, apart from their results, if layers consist of native calls alone; otherwise
+        None.
+        """
         if self.selector is None or self.watches_layers or not self.selector.is_native_calls:
             return None
         return self.selector.checks, self.selector.recall
 
     def compile(self, region: Region) -> None:
-        """What runs before and behind the layers is compiled from now on."""
+        """Compiles the code that runs before and after the layers from now on."""
         if self.selector is not None:
             self.selector.compile(region)
 
     def summarises_behind(self, selection: object) -> bool:
-        """Whether full blocks may get their summaries behind the layers: nobody needs them in the step, and nobody
-        watches. selection: the step's choices, None without any."""
+        """Returns whether full blocks may get their summaries after the layers: the step does not need them, and the
+        method does not watch layers. selection: the step's choices, None without any.
+        """
         return selection is None and self.selector is not None and not self.watches_layers
 
     def begin_forward(self, selection: LayerSelection | None) -> None:
-        """Before the layers run, inside of the step's graph where there is one. selection: the step's choices."""
+        """Called before the layers run, inside the step's graph if there is one. selection: the step's choices."""
         if self.selector is not None and selection is not None:
             self.selector.begin(selection)
 
     def end_forward(self, selection: LayerSelection | None, full_blocks: torch.Tensor | None = None) -> None:
-        """When the layers have run. full_blocks: int64 [n], where they have not summarised these themselves."""
+        """Called when the layers have run. full_blocks: int64 [n], if the layers have not summarised these
+        themselves.
+        """
         if self.selector is not None and selection is not None:
             self.selector.end(selection)
         if self.selector is not None and full_blocks is not None:
             self.selector.summarise(full_blocks)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Before a step is planned. Requests that finish, begin or resume have no choice stored: ids are used again."""
+        """Called before a step is planned. Requests that finish, begin or resume have no stored choice: ids
+        are reused.
+        """
         finished = scheduler_output.finished_req_ids
         for request_id in finished:
             self.method.request_finished_in_worker(request_id)
@@ -259,18 +268,20 @@ class SparseWorker:
     def decide(
         self, scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput
     ) -> None:
-        """Before the step, or its first division, is planned: what the scheduler has left open."""
+        """Makes the decisions that the scheduler has left open, before the step, or its first division, is planned."""
         if self._late is not None:
             meta = self._late.decide(scheduler_output, drafts, requests, batch)
             self._locks, self._dense_steps = meta.locks, meta.dense_steps
             attach_sparse_meta(scheduler_output, meta)
 
     def send_buckets(self, buckets: object) -> None:
-        """To the scheduler, with the next step. buckets: a `BucketSet`, whose pads cost as much as blocks."""
+        """Sends buckets to the scheduler with the next step. buckets: a `BucketSet`, whose pads cost as
+        much as blocks.
+        """
         self._buckets = buckets
 
     def finished(self, drafts: StepDrafts, output: ModelRunnerOutput) -> None:
-        """After a step: takes how many of its drafts were right, and attaches what the scheduler is to know."""
+        """Takes the number of accepted drafts after a step, and attaches the report for the scheduler."""
         if self._late is not None:
             self._late.verified(drafts, output)
         self.attach_report(output)
@@ -289,7 +300,7 @@ class SparseWorker:
             self.offload.close()
 
     def loaded(self, blocks: NDArray[np.int64], summarised: NDArray[np.int64]) -> None:
-        """A connector fills these blocks, int64 [n]: the summaries that they had are those of other keys.
+        """Called when a connector fills these blocks, int64 [n]: their old summaries are of other keys.
 
         summarised: int64 [n], the blocks among them that come with their summaries.
         """
@@ -300,7 +311,7 @@ class SparseWorker:
     def step(
         self, scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput
     ) -> StepSelection:
-        """What the step, or a division of it, chooses among."""
+        """Returns the candidates of the step, or of a division of it."""
         if self.state is None:
             return DENSE_STEP
         request_ids = [request.request_id for request in requests]
@@ -315,7 +326,7 @@ class SparseWorker:
     def remainders(
         self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
     ) -> NDArray[np.int64]:
-        """Indices of requests with more rows that choose together than an ordinary graph has room for."""
+        """Returns the indices of requests with more rows that choose together than an ordinary graph has room for."""
         if self.limits is None or not self.limits.remainder_rows:
             return NO_REMAINDERS
         meta = sparse_meta_of(scheduler_output)
@@ -325,8 +336,9 @@ class SparseWorker:
         return np.array(remainders, np.int64)
 
     def report(self) -> None:
-        """After a step. The device's counts are read now and then only, because reading waits for the device; where
-        nothing is chosen there is nothing new to tell."""
+        """Reports after a step. The device's counts are read only from time to time, because reading waits for the
+        device; without choices there are no new counts.
+        """
         if self._metrics is None or self.selector is None or self.state is None:
             return
         if self._locks != self._told_locks:
@@ -347,7 +359,7 @@ class SparseWorker:
 
 
 def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimits:
-    """How large the choices of a server can be."""
+    """Returns how large the choices of a server can be."""
     longest = block_budget(sizes.max_model_len, sizes.block_size, options)
     most = max(1, 0 if longest is None else longest.num_selected)
     room = sizes.max_num_seqs * most
@@ -369,7 +381,7 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
 
 
 def summary_share(options: BlockOptions, block_size: int, head_size: int, value_size: int, key_bytes: int) -> float:
-    """Bytes of a block's summaries over the bytes of its keys and values."""
+    """Returns the bytes of a block's summaries divided by the bytes of its keys and values."""
     kind = SummaryKind(options.summary)
     summary = kind.vectors(block_size) * kind.width(head_size) * options.summary_itemsize(key_bytes)
     return summary / (block_size * (head_size + value_size) * key_bytes)

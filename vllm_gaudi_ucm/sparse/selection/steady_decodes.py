@@ -1,4 +1,4 @@
-"""Decodes that go on within their blocks: most steps of most servers."""
+"""Recognises decodes that continue within their blocks: most steps of most servers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class SteadyDecodes:
-    """Knows the steps that write nothing but the next token of each request of the step before, in the block that this
-    one wrote last: no block begins in them and none becomes full, so that no summary comes or goes.
+    """Recognises steps that only write the next token of each request of the previous step, in the block that the
+    previous step wrote last: no block begins or becomes full in them, so that no summary is added or lost.
 
     Args:
         block_size: tokens per block.
@@ -23,17 +23,17 @@ class SteadyDecodes:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._ids: list[str] = []
-        # plain lists: of a few numbers they are faster than arrays
+        # plain lists, which are faster than arrays for a few numbers
         self._next: list[int] = []
         self._ones: list[int] = []
         self._left = 0
 
     def forget(self) -> None:
-        """Blocks or requests have changed otherwise than by steps: the next step is none of these."""
+        """Called when blocks or requests have changed other than by steps: the next step is not steady."""
         self._left = 0
 
     def follow(self, request_ids: Sequence[str], batch: BatchInput, num_drafts: NDArray[np.int64]) -> None:
-        """A step of any kind, in whose blocks everything has been noted. With drafts it is not known what follows."""
+        """Follows a step of any kind after all its blocks were recorded. With drafts the next step is not known."""
         ends = batch.num_computed + batch.num_scheduled
         within = ends % self._block_size
         # at 0 a block begins with the next token
@@ -43,7 +43,7 @@ class SteadyDecodes:
             self._ids, self._next, self._ones = list(request_ids), ends.tolist(), [1] * len(ends)
 
     def go_on(self, request_ids: Sequence[str], batch: BatchInput) -> bool:
-        """Whether a step is one of these; it is followed then."""
+        """Returns whether a step is steady; if so, it is followed."""
         if (
             not self._left
             or request_ids != self._ids
