@@ -1,4 +1,4 @@
-"""Options of ours that exclude something of vLLM's: each is refused by name when the engine starts."""
+"""Refuses, by name and when the engine starts, features of vLLM that our options exclude."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MODE = "with ucm.memory_mode"
 
 
 def keeps_one_block_table(vllm_config: VllmConfig, config: UcmConfig) -> bool:
-    """True if vLLM's hybrid KV-cache manager has to be off, beside what knows one block table for all layers: windows
-    are then computed as ever, and their KV cache takes what full attention takes. vLLM does so itself beside connectors
-    that know one table, and logs a warning where the model has windows.
+    """Returns True if vLLM's hybrid KV-cache manager must be off, because a feature needs one block table for all
+    layers. Windows are then computed as usual, and their KV cache takes as much memory as full attention. vLLM does the
+    same with connectors that need one table, and logs a warning if the model has windows.
 
-    Raises UnsupportedFeatureError where the hybrid manager was asked for.
+    Raises UnsupportedFeatureError if the hybrid manager was requested.
     """
     scheduler = vllm_config.scheduler_config
     beside = [name for name, is_on in _needs_one_table(vllm_config, config) if is_on]
@@ -46,7 +46,7 @@ def keeps_one_block_table(vllm_config: VllmConfig, config: UcmConfig) -> bool:
 
 
 def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tuple[str, bool]]:
-    """(feature, whether it is on): each speaks of a block, and not of blocks of a group."""
+    """Yields (feature, whether it is on) for features that refer to blocks without their group."""
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     yield "heads of several sizes", has_heads_of_several_sizes(vllm_config.model_config)
@@ -54,21 +54,21 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     has_draft_model = speculation is not None and speculation.method == "draft_model"
     connects = transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
     yield "a draft model with a KV connector or pipeline stages", has_draft_model and (connects or stages)
-    # vLLM names that of --kv-offloading-size later
+    # vLLM sets the connector of --kv-offloading-size later
     other = any(one.name not in (None, OURS, OFFLOADING) for one in configured_connectors(transfer))
     yield f"a KV connector that is not {OURS} or {OFFLOADING}", other
-    # which count the layers of all stages in a block
+    # these count the layers of all stages in a block
     moves = stages and (config.preemption.swaps or connects)
     what = "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector"
     yield f"{what}, of a model without layer_types", moves and not _knows_layers(vllm_config)
     uneven = moves and OFFLOADING in _connector_names(vllm_config) and len(set(_block_layers(vllm_config))) > 1
     yield f"{OFFLOADING} over pipeline stages with different numbers of layers in a block", uneven
-    # a stage does not know which layers of others are in a group
+    # a stage does not know which layers of other stages are in a group
     yield "ucm.ucm_sparse_method with pipeline stages", stages and config.ucm_sparse_method is not None
 
 
 def _knows_layers(vllm_config: VllmConfig) -> bool:
-    # not while vLLM looks for its platform
+    # not while vLLM is looking for its platform
     from vllm_gaudi_ucm.vllm_api.stage_layers import names_layer_kinds
 
     return names_layer_kinds(vllm_config)
@@ -81,18 +81,18 @@ def _block_layers(vllm_config: VllmConfig) -> list[int]:
 
 
 def _connector_names(vllm_config: VllmConfig) -> list[str]:
-    """Also that of `--kv-offloading-size`, which vLLM sets later."""
+    """Returns connector names, including that of `--kv-offloading-size`, which vLLM sets later."""
     names = [one.name for one in configured_connectors(vllm_config.kv_transfer_config) if one.name is not None]
     return names if vllm_config.cache_config.kv_offloading_size is None else [*names, OFFLOADING]
 
 
 def _asked_by(transfer: KVTransferConfig | None) -> str:
-    """The flag that asks for a connector; vLLM sets that of the second one later."""
+    """Returns the flag that requests a connector; vLLM sets the connector of the second flag later."""
     return "--kv-transfer-config" if transfer is not None and transfer.kv_connector else "--kv-offloading-size"
 
 
 def refuse_beside_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
-    """Raises UnsupportedFeatureError for what has parts that differ between pipeline stages.
+    """Raises UnsupportedFeatureError for features with parts that differ between pipeline stages.
 
     Raises UcmConfigError for a store of our connector that is in the memory of one process.
     """
@@ -102,7 +102,7 @@ def refuse_beside_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
     if parallel.pipeline_parallel_size > 1:
         stages = f"with {parallel.pipeline_parallel_size} pipeline stages"
         if config.memory_mode.enabled:
-            # workers agree in each step on its copies, and stages run other steps at a time
+            # workers agree on a step's copies in each step, and stages run different steps at the same time
             raise UnsupportedFeatureError(
                 f"ucm.memory_mode {stages} (take --tensor-parallel-size)", "--pipeline-parallel-size"
             )
@@ -117,7 +117,7 @@ def refuse_beside_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
 
 
 def _refuse_beside_stages(vllm_config: VllmConfig, beside: str) -> None:
-    """Connectors that are not known to work where a step is in flight while the next one loads and saves."""
+    """Refuses connectors that are not known to work if a step is in flight while the next one loads and saves."""
     transfer, names = vllm_config.kv_transfer_config, _connector_names(vllm_config)
     for name in names:
         if name not in (OURS, OFFLOADING):
@@ -130,8 +130,9 @@ def _refuse_beside_stages(vllm_config: VllmConfig, beside: str) -> None:
 
 
 def refuse_beside_shared_experts(vllm_config: VllmConfig, config: UcmConfig) -> None:
-    """Raises UnsupportedFeatureError for sparse methods, whose prompt remainders have graphs of their own: engines that
-    share out experts run the same graph in each step."""
+    """Raises UnsupportedFeatureError for sparse methods, whose prompt remainders have separate graphs: engines that
+    share out experts run the same graph in each step.
+    """
     if shares_experts(vllm_config) and config.ucm_sparse_method is not None:
         engines = vllm_config.parallel_config.data_parallel_size
         raise UnsupportedFeatureError(
@@ -141,7 +142,7 @@ def refuse_beside_shared_experts(vllm_config: VllmConfig, config: UcmConfig) -> 
 
 
 def refuse_beside_latents(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for connectors that take keys and values, where a layer has one tensor of both."""
+    """Raises UnsupportedFeatureError for connectors that expect keys and values if a layer has one tensor for both."""
     model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
     if model is None or not model.use_mla:
         return
@@ -158,12 +159,12 @@ _CARDS = {
 
 
 def refuse_device_ids(vllm_config: VllmConfig, device_type: str) -> None:
-    """Raises UnsupportedFeatureError for devices by id where a worker cannot choose."""
+    """Raises UnsupportedFeatureError for devices by id if a worker cannot choose."""
     parallel, instead = vllm_config.parallel_config, _CARDS.get(device_type)
     given = parallel.assigned_physical_gpu_ids
     if instead is None or given is None or parallel.use_ray:
         return
-    # vLLM notes here, too, which devices it gave to the last engine that it started
+    # vLLM also records here which devices it gave to the last engine that it started
     if len(given) >= parallel.world_size * parallel.data_parallel_size_local:
         raise UnsupportedFeatureError(f"devices by their ids on {device_type} ({instead})", f"--device-ids {given}")
 
@@ -177,8 +178,8 @@ def refuse_older_ray_executor(vllm_config: VllmConfig) -> None:
 
 
 def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
-    """Raises UnsupportedFeatureError for what reads block tables and does not know of offloaded blocks: a KV connector
-    that is not ours, and a draft model, whose layers share the tables.
+    """Raises UnsupportedFeatureError for features that read block tables and do not know of offloaded blocks: a KV
+    connector other than ours, and a draft model, whose layers share the tables.
 
     Raises UcmConfigError for copies in the connector's folder, which each would fill up to its own capacity.
     """
