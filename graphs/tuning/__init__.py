@@ -1,1 +1,1 @@
-"""Buckets that are optimal for observed steps, with a bound that says how far from the optimum they can be."""
+"""Optimises buckets for observed steps, with a bound on how far from the optimum they can be."""

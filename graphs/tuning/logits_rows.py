@@ -1,4 +1,4 @@
-"""Logits rows: one dimension, so that the best rows for every count are known exactly."""
+"""Chooses logits rows exactly: they have one dimension, so the best rows for every count can be computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class Quantisation(NamedTuple):
     cuts: NDArray[np.int64]
 
     def tops(self, k: int) -> list[int]:
-        """Ascending indices of the k values that are rounded up to; the last one is always among them."""
+        """Returns the ascending indices of the k values that others are rounded up to; the last value is always among
+        them.
+        """
         tops = []
         end = self.cuts.shape[1] - 1
         for level in range(k - 1, -1, -1):
@@ -50,7 +52,7 @@ def quantise(costs: Floats, counts: NDArray[np.int64] | Floats, most: int) -> Qu
         row = np.argmin(candidates, axis=0)
         extended = candidates[row, np.arange(n)]
         cuts.append(np.where(extended < best, row, cuts[-1]))
-        # Where one value more does not help, the same cut is right: it leads to the layer below, which is as good.
+        # If one more value does not help, the same cut is right: it leads to the layer below, which is as good.
         best = np.minimum(extended, best)
         totals.append(best[-1])
     return Quantisation(np.array(totals), np.array(cuts))
@@ -61,14 +63,16 @@ MAX_VALUES = 1024
 
 
 def best_rows(objective: Objective, most: int) -> tuple[Quantisation, NDArray[np.int64]]:
-    """The best 1 .. `most` rows, as indices into the values that come second; the last value is always among them."""
+    """Returns the best 1 .. `most` rows, as indices into the values, which come second; the last value is always among
+    them.
+    """
     ends = _group_ends(objective.logits_weights)
     values = objective.logits[ends]
     return quantise(objective.cost.logits_seconds(values), _group_weights(objective, ends), most), values
 
 
 def least_rows_seconds(objective: Objective, most: int) -> Floats:
-    """[most] seconds that no 1 .. `most` logits graphs undercut."""
+    """Returns [most] lower bounds in seconds for 1 .. `most` logits graphs."""
     ends = _group_ends(objective.logits_weights)
     starts = np.concatenate([[0], ends[:-1] + 1])
     total = quantise(
@@ -78,7 +82,9 @@ def least_rows_seconds(objective: Objective, most: int) -> Floats:
 
 
 def _group_ends(weights: Floats) -> NDArray[np.int64]:
-    """Last values of groups: every value, or, of too many, the heaviest and some at equal distances."""
+    """Returns the last values of groups: every value, or, if there are too many, the heaviest and some at equal
+    distances.
+    """
     n = len(weights)
     if n <= MAX_VALUES:
         return np.arange(n)

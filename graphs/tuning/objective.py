@@ -1,4 +1,4 @@
-"""The function that tuning minimises: the modelled seconds of observed steps, with a margin for larger ones."""
+"""The objective of tuning: the modelled seconds of observed steps, with a margin for larger ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, graph_array, shape_seconds
 
-# A step a little beyond every bucket of a log runs in the configured maximum, which can cost a hundred times as much.
-# Without a margin, buckets tuned on 4,000 steps cost 10 to 46 times too much on the next 4,000.
+# A step a little larger than every bucket of a log runs in the configured maximum, which can cost a hundred times as
+# much. Without a margin, buckets tuned on 4,000 steps cost 10 to 46 times too much on the next 4,000.
 SPREAD = 0.25
 NEAR_POINTS = 1500
 FAR_POINTS = 150
@@ -22,12 +22,12 @@ FAR_SHARE = 0.02
 
 
 def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, NDArray[np.float64]]:
-    """(shapes, weights): the observed ones, and a share `margin` of the weight on larger ones near them.
+    """Returns (shapes, weights): the observed ones, and a share `margin` of the weight on larger ones near them.
 
-    Shapes are [n, 6] where buckets bound the max prompt tiles and the log knows them, else [n, 5] with a sparse
-    method, else [n, 4].
+    Shapes are [n, 6] if buckets bound the max prompt tiles and the log has them, else [n, 5] with a sparse method, else
+    [n, 4].
 
-    Most of the margin lies on observed shapes whose sizes grew by a random factor (log-normal, about a quarter), a
+    Most of the margin is on observed shapes whose sizes grew by a random factor (log-normal, about a quarter), a
     fiftieth of it on sizes anywhere between the observed ones and the limits. The same steps give the same margin.
     """
     observed = steps.shapes[:, : _dimensions(steps, limits)]
@@ -58,7 +58,7 @@ def _dimensions(steps: Steps, limits: Limits) -> int:
 
 
 def logits_with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """(rows, weights): the observed rows and the largest; with a margin all rows there can be, in equal parts of it."""
+    """Returns (rows, weights): the observed rows and the largest; with a margin, all possible rows share it equally."""
     weights = np.full(limits.max_num_seqs, margin * steps.logits_counts.sum() / limits.max_num_seqs)
     weights[steps.logits - 1] += steps.logits_counts * (1.0 - margin)
     rows = np.flatnonzero(weights)
@@ -67,7 +67,7 @@ def logits_with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[NDA
 
 
 def _resized(shapes: Shapes, sizes: NDArray[np.float64], limits: Limits) -> Shapes:
-    """The shapes with other sizes, within the limits; a part that is absent stays absent."""
+    """Returns the shapes with other sizes, within the limits; a part that is absent stays absent."""
     resized = shapes.copy()
     resized[:, 1:] = np.where(shapes[:, 1:] > 0, np.minimum(sizes, _maxima(shapes, limits)), 0)
     return resized
@@ -81,14 +81,14 @@ def _maxima(shapes: Shapes, limits: Limits) -> NDArray[np.int64]:
     return maxima
 
 
-# The first rounding of sizes that is tried to make a large objective small, as a share, and the factor to the next.
+# The first rounding of sizes that is tried to shrink a large objective, as a share, and the factor to the next one.
 FINEST_ROUNDING = 1e-3
 WIDER = 1.3
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Weighted forward shapes and logits rows. A weight is a number of steps, not always a whole one.
+    """Weighted forward shapes and logits rows. A weight is a number of steps, not always an integer.
 
     shapes: [n, d] distinct, in ascending order of seconds; d is 4 to 6 (see `with_margin`). seconds, weights: [n].
     logits: [m] ascending rows, the last one max_num_seqs. logits_weights: [m].
@@ -105,7 +105,9 @@ class Objective:
 
     @classmethod
     def of(cls, steps: Steps, limits: Limits, cost: Cost, margin: float) -> Objective:
-        """The observed steps, with a share `margin` of the weight on larger ones (see `with_margin`)."""
+        """Makes the objective of observed steps, with a share `margin` of the weight on larger ones (see
+        `with_margin`).
+        """
         shapes, weights = _merged(*with_margin(steps, limits, margin))
         logits, logits_weights = logits_with_margin(steps, limits, margin)
         seconds = shape_seconds(cost, shapes)
@@ -134,10 +136,11 @@ class Objective:
         return float(forward[buckets.assign(self.shapes)] @ self.weights + padded @ self.logits_weights)
 
     def two_cheapest(self, shapes: Shapes) -> tuple[NDArray[np.int64], Floats, Floats]:
-        """Returns for each step the cheapest of `shapes` and the maximum that dominates it, its seconds, the second's.
+        """Finds, among `shapes` and the maximum, the cheapest that dominates each step. Returns its index, its seconds,
+        and the seconds of the second cheapest.
 
-        The first is an index into `shapes` (their number: the maximum). Where nothing but the maximum dominates a
-        step, that is also the second.
+        An index refers to `shapes`; their number stands for the maximum. If only the maximum dominates a step, it is
+        also the second.
         """
         everything = np.concatenate([shapes, self.maximum])
         seconds = shape_seconds(self.cost, everything)
@@ -152,14 +155,16 @@ class Objective:
         return order[found], seconds[order[found]], second
 
     def coarse(self, most: int) -> Objective:
-        """An objective of at most about `most` shapes, with sizes rounded down: in any buckets it costs no more."""
+        """Returns an objective of about `most` shapes or fewer, with sizes rounded down: it costs no more in any
+        buckets.
+        """
         coarse, rounding = self, FINEST_ROUNDING
         while len(coarse.shapes) > most and rounding < 1.0:
             coarse, rounding = self._rounded_down(1.0 + rounding), WIDER * rounding
         return coarse
 
     def _rounded_down(self, factor: float) -> Objective:
-        """Sizes become the next smaller whole power of `factor`, which merges similar steps."""
+        """Rounds sizes down to the next integer power of `factor`, which merges similar steps."""
         sizes = self.shapes[:, 1:]
         powers = np.floor(np.log(np.maximum(sizes, 1)) / np.log(factor))
         rounded = self.shapes.copy()

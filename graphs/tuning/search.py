@@ -14,16 +14,16 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, shape_seconds
 
 MAX_EXCHANGES = 200
-# An exchange must gain this fraction of the total, so that rounding never makes an endless loop.
+# An exchange must gain this fraction of the total, so that rounding never causes an endless loop.
 LEAST_SWAP_GAIN = 1e-6
 
 
 def exchange(costs: Floats, weights: Floats, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The candidates in place of `chosen` once no exchange of one for another lowers the weighted cost.
+    """Returns the candidates that replace `chosen` once no exchange of one for another lowers the weighted cost.
 
     Args:
-        costs: [candidates, points] cost of a point in a candidate; infinite where it does not fit. The last
-            candidate fits every point and is always there.
+        costs: [candidates, points] cost of a point in a candidate; infinite if it does not fit. The last candidate fits
+            every point and is always available.
         weights: [points].
         chosen: [k] candidates to start from.
     """
@@ -37,7 +37,7 @@ def exchange(costs: Floats, weights: Floats, chosen: NDArray[np.int64]) -> NDArr
             break
         chosen[place] = candidate
         before, owned = owned, _owned(costs, chosen)
-        # an exchange is felt by few points
+        # an exchange affects few points
         points = np.flatnonzero(owned.differs_from(before))
         sums.add(points, before, -1.0)
         sums.add(points, owned, 1.0)
@@ -45,15 +45,16 @@ def exchange(costs: Floats, weights: Floats, chosen: NDArray[np.int64]) -> NDArr
 
 
 class _Owned(NamedTuple):
-    """For each point, the place of its cheapest candidate (k: the one that is always there), the cost in it, and the
-    cost in the second cheapest; each [points]."""
+    """The place of each point's cheapest candidate (k: the one that is always available), the cost in it, and the cost
+    in the second cheapest; each [points].
+    """
 
     place: NDArray[np.int64]
     first: Floats
     second: Floats
 
     def differs_from(self, other: _Owned) -> NDArray[np.bool_]:
-        """[points] whether any of the three is another."""
+        """Returns [points] whether any of the three values differs."""
         return (self.place != other.place) | (self.first != other.first) | (self.second != other.second)
 
 
@@ -67,10 +68,10 @@ def _owned(costs: Floats, chosen: NDArray[np.int64]) -> _Owned:
 
 
 class _Sums:
-    """The changes that an exchange makes, as sums over points.
+    """The changes by exchanges, as sums over points.
 
-    gain: [candidates] saved by a candidate in addition to all that are chosen. loss: [candidates, k] added cost of the
-    points of a place when the candidate takes it.
+    gain: [candidates] saved by adding a candidate to all that are chosen. loss: [candidates, k] how much more the
+    points of a place cost when the candidate takes it.
     """
 
     def __init__(self, costs: Floats, weights: Floats, k: int) -> None:
@@ -78,7 +79,7 @@ class _Sums:
         self.gain, self.loss = np.zeros(len(costs)), np.zeros((len(costs), k))
 
     def add(self, points: NDArray[np.int64], owned: _Owned, sign: float) -> None:
-        """Adds these points, or takes them out with `sign` -1."""
+        """Adds these points, or removes them with `sign` -1."""
         places = owned.place[points]
         for place in np.unique(places):
             members = points[places == place]
@@ -89,7 +90,7 @@ class _Sums:
 
 
 def cost_table(candidates: Shapes, seconds: Floats, points: Shapes) -> Floats:
-    """[candidates, points] seconds of a candidate where it dominates the point, infinite elsewhere."""
+    """Returns [candidates, points] seconds of a candidate if it dominates the point, infinite otherwise."""
     fits = np.ones((len(candidates), len(points)), bool)
     for axis in range(points.shape[1]):
         fits &= candidates[:, axis, None] >= points[None, :, axis]
@@ -100,9 +101,9 @@ Indices = NDArray[np.int64]
 Report = Callable[[float], None]
 """Called with the fraction that is done."""
 
-# Clusters that splitting makes for each one that is wanted, before merging begins.
+# The clusters that splitting makes for each wanted one, before merging begins.
 OVERSPLIT = 6
-# Exchanges look at this many clusters instead of at every point; the result is settled on the points themselves.
+# Exchanges look at this many clusters instead of every point; the result is settled on the points themselves.
 MAX_CLUSTERS = 700
 ROUNDS = 6
 # Up to this many shapes the search starts from several sides: each shape matters, and exchanges are quick.
@@ -112,12 +113,12 @@ LEAST_GAIN = 2e-4
 CUTS = 8
 # Clusters of up to this many shapes are cut in all orders at once.
 SMALL_CLUSTER = 1000
-# Candidates that are joins of a chosen shape and one cluster.
+# The number of candidates that are joins of a chosen shape and one cluster.
 WIDENED = 1024
 
 
 def to_shapes(found: Shapes) -> list[ForwardShape]:
-    """Rows as forward shapes."""
+    """Returns rows as forward shapes."""
     return [ForwardShape.of(bool(causal), *sizes) for causal, *sizes in found.tolist()]
 
 
@@ -137,7 +138,7 @@ class Merged(NamedTuple):
 
 
 class Search:
-    """Covers of weighted points by shapes: clusters, whose shape is the join (largest size in each dimension).
+    """Covers weighted points by shapes: clusters, whose shape is the join (largest size in each dimension).
 
     Args:
         points: [n, d] observed shapes, d = 4 to 6 (see `Shapes`). counts: [n].
@@ -152,7 +153,9 @@ class Search:
         self._splits: dict[bytes, Split] = {}
 
     def run(self, k: int, report: Report = lambda done: None) -> Shapes:
-        """[<= k, d] shapes, without the fixed ones: split, merge, then exchange shapes for better ones in rounds."""
+        """Returns [<= k, d] shapes, without the fixed ones: splits, merges, then exchanges shapes for better ones in
+        rounds.
+        """
         if k < 1:
             return self.points[:0]
         joins, weights = self.clusters(max(MAX_CLUSTERS, OVERSPLIT * k))
@@ -177,11 +180,11 @@ class Search:
         return shapes, total
 
     def clusters(self, k: int) -> tuple[Shapes, Floats]:
-        """(joins, weights) of k clusters of points, or of one for each point if there are fewer."""
+        """Returns (joins, weights) of k clusters of points, or of one for each point if there are fewer."""
         return self._joins(self.split(min(len(self.points), k)))
 
     def split(self, k: int) -> list[Indices]:
-        """k clusters: from one of all points, always the cut that saves most."""
+        """Makes k clusters: starts with one of all points, and always makes the cut that saves most."""
         clusters = [np.arange(len(self.points))]
         splits = [self.best_split(clusters[0])]
         while len(clusters) < k:
@@ -196,7 +199,9 @@ class Search:
         return clusters
 
     def best_split(self, members: Indices) -> Split:
-        """Cuts along each dimension and along cost, at every place; once, for the same ones are cut for every k."""
+        """Tries cuts along each dimension and along cost, at every place; cached, because the same clusters recur for
+        every k.
+        """
         key = members.tobytes()
         if key not in self._splits:
             self._splits[key] = self._find_split(members)
@@ -209,7 +214,7 @@ class Search:
         points, counts = self.points[members], self.counts[members]
         whole = float(self._seconds(points.max(axis=0)) * counts.sum())
         orders = np.argsort(np.column_stack([points, self._seconds(points)]), axis=0, kind="stable").T
-        # small clusters in all orders at once: their cost is that of the calls
+        # small clusters in all orders at once, because the calls dominate their cost
         for some in orders[None] if len(members) <= SMALL_CLUSTER else orders[:, None]:
             ordered = points[some]
             below = np.maximum.accumulate(ordered, axis=1)[:, :-1]
@@ -225,23 +230,23 @@ class Search:
         return best
 
     def totals(self, k: int) -> Floats:
-        """[k + 1] approximate cost of the points with 0, 1, .. k shapes in addition to the fixed ones."""
+        """Returns [k + 1] approximate cost of the points with 0, 1, .. k shapes in addition to the fixed ones."""
         merged = self.merge(*self._with_fixed(*self._joins(self.split(2 * k))), 1)
         saved = np.concatenate([[0.0], np.cumsum(merged.increases[::-1]), np.full(k, merged.increases.sum())])[: k + 1]
         return float(self._seconds(self.fixed.max(axis=0)) * self.counts.sum()) - saved
 
     def starts(self, k: int) -> tuple[list[Shapes], Shapes]:
-        """([<= k, d] shapes to begin with, from different sides; every join that was made on the way)."""
+        """Returns ([<= k, d] shapes to begin with, from different sides; every join that was made on the way)."""
         clusters = self._joins(self.split(OVERSPLIT * k))
         apart = self.merge(*clusters, k)
         if k > FEW:
             return [apart.shapes], apart.tree
         beside = self.merge(*self._with_fixed(*clusters), k + 1)
-        # From nothing, exchanging begins with adding what saves most.
+        # From no shapes, exchanging begins by adding the shape that saves most.
         return [apart.shapes, beside.shapes[1:], self.points[:0]], np.concatenate([apart.tree, beside.tree])
 
     def merge(self, shapes: Shapes, weights: Floats, k: int) -> Merged:
-        """k clusters or fewer, by always joining the two whose join costs least."""
+        """Returns k clusters or fewer, by always joining the two whose join costs least."""
         shapes, weights = shapes.copy(), weights.copy()
         penalty = self._penalties(shapes, weights, shapes, weights)
         np.fill_diagonal(penalty, np.inf)
@@ -261,16 +266,18 @@ class Search:
         return Merged(shapes[left], np.array(tree), np.array(increases))
 
     def _joins(self, clusters: list[Indices]) -> tuple[Shapes, Floats]:
-        """(shapes, weights) of clusters."""
+        """Returns (shapes, weights) of clusters."""
         shapes = np.array([self.points[members].max(axis=0) for members in clusters])
         return shapes, np.array([self.counts[members].sum() for members in clusters])
 
     def _with_fixed(self, shapes: Shapes, weights: Floats) -> tuple[Shapes, Floats]:
-        """The largest fixed shape as the first cluster, without points so far: what joins it needs no shape."""
+        """Adds the largest fixed shape as the first cluster, without points so far: clusters that join it need no
+        shape.
+        """
         return np.concatenate([self.fixed.max(axis=0, keepdims=True), shapes]), np.concatenate([[0.0], weights])
 
     def settle(self, shapes: Shapes) -> tuple[Shapes, float]:
-        """Points to their cheapest shapes, shapes to the join of their points, until nothing changes."""
+        """Assigns points to their cheapest shapes, and shapes to the join of their points, until both stay the same."""
         while True:
             ordered, is_fixed = self._ordered(shapes)
             found = cheapest_fit(ordered, self.points)
@@ -282,9 +289,10 @@ class Search:
             shapes = settled
 
     def exchanged(self, shapes: Shapes, k: int, candidates: Shapes, joins: Shapes, weights: Floats) -> Shapes:
-        """[k, d] `shapes` after exchanges for `candidates`, while one lowers the cost of weighted clusters of points.
+        """Returns [k, d] `shapes` after exchanges for `candidates`, as long as one lowers the cost of weighted clusters
+        of points.
 
-        Where there are fewer than k, a fixed shape stands in each free place, and is exchanged like the others.
+        If there are fewer than k, a fixed shape fills each free place, and is exchanged like the others.
         """
         table = np.concatenate([shapes, candidates, self.fixed])
         costs = cost_table(table, self._seconds(table), joins)
@@ -295,7 +303,7 @@ class Search:
         return table[chosen]
 
     def neighbours(self, shapes: Shapes) -> Shapes:
-        """Shapes near the chosen ones: parts of a cluster that is cut along one dimension, and joins of two."""
+        """Returns shapes near the chosen ones: parts of a cluster that is cut along one dimension, and joins of two."""
         ordered, _ = self._ordered(shapes)
         found = cheapest_fit(ordered, self.points)
         near = [np.maximum(shapes[:, None], shapes[None]).reshape(-1, shapes.shape[1])]
@@ -311,20 +319,20 @@ class Search:
         return np.concatenate(near)
 
     def widened(self, shapes: Shapes, joins: Shapes, weights: Floats) -> Shapes:
-        """Joins of the shapes with the clusters of points that lose most in the present shapes."""
+        """Returns joins of the shapes with the clusters of points that lose most in the present shapes."""
         ordered, _ = self._ordered(shapes)
         loss = (self._seconds(ordered)[cheapest_fit(ordered, joins)] - self._seconds(joins)) * weights
         dearest = joins[np.argsort(-loss, kind="stable")[: max(1, WIDENED // max(1, len(shapes)))]]
         return np.maximum(shapes[:, None], dearest[None]).reshape(-1, shapes.shape[1])
 
     def _ordered(self, shapes: Shapes) -> tuple[Shapes, NDArray[np.bool_]]:
-        """Shapes and fixed ones in ascending cost, and which are fixed."""
+        """Returns shapes and fixed ones in ascending cost, and which are fixed."""
         everything = np.concatenate([shapes, self.fixed])
         order = np.lexsort((everything.sum(axis=1), self._seconds(everything)))
         return everything[order], order >= len(shapes)
 
     def _penalties(self, a: Shapes, a_weights: Floats, b: Shapes, b_weights: Floats) -> Floats:
-        """[len(a), len(b)] what joining costs."""
+        """Returns [len(a), len(b)], the cost of joining."""
         joins = self._seconds(np.maximum(a[:, None], b[None]))
         apart = (self._seconds(a) * a_weights)[:, None] + (self._seconds(b) * b_weights)[None]
         return joins * (a_weights[:, None] + b_weights[None]) - apart

@@ -1,4 +1,4 @@
-"""Chooses buckets for observed steps: logits rows exactly, forward shapes by search, in one count of graphs."""
+"""Chooses buckets for observed steps: logits rows exactly, forward shapes by search, within one number of graphs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def tune(
     margin: float = DEFAULT_MARGIN,
     report: Report = lambda done: None,
 ) -> BucketSet:
-    """At most `max_graphs` graphs that cost `steps` the least.
+    """Returns at most `max_graphs` graphs that cost `steps` the least.
 
     Args:
-        steps: observed ones.
+        steps: the observed steps.
         limits: bounds of all steps; the maximum is always one of the graphs.
-        margin: share of the weight on steps somewhat larger than the observed ones. 0 fits the log exactly: steps
-            beyond it then run in the maximum.
+        margin: share of the weight on steps somewhat larger than the observed ones. 0 fits the log exactly: larger
+            steps then run in the maximum.
         report: called with the fraction that is done.
     """
     check_steps(steps, limits)
@@ -63,14 +63,17 @@ def check_steps(steps: Steps, limits: Limits) -> None:
 
 
 def _divide(objective: Objective, max_graphs: int, search: Search) -> list[int]:
-    """The logits rows. Their number leaves the forward shapes the graphs with which both together cost the least."""
+    """Returns the logits rows. Their number leaves as many graphs for forward shapes as cost the least together with
+    them.
+    """
     optimum, values = best_rows(objective, max_graphs - 1)
     k = _balance(optimum.total, search.totals(max_graphs - LEAST_GRAPHS))
     return [int(values[index]) for index in optimum.tops(k)]
 
 
 def _balance(rows: Floats, forward: Floats) -> int:
-    """How many logits rows: of n + 1 graphs the maximum has one, k are logits rows, the other n - k forward shapes.
+    """Returns how many logits rows to use: of n + 1 graphs the maximum has one, k are logits rows, the other n - k
+    forward shapes.
 
     Args:
         rows: seconds with 1, 2, .. logits rows, n of them or fewer.
