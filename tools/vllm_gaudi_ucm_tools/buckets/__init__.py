@@ -1,1 +1,1 @@
-"""Choosing buckets before a server runs: `gaudi-ucm plan` and `gaudi-ucm tune`."""
+"""Chooses buckets before a server runs: `gaudi-ucm plan` and `gaudi-ucm tune`."""

@@ -1,4 +1,4 @@
-"""How far buckets can be from the optimum: dual prices, and branch and bound over boxes of shapes."""
+"""Bounds how far buckets can be from the optimum, by dual prices and by branch and bound over boxes of shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ MAX_BOXES = 150_000
 
 
 class Ceiling(NamedTuple):
-    """most: no reduced profit is higher. shapes: [found, d] those above the graph price. profits: [found] theirs."""
+    """most: the highest possible reduced profit. shapes: [found, d] those above the graph price. profits: [found]
+    theirs.
+    """
 
     most: float
     shapes: Shapes
@@ -40,17 +42,17 @@ class Boxes(NamedTuple):
 
 
 class CeilingSearch:
-    """The highest reduced profit of any shape: boxes that may hold one above the graph price, cut in two until none is
-    left.
+    """Searches for the highest reduced profit of any shape: boxes that may hold one above the graph price are cut in
+    two until none is left.
 
-    Only joins of steps need to be looked at (another shape costs no less than the join of its steps), so the sizes
-    on each axis are those of steps. In a box a step pays at least what the join of the box's lowest shape and the step
-    costs; the sum over steps is at least the reduced profit of any shape in it.
+    Only joins of steps must be examined (another shape costs no less than the join of its steps), so the sizes on each
+    axis are those of steps. In a box, a step pays at least the cost of its join with the box's lowest shape; the sum
+    over steps is at least the reduced profit of any shape in it.
 
     Args:
         prices: [n] dual prices of the objective's shapes.
         graph_price: a reduced profit that some shape is known to have.
-        tolerance: boxes that can exceed the graph price by no more than this share are not looked into.
+        tolerance: boxes that can exceed the graph price by no more than this share are not examined.
     """
 
     def __init__(self, objective: Objective, prices: Floats, graph_price: float, tolerance: float) -> None:
@@ -63,7 +65,7 @@ class CeilingSearch:
         self._profits: list[Floats] = []
 
     def run(self) -> Ceiling:
-        """The ceiling; it is loose where the count of boxes was not enough."""
+        """Returns the ceiling, which is loose if the number of boxes was not enough."""
         boxes = Boxes(np.zeros((1, len(self._axes)), np.int64), np.array([[len(sizes) - 1 for sizes in self._axes]]))
         seen, highest, most = 0, self._graph_price, 0.0
         while len(boxes.low):
@@ -71,7 +73,7 @@ class CeilingSearch:
             limits, boxes = self._limits(boxes)
             highest = max(highest, self._look_at(boxes.take(limits > self._allowed(highest))))
             is_open = limits > self._allowed(highest)
-            # A box of one shape is no estimate: its limit is the reduced profit.
+            # A box of one shape needs no estimate: its limit is the reduced profit.
             is_open &= (boxes.low < boxes.high).any(axis=1) & (seen < MAX_BOXES)
             most = max(most, float(limits[~is_open].max(initial=0.0)))
             boxes = self._halves(boxes.take(is_open))
@@ -83,7 +85,9 @@ class CeilingSearch:
         return highest * (1.0 + self._tolerance)
 
     def _limits(self, boxes: Boxes) -> tuple[Floats, Boxes]:
-        """(no shape of a box earns more, the boxes in ascending cost without their useless upper parts)."""
+        """Returns (an upper bound of each box's profits, the boxes in ascending cost without their useless upper
+        parts).
+        """
         lowest = self._seconds(boxes.low)
         order = np.argsort(lowest, kind="stable")
         boxes, lowest = boxes.take(order), lowest[order]
@@ -106,7 +110,7 @@ class CeilingSearch:
         return limits, Boxes(boxes.low, high)
 
     def _look_at(self, boxes: Boxes) -> float:
-        """The highest reduced profit among the highest shapes of boxes; those above the graph price are kept."""
+        """Returns the highest reduced profit among the highest shapes of boxes; keeps those above the graph price."""
         shapes = self._sizes(boxes.high)
         profits = reduced_profits(self._objective, self._prices, shapes)
         better = profits > self._graph_price
@@ -115,7 +119,7 @@ class CeilingSearch:
         return float(profits.max(initial=0.0))
 
     def _halves(self, boxes: Boxes) -> Boxes:
-        """Each box cut in two on the axis along which its cost grows most."""
+        """Cuts each box in two on the axis along which its cost grows most."""
         rows = np.arange(len(boxes.low))
         growth = np.full((len(rows), len(self._axes)), -1.0)
         highest = self._seconds(boxes.high)
@@ -123,7 +127,7 @@ class CeilingSearch:
             lower = boxes.high.copy()
             lower[:, axis] = boxes.low[:, axis]
             width = boxes.high[:, axis] - boxes.low[:, axis]
-            # Where cost does not grow, the wider axis is cut; an axis without width never is.
+            # If cost does not grow, the wider axis is cut; an axis without width never is.
             grown = highest - self._seconds(lower) + 1e-12 * width
             growth[:, axis] = np.where(width > 0, grown, -1.0)
         axis = growth.argmax(axis=1)
@@ -142,14 +146,14 @@ class CeilingSearch:
 # Rounds end at this gap, or at this number: a round of 10,000 steps takes 2 to 5 seconds.
 GOOD_GAP = 0.025
 MAX_ROUNDS = 6
-# Candidates that one round hands to the next, and the most that the ceiling adds to them.
+# The number of candidates that one round passes to the next, and the most that the ceiling adds to them.
 MAX_CANDIDATES = 600
 FIRST_CANDIDATES = 1200
-# Rounds look at no more shapes than this. For a larger log sizes are rounded down for the bound, which the gap
+# Rounds examine no more shapes than this. For a larger log, sizes are rounded down for the bound, which the gap
 # includes, and the buckets stay the same.
 MAX_SHAPES = 20_000
 SWEEPS = 8
-# How far above the graph price the ceiling may stay, by round: it costs less to look closely once the prices are good.
+# How far above the graph price the ceiling may stay, by round: a close search costs less once the prices are good.
 TOLERANCES = (0.2, 0.15, 0.1)
 
 
@@ -163,7 +167,7 @@ class Certified(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """The buckets cost at most this share more than the best possible ones."""
+        """Returns the share by which the buckets cost at most more than the best possible ones."""
         return self.seconds / self.bound - 1.0
 
 
@@ -174,10 +178,10 @@ def certify(
     gap: float = GOOD_GAP,
     report: Report = lambda done: None,
 ) -> Certified:
-    """Buckets at least as good as `buckets`, and a lower bound of what `max_graphs` graphs can cost the objective.
+    """Returns buckets at least as good as `buckets`, and a lower bound for the cost of `max_graphs` graphs.
 
     Args:
-        objective: the one that `buckets` were tuned to.
+        objective: the objective to which `buckets` were tuned.
         gap: rounds end once it is reached, or after MAX_ROUNDS.
         report: called with the fraction of the rounds that is done.
     """
@@ -192,7 +196,9 @@ def certify(
 
 
 class _Rounds:
-    """Each round climbs the dual over candidates, finds shapes above the graph price, exchanges buckets for them."""
+    """Climbs, in each round, the dual over candidates, finds shapes above the graph price, and exchanges buckets for
+    them.
+    """
 
     def __init__(self, objective: Objective, buckets: BucketSet, max_graphs: int) -> None:
         self._objective, self._coarse = objective, objective.coarse(MAX_SHAPES)
@@ -208,11 +214,11 @@ class _Rounds:
         self._number = 0
 
     def now(self) -> Certified:
-        """The result so far."""
+        """Returns the result so far."""
         return Certified(self._buckets, self._seconds, self._bound, self._objective.true_seconds)
 
     def next(self) -> None:
-        """One more round: a better bound, better buckets, or both."""
+        """Runs one more round: a better bound, better buckets, or both."""
         if not self._number:
             self._begin()
         tolerance = TOLERANCES[min(self._number, len(TOLERANCES) - 1)]
@@ -233,7 +239,7 @@ class _Rounds:
         self._prices = DualPrices(seconds, np.full(len(self._candidates), 1.0 / max(1, len(self._candidates))))
 
     def _carry_over(self, prices: DualPrices, best: Shapes, ceiling: Ceiling) -> None:
-        """The next candidates with their shares: the best so far, those above the graph price, the chosen ones."""
+        """Sets the next candidates with their shares: the best so far, those above the graph price, the chosen ones."""
         new = ceiling.shapes[np.argsort(-ceiling.profits, kind="stable")[:MAX_CANDIDATES]]
         shares = dict(zip(map(tuple, self._candidates.tolist()), prices.shares.tolist(), strict=True))
         self._candidates = np.unique(np.concatenate([best, new, self._chosen]), axis=0)
@@ -241,7 +247,7 @@ class _Rounds:
         self._prices = DualPrices(prices.seconds, 0.98 * old / max(old.sum(), 1e-300) + 0.02 / max(1, len(old)))
 
     def _exchange(self, candidates: Shapes) -> None:
-        """Keeps the buckets that exchanging chosen shapes for candidates leads to, if they cost less."""
+        """Keeps the buckets that result from exchanging chosen shapes for candidates, if they cost less."""
         if not len(self._chosen) or self._coarse is not self._objective:
             return
         objective = self._objective
@@ -253,7 +259,7 @@ class _Rounds:
             self._buckets, self._seconds, self._chosen = buckets, seconds, shapes
 
     def _bound_of(self, prices: Floats, most: float) -> float:
-        """For every division of the graphs between forward shapes and logits rows; the least of them."""
+        """Returns the least bound over all divisions of the graphs between forward shapes and logits rows."""
         forward = float(prices @ self._coarse.weights)
         others = np.arange(len(self._rows))[::-1]
         return float((forward - others * most + self._rows).min())

@@ -1,8 +1,7 @@
-"""Estimates the time to compile a graph from the number of its nodes: two bounds, modelled on the few published
-figures.
+"""Estimates the time to compile a graph from its number of nodes: two bounds, modelled on the few published figures.
 
-There are no published figures of seconds over nodes for Gaudi's graph compiler. The bounds are straight lines through
-figures of vllm-gaudi; their distance shows how little is known.
+There are no published figures of seconds per node for Gaudi's graph compiler. The bounds are straight lines through
+figures of vllm-gaudi; the distance between them shows how little is known.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class CompileCost:
         return self.fixed + self.per_node.times(nodes)
 
 
-# The figures are of whole models in lazy mode: about 32 layers (Llama 3.1 8B) of about 50 nodes. Both are inferred.
+# The figures are for whole models in lazy mode: about 32 layers (Llama 3.1 8B) of about 50 nodes. Both are inferred.
 _LAYERS, _NODES_OF_LAYER = 32, 50
 # vllm-gaudi, docs/features/warmup.md: 24 prompt and 48 decode buckets in 49 s.
 _FASTEST = 49.0 / (24 + 48)
@@ -46,8 +45,7 @@ _FASTEST = 49.0 / (24 + 48)
 _SLOWEST = 38.0
 # The fixed part, in layers. vllm-gaudi, pull request 1638: every layer of Gemma 4 E4B used to be compiled separately,
 # and then one for all; prompts went from 12 to 3 minutes and decodes from 28 to 18. With 35 layers (inferred) a layer
-# takes (12
-# - 3) / 34 and (28 - 18) / 34 minutes, and the fixed part is as large as 10 and 60 of them.
+# takes (12 - 3) / 34 and (28 - 18) / 34 minutes, and the fixed part is as large as 10 and 60 of them.
 _FIXED_LAYERS = (10, 60)
 
 

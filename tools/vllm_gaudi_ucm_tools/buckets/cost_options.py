@@ -20,11 +20,11 @@ from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach", "strip", "window")
 LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
 LLAMA_NAME = "llama-8b"
-MOST_GRAPHS = 4096  # as of the option ucm.graphs.max_graphs
+MOST_GRAPHS = 4096  # the same as for the option ucm.graphs.max_graphs
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declare --strategy with its options, and --buckets in its place. what: help of --strategy."""
+    """Declares --strategy with its options, and --buckets as an alternative. what: help of --strategy."""
     choice = parser.add_mutually_exclusive_group()
     # a bucket file is named by --buckets
     choice.add_argument("--strategy", choices=[name for name in STRATEGIES.names() if name != "file"], help=what)
@@ -35,7 +35,7 @@ def add_strategy_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def strategy_options(args: argparse.Namespace, strategy: str) -> Mapping[str, Any]:
-    """The options of --strategy-options, checked as a server checks them. Raises a ValueError that names the option."""
+    """Returns the options of --strategy-options, checked as in a server. Raises a ValueError that names the option."""
     try:
         given = json.loads(args.strategy_options or "{}")
     except ValueError as error:
@@ -45,7 +45,7 @@ def strategy_options(args: argparse.Namespace, strategy: str) -> Mapping[str, An
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare --device and --model, and how many devices share the model."""
+    """Declares --device and --model, and how many devices share the model."""
     parser.add_argument(
         "--device", choices=DEVICES, default="gaudi2", help="device spec of the cost model (default: gaudi2)"
     )
@@ -72,7 +72,7 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
-    """Declare one option for each limit; without it the limit comes from `source`."""
+    """Declares one option for each limit; without it the limit comes from `source`."""
     group = parser.add_argument_group("limits of the server", f"without them: {source}")
     for name in LIMIT_NAMES:
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
@@ -102,13 +102,13 @@ def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
 
 
 def given_limits(args: argparse.Namespace) -> set[str]:
-    """Fields of a log's header that options say: logs may differ in them."""
+    """Returns the fields of a log's header that options override: logs may differ in them."""
     names = (*LIMIT_NAMES, "max_shared_blocks", "max_selected_blocks", "contiguous")
     return {name for name in names if getattr(args, name) is not None}
 
 
 def read_model(path: Path | None) -> tuple[str, ModelSpec]:
-    """(name, sizes) of the model at `path`, or of the default one; raises a ValueError that names the file."""
+    """Returns (name, sizes) of the model at `path`, or of the default one; raises a ValueError that names the file."""
     if path is None:
         return LLAMA_NAME, LLAMA_8B
     file, config = _read_config(path)
@@ -141,20 +141,21 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def cost_model(args: argparse.Namespace, block_size: int) -> CostModel:
-    """The cost model of --device and of its part of --model."""
+    """Returns the cost model of --device and of its part of --model."""
     part = read_model(args.model)[1].shard(args.tensor_parallel_size, args.pipeline_parallel_size)
     return CostModel(device_spec(args.device), part, block_size)
 
 
 def check_max_graphs(number: int) -> None:
-    """Raises a ValueError for more than a server takes; how few will do depends on the buckets."""
+    """Raises a ValueError for more than a server accepts; the least possible number depends on the buckets."""
     if number > MOST_GRAPHS:
         raise ValueError(f"--max-graphs is {number}, expected at most {MOST_GRAPHS}")
 
 
 def check_block_size(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> None:
-    """Raises a ValueError where --block-size or --granularity contradicts the log, whose steps are counted in blocks of
-    its own size, or in ranges of them."""
+    """Raises a ValueError if --block-size or --granularity contradicts the log, whose steps are counted in blocks of
+    its own size, or in ranges of them.
+    """
     logged = known.get("block_size")
     if args.block_size is not None and logged is not None and args.block_size != logged:
         raise ValueError(
@@ -169,7 +170,7 @@ def check_block_size(args: argparse.Namespace, known: Mapping[str, Any], where: 
 
 
 def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> Limits:
-    """The limits from the options, and from `known` if there is none.
+    """Returns the limits from the options, and from `known` for options that are not given.
 
     Raises:
         ValueError: limits that are in neither, all named, or that do not go together.
@@ -202,7 +203,7 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
 
 
 def _strip_of(args: argparse.Namespace, known: Mapping[str, Any], block_size: int, where: str) -> int:
-    """Returns the granularity of --granularity, or else of the log."""
+    """Returns the strip of --granularity, or of the log if the option is not given."""
     found = known.get("strip", 0)
     if type(found) is not int:
         raise ValueError(f"{where} has strip {found!r}, expected a number; give --granularity")
@@ -212,7 +213,7 @@ def _strip_of(args: argparse.Namespace, known: Mapping[str, Any], block_size: in
 
 
 def _window_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> int:
-    """Returns the window of a log, or else of the model, if all of its layers have it."""
+    """Returns the window of a log, or of the model if the log has none and all layers have the same window."""
     if "window" not in known:
         model = read_model(args.model)[1]
         return model.window if model.window_layers == model.layers else 0

@@ -1,10 +1,10 @@
 """Dual prices of steps, climbed until no candidate's reduced profit stands out: the dual of choosing k candidates.
 
 A step with dual price `p` pays at most `p` seconds. The reduced profit of a shape is what its steps would pay beyond
-its seconds. If no shape has a reduced profit above `f`, the graph price, no k shapes cost less than
-`sum(weight * p) - k * f`. This is the Lagrangian dual of the k-median problem (Cornuejols, Fisher and Nemhauser 1977).
-It is concave and kinked, so the climb smooths it: a soft maximum replaces the highest reduced profit, around shares of
-the candidates that are themselves improved (an entropic proximal method).
+its seconds. If no shape has a reduced profit above `f`, the graph price, no k shapes cost less than `sum(weight * p) -
+k * f`. This is the Lagrangian dual of the k-median problem (Cornuejols, Fisher and Nemhauser 1977). It is concave and
+kinked, so the climb smooths it: a soft maximum replaces the highest reduced profit, around shares of the candidates
+that are themselves improved (an entropic proximal method).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ MOST_PRICE = 2.5
 
 
 class DualPrices(NamedTuple):
-    """seconds: [n] what each step pays at most. shares: [candidates] of a fractional choice; their sum is 1."""
+    """seconds: [n] the most that each step pays. shares: [candidates] of a fractional choice; their sum is 1."""
 
     seconds: Floats
     shares: Floats
 
 
 def first_prices(objective: Objective, chosen: Shapes) -> tuple[Floats, Floats]:
-    """(prices, most): near the best prices if `chosen` is a good choice; and the highest price of each step.
+    """Returns (prices, most): prices near the best ones if `chosen` is a good choice; and the highest price of each
+    step.
 
-    A step pays what its shape costs and an equal part of the graph price, but never more than its second best choice.
+    A step pays the cost of its shape and an equal part of the graph price, but never more than its second best choice.
     """
     owner, first, second = objective.two_cheapest(chosen)
     losses = np.bincount(owner, objective.weights * (second - first), len(chosen) + 1)[:-1]
@@ -51,7 +52,7 @@ def first_prices(objective: Objective, chosen: Shapes) -> tuple[Floats, Floats]:
 
 
 def _parts(weights: Floats, limits: Floats, graph_price: float) -> Floats:
-    """[n] equal parts, none above its limit, whose weighted sum is the graph price, or that of all limits."""
+    """Returns [n] equal parts, none above its limit, whose weighted sum is the graph price, or that of all limits."""
     low, high = 0.0, float(limits.max(initial=0.0))
     for _ in range(40):
         middle = 0.5 * (low + high)
@@ -79,11 +80,11 @@ class Ascent:
         self._mean, self._square, self._moves = np.zeros_like(most), np.zeros_like(most), 0
 
     def value(self, prices: Floats) -> float:
-        """The value of the dual: no k of the candidates cost less."""
+        """Returns the value of the dual: no k of the candidates cost less."""
         return float(self._objective.weights @ prices) - self._k * float(self._profits(prices).max(initial=0.0))
 
     def run(self, start: DualPrices, sweeps: int) -> DualPrices:
-        """Better prices and shares, after `sweeps` sweeps of moves."""
+        """Returns better prices and shares, after `sweeps` sweeps of moves."""
         best, best_value = start.seconds, self.value(start.seconds)
         now, shares = start.seconds, start.shares
         objective = self._objective
@@ -101,7 +102,9 @@ class Ascent:
         return DualPrices(best, shares)
 
     def _sweep(self, prices: Floats, shares: Floats, unit: Floats) -> tuple[Floats, Floats, Floats]:
-        """(last prices, mean prices, mean soft choice). Moves are Adam's (Kingma and Ba 2015): alike for all steps."""
+        """Returns (last prices, mean prices, mean soft choice). Moves follow Adam (Kingma and Ba 2015), at one rate for
+        all steps.
+        """
         total, taken = np.zeros_like(prices), np.zeros_like(shares)
         graph_price = float(self._profits(prices).max(initial=0.0))
         for _ in range(ITERATIONS):
@@ -117,7 +120,7 @@ class Ascent:
         return prices, total / ITERATIONS, taken / ITERATIONS
 
     def _slope(self, prices: Floats, shares: Floats, graph_price: float) -> tuple[Floats, Floats]:
-        """(soft choice of the highest reduced profit, slope of the smoothed dual for each price)."""
+        """Returns (soft choice of the highest reduced profit, slope of the smoothed dual for each price)."""
         gain = prices[self._step] - self._seconds
         paid = gain > 0.0
         profits = np.bincount(self._candidate, np.where(paid, gain, 0.0) * self._weight, self._count)
@@ -140,7 +143,8 @@ CHUNK = 256
 
 
 def reduced_profits(objective: Objective, prices: Floats, candidates: Shapes) -> Floats:
-    """[candidates] sum over the steps that a candidate dominates of weight x (price - its seconds), where positive.
+    """Returns [candidates] sum over the steps that a candidate dominates of weight x (price - its seconds), if
+    positive.
 
     Args:
         prices: [n] dual prices of the objective's shapes, in seconds.
@@ -150,7 +154,7 @@ def reduced_profits(objective: Objective, prices: Floats, candidates: Shapes) ->
     found = np.zeros(len(candidates))
     for start in range(0, len(order), CHUNK):
         chunk = order[start : start + CHUNK]
-        # Candidates of similar seconds have similar steps: cheaper than they are, with a price above.
+        # Candidates of similar seconds have similar steps: cheaper than the candidates, with a price above.
         end = np.searchsorted(objective.seconds, seconds[chunk[-1]] * (1.0 + 1e-12), side="right")
         steps = np.flatnonzero(prices[:end] > seconds[chunk[0]])
         fits = np.ones((len(chunk), len(steps)), bool)

@@ -1,4 +1,4 @@
-"""Bytes of experts that stay the codes of a quantised checkpoint, as its `quantization_config` describes them."""
+"""Bytes of experts that keep the codes of a quantised checkpoint, as its `quantization_config` describes them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _in_blocks(block: Any) -> CodeSpec | None:
 
 
 def _group(quantised: Mapping[str, Any]) -> int:
-    """Inputs that share a scale; -1, or none, stands for all."""
+    """Returns the number of inputs that share a scale; -1, or no entry, stands for all."""
     found = quantised.get("group_size", quantised.get("q_group_size"))
     return found if type(found) is int and found > 0 else _OUTPUT
 

@@ -1,4 +1,4 @@
-"""Bytes of weights on a device, of which quantised experts may stay the codes of their checkpoint."""
+"""Bytes of weights on a device, including quantised experts that may keep the codes of their checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ KEEP_CODES = {"h200"}
 
 
 def held_bytes(model: ModelSpec, codes: CodeSpec | None, device: str, kept: str = "auto") -> int:
-    """Returns bytes of all weights: quantised experts stay codes, or become plain ones.
+    """Returns the bytes of all weights: quantised experts stay codes, or become plain ones.
 
     Args:
-        model: or one device's part of it.
-        codes: of the checkpoint's experts; None: they are not quantised.
+        model: the model, or one device's part of it.
+        codes: codes of the checkpoint's experts; None: they are not quantised.
         device: name of its `DeviceSpec`.
         kept: as `ucm.quantised_experts`: `auto`, `codes` or `plain`.
 
     Raises:
-        ValueError: `codes` on a Gaudi, which has no product with these.
+        ValueError: `codes` on a Gaudi, which has no product with these codes.
     """
     experts = model.experts
     found = None if experts is None else _kept_codes(model, experts, codes, device, kept)
@@ -36,7 +36,7 @@ def held_bytes(model: ModelSpec, codes: CodeSpec | None, device: str, kept: str 
 
 
 def expert_bytes(experts: ExpertSpec, hidden: int, matrices: int, codes: CodeSpec) -> int:
-    """Returns bytes of the routed experts of a layer, kept as codes. matrices: of each."""
+    """Returns the bytes of the routed experts of a layer, kept as codes. matrices: matrices of each expert."""
     inner, kept = experts.inner, codes.within(experts.inner)
     return experts.count * ((matrices - 1) * kept.bytes(inner, hidden) + kept.bytes(hidden, inner))
 
@@ -44,7 +44,7 @@ def expert_bytes(experts: ExpertSpec, hidden: int, matrices: int, codes: CodeSpe
 def _kept_codes(
     model: ModelSpec, experts: ExpertSpec, codes: CodeSpec | None, device: str, kept: str
 ) -> CodeSpec | None:
-    """Codes that stay; see `ops.moe.api.are_codes_enough`."""
+    """Returns the codes that are kept; see `ops.moe.api.are_codes_enough`."""
     if codes is None or kept == "plain":
         return None
     codes = codes.within(experts.inner)

@@ -1,4 +1,4 @@
-"""`gaudi-ucm plan`: what a server's buckets would cost in padding, memory and warm-up, before anyone pays for it."""
+"""`gaudi-ucm plan`: estimates the cost of a server's buckets in padding, memory and warm-up, before a server starts."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
 from vllm_gaudi_ucm_tools.phases.phases import open_logs
 from vllm_gaudi_ucm_tools.traffic.mix_traffic import MixTraffic
 
-# vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is what the device's memory holds.
+# vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is the number that fits the device's memory.
 DEFAULT_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 8192, "block_size": 128}
 MIX_STEPS = 5000
-# What a server does whose configuration says nothing.
+# The behaviour of a server without configuration.
 SERVER = GraphsConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declares the options of the command."""
     add_strategy_arguments(parser, "how buckets are chosen (default: trace with --log or --mix, else padding_aware)")
     traffic = parser.add_mutually_exclusive_group()
     traffic.add_argument(
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and report; unusable input raises a ValueError."""
+    """Plans and reports; unusable input raises a ValueError."""
     report = make_plan(args)
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
@@ -132,7 +132,7 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     if args.log is not None:
         with open_logs(args.log, given_limits(args)) as logs:
             check_block_size(args, logs.header, logs.header_place)
-            # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
+            # a log of true shapes says "auto" if each step read the cheaper way; a graph has one form, which gathers
             said = {**logs.header, "contiguous": logs.header.get("contiguous") is True}
             limits = limits_of(args, said, logs.header_place)
             cost = cost_model(args, limits.block_size)
@@ -154,7 +154,7 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
 
 
 def _steps_and_remainders(logs: JoinedLogs) -> tuple[Steps, int]:
-    """The steps that need buckets, and how many ran in graphs for prompt remainders."""
+    """Returns the steps that need buckets, and how many ran in graphs for prompt remainders."""
     num_remainders = 0
 
     def counted() -> Iterator[StepRecord]:
@@ -174,12 +174,12 @@ def _step_memory(args: argparse.Namespace, cost: CostModel) -> StepMemory | None
 
 
 def _own_blocks(args: argparse.Namespace) -> bool:
-    """True if a server's attention on the device reads own blocks; see `as_served`."""
+    """Returns whether a server's attention on the device reads only each request's own blocks, see `as_served`."""
     return args.device == DEFAULT_SPECS["cuda"]
 
 
 def _weights(args: argparse.Namespace, cost: CostModel) -> int:
-    """Bytes on the device."""
+    """Returns the bytes of the weights on the device."""
     return held_bytes(cost.model, read_codes(args.model), args.device, args.quantised_experts)
 
 
@@ -227,8 +227,8 @@ def _report(
 
 
 def _count(buckets: BucketSet, cost: CostModel, remainders: list[ForwardShape]) -> AttentionNodes:
-    """Returns the nodes of every forward graph, each counted once."""
-    # torch takes seconds, which other plans need not
+    """Counts the nodes of every forward graph once, and returns a function that looks them up."""
+    # torch takes seconds to import, which other plans do not need
     from vllm_gaudi_ucm_tools.op_cost.attention_nodes import attention_nodes
 
     counts: dict[ForwardShape, int] = {}
@@ -250,7 +250,7 @@ def _simulate(traffic: MixTraffic, name: str, cost: CostModel) -> Steps:
 
 
 def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare --sparse and what goes with it: --partial-loads, --num-speculative-tokens."""
+    """Declares --sparse and the options that need it: --partial-loads, --num-speculative-tokens."""
     group = parser.add_argument_group("sparse method of the server")
     group.add_argument(
         "--sparse",
@@ -273,13 +273,13 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits, RemainderShapes | None, int, int]:
-    """The limits with the blocks that --sparse selects, with --partial-loads the shapes for prompt remainders, the room
-    for live blocks of a sparse request, and its rows: a token and its drafts.
+    """Returns the limits with the blocks that --sparse selects, the shapes for prompt remainders with --partial-loads,
+    the room for live blocks of a sparse request, and its rows: a token and its drafts.
 
-    They are those of a server at static shapes.
+    They are the same as for a server at static shapes.
 
     Raises:
-        ValueError: options that do not go together, or a configuration without what they need.
+        ValueError: options that do not go together, or a configuration that lacks what they need.
     """
     drafts = args.num_speculative_tokens
     if drafts < 0:
@@ -295,7 +295,7 @@ def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits
         return limits, None, 0, 1
     if args.max_selected_blocks is not None:
         raise ValueError("--max-selected-blocks and --sparse both say how many blocks are selected; leave one out")
-    # torch and vLLM take seconds, which a plan without a sparse method need not
+    # torch and vLLM take seconds to import, which a plan without a sparse method does not need
     from vllm_gaudi_ucm.config.ucm_config import block_options
     from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits

@@ -27,7 +27,7 @@ from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import report_console
 
-# What vLLM leaves of a device's memory by default.
+# The fraction of a device's memory that vLLM uses by default.
 USABLE = 0.9
 # Share of the usable memory that is kept for graphs and activations when the number of blocks is chosen.
 WORKSPACE = 0.15
@@ -38,7 +38,7 @@ GRAPH_BYTES = {"gaudi2": 85e6, "gaudi3": 85e6, "h200": 8e6, "cpu": 0.0}
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """Bytes; every figure is modelled."""
+    """Memory in bytes; every figure is modelled."""
 
     weights: float
     kv_cache: float
@@ -58,9 +58,9 @@ class PlanMemory:
 def plan_memory(
     buckets: BucketSet, cost: CostModel, weights: int, remainders: Sequence[ForwardShape] = ()
 ) -> PlanMemory:
-    """Memory of a server that warms all of `buckets` and the graphs for `remainders`. weights: bytes of them.
+    """Plans the memory of a server that warms all of `buckets` and the graphs for `remainders`. weights: their bytes.
 
-    Activations are shared by the graphs, as they run in turn.
+    Graphs share activations, because they run in turn.
     """
     m = cost.model
     return PlanMemory(
@@ -74,15 +74,17 @@ def plan_memory(
 
 
 def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:
-    """The largest set of tensors alive at once in one layer: the MLP's, or the partials and scores of attention."""
+    """Returns the size of the largest set of tensors alive at once in one layer: the MLP's, or the partials and scores
+    of attention.
+    """
     m = cost.model
     mlp = shape.query_len * (2 * m.hidden + m.mlp_activations) * m.dtype_bytes
     return float(max(mlp, attention_bytes(shape, cost)))
 
 
 def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
-    """Returns the bytes that attention takes in addition to its inputs: on Gaudi as implemented there, elsewhere for
-    one slice of new tokens and one block at a time.
+    """Returns the bytes of attention for Gaudi, or for an implementation that computes a slice of new tokens, and a
+    block, at a time.
     """
     m = cost.model
     if cost.device.name in CHIPS:
@@ -97,10 +99,11 @@ def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
 
 
 def blocks_that_fit(cost: CostModel, weights: int) -> int:
-    """Blocks of KV cache in addition to the weights, of this many bytes, and a share for graphs and activations.
+    """Returns the number of KV-cache blocks that fit with weights of this many bytes and a share for graphs and
+    activations.
 
     Raises:
-        ValueError: not even the weights fit.
+        ValueError: the weights alone do not fit.
     """
     free = USABLE * (1.0 - WORKSPACE) * cost.device.memory - weights
     blocks = int(free // (cost.block_size * cost.model.kv_bytes_per_token))
@@ -120,14 +123,15 @@ MOST_ROWS = 12
 class PlanReport:
     """A plan.
 
-    traffic: name of the steps that it was measured on, if any. divided: how many of them run in parts; each counts as
-    one step with the most shared blocks that fit.
+    traffic: name of the steps on which it was measured, if any. divided: how many of them run in parts; each counts as
+        one step with the most shared blocks that fit.
     skeleton_size: forward graphs of the skeleton.
     remainders: shapes of the graphs for prompt remainders. tail_steps: steps of the traffic that ran in these graphs;
-    all other figures are without them.
-    attention_nodes: counts those of a layer's attention; None: the most that there may be.
-    asked_tokens: of a step, where the limits may have fewer because of its memory; None: the limits were given so.
-    pipeline: stages of layers. Every figure of memory, shapes and time is of one device, in the largest stage.
+        all other figures exclude them.
+    attention_nodes: counts the nodes of a layer's attention; None: the highest possible number is used.
+    asked_tokens: requested tokens of a step, if the limits may have fewer because of its memory; None: the limits were
+    given so.
+    pipeline: stages of layers. Every figure of memory, shapes and time is for one device, in the largest stage.
     """
 
     model: str
@@ -155,7 +159,7 @@ class PlanReport:
 
     @property
     def decode_maximum(self) -> ForwardShape:
-        """The largest bucket that decodes alone run in."""
+        """The largest bucket for decodes without prompts."""
         decodes = [shape for shape in self.buckets.forward if "c" not in shape.phase]
         return max(decodes or self.buckets.forward, key=lambda shape: shape.query_len)
 
@@ -165,7 +169,7 @@ class PlanReport:
 
     @cached_property
     def skeleton(self) -> Skeleton:
-        """The buckets that are warm before serving starts, chosen as the server does."""
+        """The graphs that are warm before serving starts, chosen as in the server."""
         return choose_skeleton(self.buckets, self.steps, self.skeleton_size)
 
     @property
@@ -175,12 +179,12 @@ class PlanReport:
 
     @property
     def warmup_seconds(self) -> Spread:
-        """The seconds of all graphs."""
+        """The time to warm all graphs."""
         return self._seconds(self.keys)
 
     @property
     def skeleton_seconds(self) -> Spread:
-        """Until serving starts: the skeleton, and the graphs for prompt remainders."""
+        """The time until serving starts: for the skeleton, and the graphs for prompt remainders."""
         return self._seconds([*self.skeleton.keys, *self.remainders])
 
     @property
@@ -188,15 +192,15 @@ class PlanReport:
         return self.buckets.num_graphs + len(self.remainders)
 
     def nodes(self, key: BucketKey) -> int:
-        """Nodes that are compiled for a graph; without a count, the most there may be."""
+        """Returns the nodes that are compiled for a graph; without a count, the most there may be."""
         return graph_nodes(key, self.attention_nodes or most_attention_nodes)
 
     def compile_seconds(self, key: BucketKey) -> Spread:
-        """Returns the seconds that the graph of a bucket takes."""
+        """Returns the compile time of the graph of a bucket."""
         return COMPILE_COSTS[self.cost.device.name].seconds(self.nodes(key))
 
     def _seconds(self, keys: Sequence[BucketKey]) -> Spread:
-        """Compilation of each graph, and one execution of it."""
+        """Returns the time to compile each graph and to run it once."""
         total = Spread(0.0, 0.0)
         for key in keys:
             run = self.cost.forward(key) if isinstance(key, ForwardShape) else float(self.cost.logits_seconds(key))
@@ -211,7 +215,7 @@ class PlanReport:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Returns all figures as plain values."""
         padding = self.padding
         return {
             "modelled": True,
@@ -255,7 +259,7 @@ def _rounded(seconds: Spread) -> dict[str, float]:
 
 
 def show(report: PlanReport) -> None:
-    """Print the plan for people."""
+    """Prints the plan for people."""
 
     console = report_console()
     limits, buckets, memory = report.buckets.limits, report.buckets, report.memory
@@ -301,7 +305,7 @@ def show(report: PlanReport) -> None:
 
 
 def _show_devices(console: Any, report: PlanReport) -> None:
-    """Prints what one device of several has, and the cost of sharing layers."""
+    """Shows the part of the model on one device of several, and the cost of sharing layers."""
     part = report.cost.model
     heads = f"{counted(part.heads, 'head')}, {counted(part.kv_heads, 'KV head')}"
     console.print(
@@ -317,7 +321,7 @@ def _show_devices(console: Any, report: PlanReport) -> None:
 
 
 def _show_compilation(console: Any, report: PlanReport) -> None:
-    """A row for each phase and number of nodes; `--json` has every graph."""
+    """Shows a row for each phase and number of nodes; `--json` has every graph."""
     from rich import box
     from rich.table import Table
 
@@ -340,7 +344,7 @@ def _show_compilation(console: Any, report: PlanReport) -> None:
 
 
 def _range(seconds: Spread) -> str:
-    """A single figure where nothing is spread."""
+    """Returns a single figure if both bounds are equal, otherwise a range."""
     shown = [f"{value:,.0f}" if value >= 10 else f"{value:,.1f}" for value in (seconds.low, seconds.high)]
     return shown[0] if seconds.low == seconds.high else " - ".join(shown)
 

@@ -1,4 +1,5 @@
-"""`gaudi-ucm tune`: the buckets that cost the steps of a phase log the least, and how far from the optimum they are."""
+"""`gaudi-ucm tune`: finds the buckets in which a phase log's steps cost the least, and their distance from the optimum.
+"""
 
 from __future__ import annotations
 
@@ -63,23 +64,23 @@ class TuneReport:
 
     @property
     def fitted_ratio(self) -> float:
-        """Padded over true cost of what was tuned to: with a margin, larger steps are part of it."""
+        """Returns the padded over the true cost on the tuning objective: with a margin, it includes larger steps."""
         return self.certified.seconds / self.certified.true_seconds
 
     @property
     def bound_ratio(self) -> float:
-        """Lower bound of the cost ratio of any set of as many graphs, on the steps that were tuned to."""
+        """Returns a lower bound of the cost ratio of any set of as many graphs, on the tuning objective."""
         return self.certified.bound / self.certified.true_seconds
 
     @cached_property
     def others(self) -> dict[str, Padding]:
-        """The blind strategies, each with the same `max_graphs`."""
+        """Returns the padding of the blind strategies, each with the same `max_graphs`."""
         limits, cost = self.buckets.limits, self.buckets.cost
         request = BucketRequest(limits, cost, self.max_graphs)
         return {name: measure_padding(build_buckets(name, request), self.steps) for name in blind_strategies()}
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Returns all figures as plain values."""
         later = self.later_padding
         return {
             "steps": self.steps.count,
@@ -103,7 +104,7 @@ class TuneReport:
 
 
 def show(report: TuneReport, output: Path | None) -> None:
-    """Print the comparison, the gap, and where the buckets went."""
+    """Prints the comparison, the gap, and the path of the bucket file."""
     from rich import box
     from rich.table import Table
 
@@ -139,7 +140,7 @@ def _cells(name: str, padding: Padding) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declares the options of the command."""
     parser.add_argument(
         "log", type=Path, nargs="+", help="a phase log, of a server or of gaudi-ucm trace; several of the same limits"
     )
@@ -176,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune, write the bucket file, and report; unusable input raises a ValueError."""
+    """Tunes, writes the bucket file, and reports; unusable input raises a ValueError."""
     for option in ("margin", "holdout"):
         value = getattr(args, option)
         if not 0.0 <= value <= 0.9:
@@ -205,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_steps(logs: Sequence[PhaseLogReader], holdout: float) -> tuple[Steps, Steps]:
-    """(steps to tune to, held-out steps) of logs, counted by shape. The last share of each log is held out."""
+    """Returns (steps to tune to, held-out steps) of logs, counted by shape. The last share of each log is held out."""
     rest: list[Iterator[StepRecord]] = []
 
     def first() -> Iterator[StepRecord]:
