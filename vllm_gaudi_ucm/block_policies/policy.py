@@ -105,7 +105,7 @@ class BlockPolicy:
         """Called when a step is about to be scheduled."""
 
     def find(self, manager: KVCacheManager, request: Request, hit: Hit) -> Hit:
-        """Returns a longer or a shorter hit for a request that begins."""
+        """Returns what was found for a request that begins, extended or shortened if need be."""
         return hit
 
     def found(self, tokens: int) -> None:

@@ -182,7 +182,7 @@ class SwapSpace:
         if self._device.pins_host_memory:
             try:
                 return torch.empty(shape, dtype=dtype, pin_memory=True)
-            except (MemoryError, RuntimeError) as error:  # torch's page-locked memory
+            except (MemoryError, RuntimeError) as error:  # page-locked memory comes from torch
                 logger.warning("Preemption: no page-locked memory (%s); copies from other memory are slower.", error)
         return torch.empty(shape, dtype=dtype)
 

@@ -289,7 +289,8 @@ class OffloadedSteps(SparseSteps):
         return msgspec.structs.replace(meta, offload=orders)
 
     def finished(self) -> None:
-        """Frees blocks that were loading for requests that have ended, so that others can use them."""
+        """Ends requests that have finished: they wait for no blocks, and blocks that wait for them are free for others.
+        """
         for request_id in self._ended(self._scheduler.finished_req_ids):
             self.offload.end(request_id)
 

@@ -67,7 +67,7 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
         register_choice_cost(scheduler, method)
         _log_where_choosing_pays(scheduler, method)
         return (SparseStepsAhead if decides_late(scheduler.vllm_config) else SparseSteps)(scheduler, method)
-    # with other connectors only our own loads are used, so that nothing is left in their store
+    # combined with other connectors, ours makes only its own loads, so that no blocks are left in its store
     connector = scheduler.connector if isinstance(scheduler.connector, UcmConnector) else None
     on_wanted = None if connector is None else connector.wanted_by_query
     offload = offload_role(config, block_size, scheduler.kv_cache_manager, on_wanted)

@@ -102,8 +102,8 @@ class Ascent:
         return DualPrices(best, shares)
 
     def _sweep(self, prices: Floats, shares: Floats, unit: Floats) -> tuple[Floats, Floats, Floats]:
-        """Returns (last prices, mean prices, mean soft choice). Moves follow Adam (Kingma and Ba 2015), at one rate for
-        all steps.
+        """Returns (last prices, mean prices, mean soft choice). Moves follow Adam (Kingma and Ba 2015): similar for all
+        steps.
         """
         total, taken = np.zeros_like(prices), np.zeros_like(shares)
         graph_price = float(self._profits(prices).max(initial=0.0))

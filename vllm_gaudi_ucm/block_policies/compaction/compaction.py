@@ -25,7 +25,7 @@ class Compaction:
     """Plans which blocks move before a step, and updates vLLM's tables.
 
     A block that moves takes the place of an empty block. If there is no empty block below the goal, it takes the place
-    of a block in the prefix cache, which moves up first: the only cached block that is lost is the one that vLLM would
+    of a block in the prefix cache, which moves up first: the only cached blocks that are lost are those that vLLM would
     give away next.
 
     Args:

@@ -83,7 +83,7 @@ class Swaps:
         """
         self.ended(request.request_id)
         tokens = request.num_computed_tokens
-        # if tokens are computed again, it may be only the last one
+        # the first token that is computed again may be the last one of the request
         seen = min(tokens, max(request.num_tokens - 1, 0))
         held = {
             (group, number): blocks[number]

@@ -192,7 +192,7 @@ class SummaryQueue:
         self._waiting[blocks] = False
 
     def is_ready(self, blocks: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Returns which of them have a summary; the array may have any shape, and entries that are not valid blocks."""
+        """Returns which of them have a summary, in the shape of `blocks`, whose entries need not be valid blocks."""
         return self.ready.take(blocks, mode="clip")
 
     def full(self, blocks: NDArray[np.integer]) -> None:
