@@ -291,9 +291,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchOptions:
-    """Returns the connector's options, completed by the options of GSA if that method selects; given
-    options are kept.
-    """
+    """Returns the connector's options, completed by those of GSA if that method selects; given options are kept."""
     section = _gsa_section(config)
     if section is None:
         return options
@@ -302,9 +300,7 @@ def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchO
 
 
 def memory_mode_prefetch(config: UcmConfig) -> PrefetchOptions:
-    """Returns the options of GSA if that method selects, else the defaults, with host memory only for
-    blocks that move.
-    """
+    """Returns the options of GSA if that method selects, else the defaults; host memory only for moving blocks."""
     options = connector_prefetch(PrefetchOptions(), config)
     useful = 2 * config.memory_mode.moves_per_step + blocks_ahead(config)
     return options.model_copy(update={"prefetch_cache_size": min(options.prefetch_cache_size, useful)})

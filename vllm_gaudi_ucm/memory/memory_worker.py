@@ -146,9 +146,7 @@ class MemoryWorker:
 
 
 def copy_sizes(count: int, most: int) -> list[int]:
-    """Splits `count` into powers of two up to `most`, itself one, the largest first: few copies, few sizes,
-    no padding.
-    """
+    """Splits `count` into powers of two up to `most`, itself one, largest first: few copies and sizes, no padding."""
     sizes = [most] * (count // most)
     rest = count % most
     return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]

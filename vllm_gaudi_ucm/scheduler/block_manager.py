@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class BlockManager(KVCacheManager):
-    """Calls every policy in turn to decide which blocks requests find and get, and reports what happens to
-    the blocks.
-    """
+    """Calls every policy in turn to decide which blocks requests find and get, and reports what happens to them."""
 
     _policies: tuple[BlockPolicy, ...]
     _brings_tokens: bool

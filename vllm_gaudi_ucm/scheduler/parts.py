@@ -289,8 +289,7 @@ class OffloadedSteps(SparseSteps):
         return msgspec.structs.replace(meta, offload=orders)
 
     def finished(self) -> None:
-        """Ends requests that have finished: they wait for no blocks, and blocks that wait for them are free for others.
-        """
+        """Ends requests that have finished: they wait for no blocks, and blocks that wait for them become free."""
         for request_id in self._ended(self._scheduler.finished_req_ids):
             self.offload.end(request_id)
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Budget(NamedTuple):
-    """The logical blocks [0, sink_blocks) and [window_start, end), always attended, and the number chosen
-    between them.
+    """The logical blocks [0, sink_blocks) and [window_start, end) are always attended, `num_selected` are chosen
+    between.
     """
 
     sink_blocks: int

@@ -37,8 +37,7 @@ class HasSparseSections(Protocol):
 
 
 class UcmSparseFactory:
-    """The seeds' interface to the registry of sparse methods. Registering imports nothing. Source: seed 000
-    (GSA), 9.
+    """The seeds' interface to the registry of sparse methods. Registering does not import. Source: seed 000 (GSA), 9.
     """
 
     @staticmethod

@@ -1,5 +1,4 @@
-"""`gaudi-ucm tune`: finds the buckets in which a phase log's steps cost the least, and their distance from the optimum.
-"""
+"""`gaudi-ucm tune`: finds the buckets in which a phase log's steps cost least, and their distance from the optimum."""
 
 from __future__ import annotations
 

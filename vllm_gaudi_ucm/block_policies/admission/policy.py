@@ -102,9 +102,7 @@ class Admission(BlockPolicy):
     def _footprint(
         self, request: Request, blocks: list[int], tables: Sequence[Sequence[KVCacheBlock]], delay: int
     ) -> Footprint:
-        """Makes the footprint of a request. blocks: ids of the blocks that it keeps. tables: its blocks in
-        each group.
-        """
+        """Makes the footprint of a request. blocks: ids of blocks that it keeps. tables: its blocks in each group."""
         scheduler, tokens = self._scheduler, request.num_tokens
         # tokens that running steps will generate count as generated
         given = min(request.num_output_placeholders, request.max_tokens - request.num_output_tokens)

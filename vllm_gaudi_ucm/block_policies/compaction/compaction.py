@@ -69,9 +69,7 @@ class Compaction:
         return self._pool.num_gpu_blocks - self._free.num_free_blocks
 
     def _make_room(self, count: int, end: int) -> tuple[BlockMoves, list[KVCacheBlock]]:
-        """Returns at most `count` empty blocks below `end`, which are no longer free, and the copies that
-        come first.
-        """
+        """Returns at most `count` empty blocks below `end`, no longer free, and the copies that come first."""
         ups: BlockMoves = []
         targets = [self._take(number) for number in self._free.lowest_empty(count, end)]
         # at least one of them, however small the KV cache is
@@ -88,9 +86,7 @@ class Compaction:
         return block
 
     def _spare(self) -> KVCacheBlock:
-        """Returns an empty block, or the block that would be given away next after emptying it; it is no
-        longer free.
-        """
+        """Returns an empty block, or empties the block that would be given away next; it is no longer free."""
         block = self._free.next_given_away
         self._evict({block.block_id})
         self._free.remove(block)

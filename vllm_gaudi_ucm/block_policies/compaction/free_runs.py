@@ -144,7 +144,10 @@ class FreeRuns(FreeBlocks):
         return block
 
     def renumbered(self, block: KVCacheBlock, before: int) -> None:
-        """Updates the states after a kept block has changed its id from `before`; it keeps its place in the list."""
+        """Updates the states after a kept block, which keeps its place in the list, has changed its id.
+
+        before: its previous id.
+        """
         self._states[before], self._states[block.block_id] = _IN_USE, _KEPT
 
     def check_integrity(self) -> None:

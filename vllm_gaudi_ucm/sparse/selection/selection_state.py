@@ -150,9 +150,7 @@ class SelectionState:
         return StepSelection(selection, summary_blocks)
 
     def _is_steady(self, request_ids: Sequence[str], batch: BatchInput) -> bool:
-        """Returns whether all blocks are as the previous step left them, except for one more token in each
-        last block.
-        """
+        """Returns whether all blocks are as the previous step left them, except for one more token in each last one."""
         if self._some_offloaded or self.summaries.waits or self.summaries.changes != self._changes:
             self._steady.forget()
             return False

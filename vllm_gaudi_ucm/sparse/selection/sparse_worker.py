@@ -234,18 +234,14 @@ class SparseWorker:
             self.selector.begin(selection)
 
     def end_forward(self, selection: LayerSelection | None, full_blocks: torch.Tensor | None = None) -> None:
-        """Called when the layers have run. full_blocks: int64 [n], if the layers have not summarised these
-        themselves.
-        """
+        """Called when the layers have run. full_blocks: int64 [n], if the layers have not summarised them."""
         if self.selector is not None and selection is not None:
             self.selector.end(selection)
         if self.selector is not None and full_blocks is not None:
             self.selector.summarise(full_blocks)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Called before a step is planned. Requests that finish, begin or resume have no stored choice: ids
-        are reused.
-        """
+        """Called before a step is planned. Requests that finish, begin or resume have no stored choice: ids recur."""
         finished = scheduler_output.finished_req_ids
         for request_id in finished:
             self.method.request_finished_in_worker(request_id)
@@ -275,8 +271,7 @@ class SparseWorker:
             attach_sparse_meta(scheduler_output, meta)
 
     def send_buckets(self, buckets: object) -> None:
-        """Sends buckets to the scheduler with the next step. buckets: a `BucketSet`, whose pads cost as
-        much as blocks.
+        """Sends buckets to the scheduler with the next step. buckets: a `BucketSet`; its pads cost as much as blocks.
         """
         self._buckets = buckets
 
