@@ -37,8 +37,7 @@ class HasSparseSections(Protocol):
 
 
 class UcmSparseFactory:
-    """The seeds' interface to the registry of sparse methods. Registering does not import. Source: seed 000 (GSA), 9.
-    """
+    """The interface of the seeds to the registry of methods. Registering imports nothing. Source: seed 000 (GSA), 9."""
 
     @staticmethod
     def register_sparse_method(name: str, module_path: str, class_name: str) -> None:

@@ -271,8 +271,7 @@ class SparseWorker:
             attach_sparse_meta(scheduler_output, meta)
 
     def send_buckets(self, buckets: object) -> None:
-        """Sends buckets to the scheduler with the next step. buckets: a `BucketSet`; its pads cost as much as blocks.
-        """
+        """Sends buckets to the scheduler with the next step. buckets: a `BucketSet`; pads cost as much as blocks."""
         self._buckets = buckets
 
     def finished(self, drafts: StepDrafts, output: ModelRunnerOutput) -> None:
