@@ -98,7 +98,7 @@ def test_a_hit_whose_chunk_is_evicted(size: int, hit: int, tmp_path: Path) -> No
 def test_memory_mode_needs_chunks_of_whole_blocks(model: Path) -> None:
     """All layers have one block table otherwise, and layers with chunks would read what has left."""
     with pytest.raises(
-        UnsupportedFeatureError, match=r"memory mode beside layers with windows or chunks .* whole blocks"
+        UnsupportedFeatureError, match=r"memory mode with layers with windows or chunks .* whole blocks"
     ):
         Engine(model, {"ucm_sparse_method": "GSA", "memory_mode": {"enabled": True}}, block_size=3 * CHUNK // 2)
 

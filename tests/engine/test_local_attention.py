@@ -91,8 +91,8 @@ def test_preemption_under_a_window(mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ucm", "found"),
     [
-        ({"ucm_sparse_method": "GSA"}, "the sparse method GSA beside a model with a sliding window alone"),
-        ({"kv_cache": {"granularity": "token"}}, "a slot for each token beside a model with a sliding window alone"),
+        ({"ucm_sparse_method": "GSA"}, "the sparse method GSA with a model with a sliding window alone"),
+        ({"kv_cache": {"granularity": "token"}}, "a slot for each token with a model with a sliding window alone"),
     ],
     ids=["sparse", "slots"],
 )

@@ -330,7 +330,7 @@ def test_windows_in_the_table_of_whole_contexts_are_refused(gemma: Path, tmp_pat
     """They would read what has left."""
     kinds = ["sliding_attention", *["full_attention"] * 3]
     more_whole = make_model(tmp_path, window_config("gemma3_text", num_hidden_layers=4, layer_types=kinds))
-    refused = r"memory mode beside layers with windows .* in the block table"
+    refused = r"memory mode with layers with windows .* in the block table"
     with pytest.raises(UnsupportedFeatureError, match=refused):
         Engine(gemma, ucm(), **OPTIONS, disable_hybrid_kv_cache_manager=True)
     with pytest.raises(UnsupportedFeatureError, match=refused):

@@ -619,7 +619,7 @@ CHILDREN = {
 }
 ONE_TABLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
-        "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector, of a model without layer_types",
+        "pipeline stages with ucm.preemption.mode swap or auto, or a KV connector, of a model without layer_types",
         {"preemption": {"mode": "auto"}},
         {"pipeline_parallel_size": 2},
     ),

@@ -59,7 +59,7 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     yield f"a KV connector that is not {OURS} or {OFFLOADING}", other
     # these count the layers of all stages in a block
     moves = stages and (config.preemption.swaps or connects)
-    what = "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector"
+    what = "pipeline stages with ucm.preemption.mode swap or auto, or a KV connector"
     yield f"{what}, of a model without layer_types", moves and not _knows_layers(vllm_config)
     uneven = moves and OFFLOADING in _connector_names(vllm_config) and len(set(_block_layers(vllm_config))) > 1
     yield f"{OFFLOADING} over pipeline stages with different numbers of layers in a block", uneven
@@ -91,7 +91,7 @@ def _asked_by(transfer: KVTransferConfig | None) -> str:
     return "--kv-transfer-config" if transfer is not None and transfer.kv_connector else "--kv-offloading-size"
 
 
-def refuse_beside_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
+def refuse_with_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises UnsupportedFeatureError for features with parts that differ between pipeline stages.
 
     Raises UcmConfigError for a store of our connector that is in the memory of one process.
@@ -106,7 +106,7 @@ def refuse_beside_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
             raise UnsupportedFeatureError(
                 f"ucm.memory_mode {stages} (take --tensor-parallel-size)", "--pipeline-parallel-size"
             )
-        _refuse_beside_stages(vllm_config, stages)
+        _refuse_with_stages(vllm_config, stages)
     for one in configured_connectors(vllm_config.kv_transfer_config):
         if one.name == OURS:
             store = ConnectorOptions.resolve(one.extra, one.key).store
@@ -116,7 +116,7 @@ def refuse_beside_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
                 raise UcmConfigError([Problem(f"{one.key}.store.kind", found, f"{others}, which all of them reach")])
 
 
-def _refuse_beside_stages(vllm_config: VllmConfig, beside: str) -> None:
+def _refuse_with_stages(vllm_config: VllmConfig, beside: str) -> None:
     """Refuses connectors that are not known to work if a step is in flight while the next one loads and saves."""
     transfer, names = vllm_config.kv_transfer_config, _connector_names(vllm_config)
     for name in names:
@@ -129,7 +129,7 @@ def _refuse_beside_stages(vllm_config: VllmConfig, beside: str) -> None:
         raise UnsupportedFeatureError(f"{found}, which it takes for equal ({OURS} does not)", option)
 
 
-def refuse_beside_shared_experts(vllm_config: VllmConfig, config: UcmConfig) -> None:
+def refuse_with_shared_experts(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises UnsupportedFeatureError for sparse methods, whose prompt remainders have separate graphs: engines that
     share out experts run the same graph in each step.
     """
@@ -141,7 +141,7 @@ def refuse_beside_shared_experts(vllm_config: VllmConfig, config: UcmConfig) -> 
         )
 
 
-def refuse_beside_latents(vllm_config: VllmConfig) -> None:
+def refuse_with_latents(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedFeatureError for connectors that expect keys and values if a layer has one tensor for both."""
     model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
     if model is None or not model.use_mla:
@@ -177,7 +177,7 @@ def refuse_older_ray_executor(vllm_config: VllmConfig) -> None:
         )
 
 
-def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
+def refuse_with_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
     """Raises UnsupportedFeatureError for features that read block tables and do not know of offloaded blocks: a KV
     connector other than ours, and a draft model, whose layers share the tables.
 

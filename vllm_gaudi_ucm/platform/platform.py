@@ -36,12 +36,12 @@ from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
 from vllm_gaudi_ucm.platform.checks import check_places, check_prompt, check_request
 from vllm_gaudi_ucm.platform.combinations import (
     keeps_one_block_table,
-    refuse_beside_latents,
-    refuse_beside_memory_mode,
-    refuse_beside_ranks,
-    refuse_beside_shared_experts,
     refuse_device_ids,
     refuse_older_ray_executor,
+    refuse_with_latents,
+    refuse_with_memory_mode,
+    refuse_with_ranks,
+    refuse_with_shared_experts,
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
 from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
@@ -157,9 +157,9 @@ class UcmPlatform(Platform):
         vllm_config.scheduler_config.async_scheduling = ahead
         if keeps_one_block_table(vllm_config, config):
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
-        refuse_beside_ranks(vllm_config, config)
-        refuse_beside_shared_experts(vllm_config, config)
-        refuse_beside_latents(vllm_config)
+        refuse_with_ranks(vllm_config, config)
+        refuse_with_shared_experts(vllm_config, config)
+        refuse_with_latents(vllm_config)
         if vllm_config.parallel_config.use_ray:
             refuse_older_ray_executor(vllm_config)
             cls._prepare_ray_workers(vllm_config)
@@ -182,7 +182,7 @@ class UcmPlatform(Platform):
             need_our_scheduler(vllm_config, f"{TOKEN_SLOTS.words} at static shapes")
             keep_tile_of_slots(vllm_config, cls._tile(vllm_config))
         if config.memory_mode.enabled:
-            refuse_beside_memory_mode(vllm_config, config.memory_mode)
+            refuse_with_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():
             check_places(config, vllm_config.kv_transfer_config)
             # Ray's workers may be on other machines

@@ -104,7 +104,7 @@ def _described(group: KvGroup) -> dict[str, Any]:
     return {**found, "chunked": True} if window is not None and window.chunked else found
 
 
-def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmConfig, vllm_config: VllmConfig) -> None:
+def refuse_with_windows(decoder: Decoder, draft: Decoder | None, config: UcmConfig, vllm_config: VllmConfig) -> None:
     """Checks the layers once they are made. Raises UnsupportedFeatureError for features that need whole contexts, and
     separate keys and values of each layer, if the model has other layers.
     """
@@ -116,7 +116,7 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
         )
     local = _described_windows(decoder)
     if local and config.kv_cache.granularity == "token":
-        raise UnsupportedFeatureError(f"a slot for each token beside {local}", "ucm.kv_cache.granularity token")
+        raise UnsupportedFeatureError(f"a slot for each token with {local}", "ucm.kv_cache.granularity token")
     if config.ucm_sparse_method is None:
         return
     shared = "a model with layers that share keys and values" if decoder.shares_caches else ""
@@ -124,9 +124,9 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
     some_choose = None in decoder.windows or _others_see_all(vllm_config)
     if not some_choose and vllm_config.parallel_config.pipeline_parallel_size > 1:
         local += ", or with a pipeline stage of such layers (take fewer stages)"
-    if beside := shared or (local if not some_choose else ""):
+    if found := shared or (local if not some_choose else ""):
         raise UnsupportedFeatureError(
-            f"the sparse method {config.ucm_sparse_method} beside {beside}", "ucm.ucm_sparse_method"
+            f"the sparse method {config.ucm_sparse_method} with {found}", "ucm.ucm_sparse_method"
         )
 
 
@@ -140,7 +140,7 @@ def refuse_windows_in_one_table(specs: Mapping[str, KVCacheSpec], vllm_config: V
     windows = (specs[name] for name, layer in layers.items() if layer.window is not None and name in specs)
     if any(tokens_kept(spec) is None for spec in windows):
         raise UnsupportedFeatureError(
-            "memory mode beside layers with windows or chunks in the block table of those that see whole contexts (it "
+            "memory mode with layers with windows or chunks in the block table of those that see whole contexts (it "
             "needs vLLM's hybrid KV-cache manager, no more layers with whole contexts than with windows, and chunks of "
             "whole blocks; ucm.preemption.mode swap keeps blocks in host memory with one table, too)",
             "ucm.memory_mode",

@@ -78,7 +78,7 @@ def share_of_blocks(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -
     return others / sum(one.page_size_bytes for one in specs.values())
 
 
-def refuse_beside_states(config: UcmConfig, vllm_config: VllmConfig) -> None:
+def refuse_with_states(config: UcmConfig, vllm_config: VllmConfig) -> None:
     """Raises UnsupportedFeatureError for features that move, copy or share parts of blocks, if layers keep a state."""
     names = list(other_specs(vllm_config))
     if not names:

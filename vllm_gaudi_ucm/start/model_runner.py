@@ -20,9 +20,9 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.start_stages import StartStages
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows, refuse_windows_in_one_table
+from vllm_gaudi_ucm.runner.kv_groups import refuse_windows_in_one_table, refuse_with_windows
 from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
-from vllm_gaudi_ucm.runner.other_groups import refuse_beside_states, share_of_blocks
+from vllm_gaudi_ucm.runner.other_groups import refuse_with_states, share_of_blocks
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
@@ -169,8 +169,8 @@ class ModelRunner:
             Decoder(cast(DecoderModel, model), self._vllm_config, self._stage, self._lockstep) for model in models
         )
         self._draft_decoder = draft[0] if draft else None
-        refuse_beside_windows(self.decoder, self._draft_decoder, self._config, self._vllm_config)
-        refuse_beside_states(self._config, self._vllm_config)
+        refuse_with_windows(self.decoder, self._draft_decoder, self._config, self._vllm_config)
+        refuse_with_states(self._config, self._vllm_config)
         if on_cpu:
             from vllm_gaudi_ucm.ops.cpu.host_memory import keep_all_freed_memory
 
