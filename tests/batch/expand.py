@@ -63,7 +63,7 @@ def shared_pairs(plan: UnifiedPlan, step: Step) -> Iterator[Pair]:
 def unique_pairs(plan: UnifiedPlan, step: Step) -> Iterator[Pair]:
     if plan.unique is None:
         return
-    for block, row, lo, hi in zip(*(array.tolist() for array in plan.unique), strict=True):
+    for block, row, lo, hi in zip(*(array.tolist() for array in plan.unique[:4]), strict=True):
         assert 0 <= row < plan.num_single
         yield from _cached(plan, step, row, block, range(lo, hi))
 

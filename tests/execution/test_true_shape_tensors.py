@@ -41,7 +41,11 @@ def test_every_row_gets_attention_over_its_own_past(
 @given(step=token_steps(), causal_slice=st.sampled_from([5, 512]))
 def test_every_row_gets_attention_over_its_own_slots(step: TokenStep, causal_slice: int) -> None:
     """Whatever else is in their tiles: the slots of other requests, and NaN. covers: A1 A2 A3 A5 A9"""
-    assert_matches(run_step(step, False, causal_slice), *IMPLEMENTATIONS, prepared=True)
+    batch = run_step(step, False, causal_slice)
+    assert_matches(batch, *IMPLEMENTATIONS, prepared=True)
+    unique = batch.parts.unique
+    # by which kernels of CUDA see whether to read slots or blocks
+    assert unique is None or unique.num_tokens == int((unique.hi - unique.lo).sum())
 
 
 @given(step=steps(), contiguous_pa=st.sampled_from(CHOICES))

@@ -191,6 +191,7 @@ def plan_batch(
     if batch.has_token_tables:
         pairs = run_pairs(context, requests, batch.block_tables, block_size)
         shared, unique = divide_pairs(pairs, num_single, query_start)
+        unique = None if unique is None else unique._replace(num_tokens=unique.pairs())
     else:
         cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size)
         shared, unique = cached._replace(left_out=left_out, window=within).plan()
@@ -295,7 +296,7 @@ class _SteadyDecode:
         hi = unique.hi.copy()
         hi[self._tail_blocks] += 1
         rows = self._plan.requests if batch.table_rows is None else batch.table_rows
-        moved = GroupPlan(slots, None, self._plan.shared, UniquePlan(*unique[:3], hi))
+        moved = GroupPlan(slots, None, self._plan.shared, unique._replace(hi=hi))
         self._plan = self._plan._replace(table_rows=rows, positions=positions, groups=(moved,))
         return self._plan
 

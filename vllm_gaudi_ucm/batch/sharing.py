@@ -263,12 +263,14 @@ class UniquePlan(NamedTuple):
     """Cached blocks that exactly one row uses; that row is always a single row.
 
     lo: below 0 only if distances count, see `Window`.
+    num_tokens: tokens of all ranges, with a slot for each token: a range may have few of a block's. None: with blocks.
     """
 
     blocks: NDArray[np.int64]
     rows: NDArray[np.int64]
     lo: NDArray[np.int32]
     hi: NDArray[np.int32]
+    num_tokens: int | None = None
 
     def pairs(self) -> int:
         """Returns the number of (row, token) products."""

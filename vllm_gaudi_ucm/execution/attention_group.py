@@ -148,6 +148,7 @@ def _true_parts(plan: UnifiedPlan, own: GroupPlan, tensors: Tensors, to_device: 
             tensors["unique_lo"],
             tensors["unique_hi"],
             plan.num_single,
+            num_tokens=own.unique.num_tokens,
             most_of_row=int(np.bincount(own.unique.rows).max(initial=0)),
         )
     return AttentionParts(causal, shared, unique, positions=tensors["positions"])
