@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Python takes little of the time of a larger step, and its linear layers may use oneDNN.
 MOST_ROWS = 64
 # If no graph was made for this many numbers of rows, the model has none.
-HOPELESS = 4
+MAX_REFUSED = 4
 
 logger = plugin_logger(__name__)
 
@@ -110,7 +110,7 @@ class NativeGraphs:
         return selection.native is not None and selection.room is not None
 
     def _may_have_graph(self, key: _Key) -> bool:
-        return key not in self._refused and (bool(self._graphs) or len(self._refused) < HOPELESS)
+        return key not in self._refused and (bool(self._graphs) or len(self._refused) < MAX_REFUSED)
 
     def _run(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         self._metrics.ordinary()
