@@ -54,6 +54,11 @@ class RowInput:
         return ()
 
     @classmethod
+    def shape(cls, num_rows: int) -> tuple[int, ...]:
+        """Returns the shape of the numbers of this many rows."""
+        return (num_rows,) if cls.columns is None else (cls.columns, num_rows)
+
+    @classmethod
     def is_read_by(cls, model: nn.Module) -> bool:
         """Returns whether the forward of this model, which may be a draft model, takes the input."""
         return True

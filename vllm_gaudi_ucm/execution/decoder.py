@@ -23,7 +23,6 @@ from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.batch.row_input import RowInput
     from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
@@ -196,12 +195,9 @@ class Decoder:
 
     def unattended(self, rows: int, device: torch.device, longest: int | None = None) -> DecoderStep:
         """Returns a step of pads without attention. longest: see DecoderStep."""
-
-        def pads(kind: type[RowInput]) -> torch.Tensor:
-            shape = (rows,) if kind.columns is None else (kind.columns, rows)
-            return torch.full(shape, kind.pad, dtype=torch.int64, device=device)
-
-        inputs = {kind.name: pads(kind) for kind in self.inputs}
+        inputs = {
+            kind.name: torch.full(kind.shape(rows), kind.pad, dtype=torch.int64, device=device) for kind in self.inputs
+        }
         return DecoderStep(inputs, None, self.received(rows, device), longest)
 
     def _arguments(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

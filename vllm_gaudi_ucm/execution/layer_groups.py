@@ -73,7 +73,9 @@ class LayerGroups(NamedTuple):
         """
         for number, group in enumerate(self.groups[1:], 1):
             whole = batch.of_group(number)
-            parts = [(index, group.divide(whole.take(index), room)) for index in divisions]
+            # one part has all requests in their order: nothing is copied in most steps
+            members = [whole] if len(divisions) == 1 else [whole.take(index) for index in divisions]
+            parts = [(index, group.divide(part, room)) for index, part in zip(divisions, members, strict=True)]
             divisions = [index[part] for index, found in parts for part in found]
         return divisions
 

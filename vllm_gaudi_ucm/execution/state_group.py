@@ -88,6 +88,10 @@ class StateInputs(NamedTuple):
     kept_rows: torch.Tensor
     kept_at: torch.Tensor
 
+    @classmethod
+    def of(cls, tensors: Tensors) -> StateInputs:
+        return cls(*(tensors[name] for name in cls._fields))
+
 
 class StateGroup(CacheGroup):
     """States of requests. A subclass names its layers, and defines the shape and dtype of a state.
@@ -178,7 +182,7 @@ class StateGroup(CacheGroup):
         return self._made_planner().divide(batch)
 
     def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> StateInputs:
-        return StateInputs(*(tensors[name] for name in StateInputs._fields))
+        return StateInputs.of(tensors)
 
     def in_buckets(self, number: int, limits: Limits, causal_slice: int, device: torch.device) -> _InBuckets:
         return _InBuckets()
@@ -191,7 +195,7 @@ class _InBuckets:
     """Makes the inputs of a state group in buckets; see GroupInBuckets."""
 
     def of(self, shape: ForwardShape, tensors: Tensors) -> StateInputs:
-        return StateInputs(*(tensors[name] for name in StateInputs._fields))
+        return StateInputs.of(tensors)
 
     def refill(self) -> None:
         """Does nothing, because the group has no tensors of its own."""
@@ -273,8 +277,11 @@ class StatePlanner:
     def _read_blocks(self, rows: NDArray[np.int64], computed: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Returns which requests continue from the state of a block."""
         slots = np.array([self._slots.get(row, -1) for row in rows.tolist()], np.int64)
-        in_slot = (slots >= 0) & (self._begin[slots] < computed) & (computed <= self._end[slots])
-        return (computed > 0) & ~in_slot
+        return (computed > 0) & ~((slots >= 0) & self._in_slots(slots, computed))
+
+    def _in_slots(self, slots: NDArray[np.int64], computed: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns which slots hold the state after so many tokens."""
+        return (self._begin[slots] < computed) & (computed <= self._end[slots])
 
     def _sources(
         self,
@@ -284,7 +291,7 @@ class StatePlanner:
         requests: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         found = np.full(len(slots), self._places.zeros, np.int64)
-        in_slot = (self._begin[slots] < computed) & (computed <= self._end[slots])
+        in_slot = self._in_slots(slots, computed)
         found[in_slot] = self._places.of_tokens(slots[in_slot], computed[in_slot] - 1)
         others = np.flatnonzero((computed > 0) & ~in_slot)
         lost = others[computed[others] % self._block_size != 0]

@@ -20,7 +20,6 @@ from vllm_gaudi_ucm.batch.row_input import RowInput, RowInputs
 from vllm_gaudi_ucm.batch.row_tiles import row_tiles
 from vllm_gaudi_ucm.execution.step_sizes import (
     Sizes,
-    of_rows,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded, levels
@@ -43,10 +42,11 @@ def group_suffix(number: int) -> str:
     return f".{number}" if number else ""
 
 
-def of_group(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+def of_group(tensors: Mapping[str, torch.Tensor], number: int) -> Mapping[str, torch.Tensor]:
     """Returns the tensors of one group by their plain names, together with the tensors common to all groups."""
     if not number:
-        return {name: tensor for name, tensor in tensors.items() if "." not in name}
+        # names of the first group are plain, and it does not read the others
+        return tensors
     end = group_suffix(number)
     own = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
     common = {name: tensors[name] for name in ("positions", "groups", "tiles") if name in tensors}
@@ -149,12 +149,14 @@ def input_tensors(inputs: RowInputs) -> tuple[StepTensor, ...]:
 
 
 def _input_tensor(kind: type[RowInput]) -> StepTensor:
-    name, columns = kind.name, kind.columns
-
-    def size(sizes: Sizes) -> tuple[int, ...]:
-        return of_rows(sizes) if columns is None else (columns, *of_rows(sizes))
-
-    return StepTensor(name, lambda step: step.step.inputs[name], size, kind.pad, dtype=kind.dtype, is_input=True)
+    return StepTensor(
+        kind.name,
+        lambda step: step.step.inputs[kind.name],
+        lambda sizes: kind.shape(sizes.shape.query_len),
+        kind.pad,
+        dtype=kind.dtype,
+        is_input=True,
+    )
 
 
 def input_names(table: Sequence[StepTensor]) -> list[str]:

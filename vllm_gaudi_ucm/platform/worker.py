@@ -38,6 +38,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
+from vllm_gaudi_ucm.runner.other_groups import share_of_blocks
 from vllm_gaudi_ucm.start.model_runner import ModelRunner
 from vllm_gaudi_ucm.start.sparse_setup import max_selected_blocks, summaries_per_block
 from vllm_gaudi_ucm.vllm_api.cache_options import register_float_kv_dtypes
@@ -183,8 +184,9 @@ class UcmWorker(RefusedCalls, WorkerBase):
         if self.cache_config.kv_cache_memory_bytes is not None:
             return budget
         # summaries and states of a block are memory of their own
-        summaries = summaries_per_block(self._ucm, self.vllm_config, self.get_kv_cache_spec())
-        return int(budget / (1 + summaries + self.model_runner.share_of_blocks()))
+        specs = self.get_kv_cache_spec()
+        summaries = summaries_per_block(self._ucm, self.vllm_config, specs)
+        return int(budget / (1 + summaries + share_of_blocks(specs, self.vllm_config)))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now

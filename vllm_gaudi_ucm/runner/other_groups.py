@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.config.exclusions import COMPACTION, MEMORY_MODE, PARTIAL_HITS, SWAP, TOKEN_SLOTS
 from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
 from vllm_gaudi_ucm.execution.cache_group import CacheGroup, kind_of
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, other_specs
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.distributed.ranks import Ranks
     from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
+
+MOVES_BLOCKS = (TOKEN_SLOTS, PARTIAL_HITS, COMPACTION, SWAP, MEMORY_MODE)
+"""Options that move, copy or share parts of blocks, and leave the states of the blocks where they are."""
 
 
 def other_groups(vllm_config: VllmConfig, first: KvGroup) -> list[CacheGroup]:
@@ -83,15 +87,10 @@ def refuse_with_states(config: UcmConfig, vllm_config: VllmConfig) -> None:
     names = list(other_specs(vllm_config))
     if not names:
         return
-    asked = {
-        "ucm.kv_cache.granularity token": config.kv_cache.granularity == "token",
-        "ucm.kv_cache.partial_hits": config.kv_cache.partial_hits,
-        "ucm.kv_cache.compaction": config.kv_cache.compaction,
-        "ucm.preemption.mode (take recompute)": config.preemption.mode != "recompute",
-        "ucm.memory_mode": config.memory_mode.enabled,
-        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
-        "--speculative-config (a draft model with such layers)": any(map(is_draft_layer, names)),
-    }
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise UnsupportedFeatureError(f"a model with layers that keep a state ({names[0]})", option)
+    asked_by = [option.words for option in MOVES_BLOCKS if option.is_on(config)]
+    if vllm_config.kv_transfer_config is not None:
+        asked_by.append("--kv-transfer-config")
+    if any(map(is_draft_layer, names)):
+        asked_by.append("--speculative-config (a draft model with such layers)")
+    if asked_by:
+        raise UnsupportedFeatureError(f"a model with layers that keep a state ({names[0]})", asked_by[0])

@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.kv_groups import refuse_windows_in_one_table, refuse_with_windows
 from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
-from vllm_gaudi_ucm.runner.other_groups import refuse_with_states, share_of_blocks
+from vllm_gaudi_ucm.runner.other_groups import refuse_with_states
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
@@ -235,10 +235,6 @@ class ModelRunner:
         """The most bytes of the KV cache that are not slots: the dummy block, and the rest of the last block."""
         per_slot = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         return 0 if self._tile is None else 2 * self._tile * per_slot
-
-    def share_of_blocks(self) -> float:
-        """Returns the bytes that layers without attention take for each block, as a share of the block's bytes."""
-        return share_of_blocks(self.get_kv_cache_spec(), self._vllm_config)
 
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:

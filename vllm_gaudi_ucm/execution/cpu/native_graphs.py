@@ -177,8 +177,7 @@ class NativeGraphs:
 
 
 def _for_most_rows(kind: type[RowInput]) -> torch.Tensor:
-    shape = (MOST_ROWS,) if kind.columns is None else (kind.columns, MOST_ROWS)
-    return torch.zeros(shape, dtype=torch.from_numpy(np.zeros(0, kind.dtype)).dtype)
+    return torch.zeros(kind.shape(MOST_ROWS), dtype=torch.from_numpy(np.zeros(0, kind.dtype)).dtype)
 
 
 def _compares_choices(modes: torch.Tensor) -> bool:
