@@ -2,7 +2,7 @@
 
 `python -m benchmarks.attention --device cuda --rows`. Like `attention_cuda`, but planned and staged as in an engine: at
 the true shape, and in a bucket. vLLM's Triton kernel is measured as well; with `--variants` instead of `--rows` also
-other sizes of tiles, with `--models --variants` those of windows.
+other sizes of tiles, with `--models --variants` sizes for windows.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # all printed output goes to stderr
     arguments = json.loads(sys.argv[1])
-    # at the end: modules of the side's own environment must come before those of the repository
+    # at the end: modules of the side's own environment must come before the repository's
     sys.path.append(arguments["root"])
     import torch
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 REPLAYS = 10
-KERNELS = 25  # listed kernels, those of the longest time
+KERNELS = 25  # listed kernels, by time, the longest first
 SETTLED = 6  # decode steps that do not count
 SPARE = 4  # tokens of each request beyond the measured steps, for profiled steps
 BLOCK = 128

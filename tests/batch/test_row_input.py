@@ -1,4 +1,4 @@
-"""What a model reads of each row: which inputs it gets, and the numbers of requests that come and go."""
+"""Inputs that a model reads of each row: the inputs it gets, and the numbers of requests that come and go."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def request(name: str, voice: int, block: int) -> Known:
 
 
 def voices(table: RequestTable, scheduled: dict[str, int]) -> list[int]:
-    """Of the rows of a step."""
+    """Returns the voices of the rows of a step."""
     _, batch = table.scheduled(scheduled)
     found: list[int] = table.planned(plan_batch(batch, 4)).inputs["voice"].tolist()
     return found

@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 class Told(BlockPolicy):
-    """Notes what it is told; says yes unless it is named in `no`."""
+    """Records its calls; returns True unless it is named in `no`."""
 
     def __init__(self, name: str, notes: list[str], no: str = "") -> None:
         self.name = name
@@ -45,7 +45,7 @@ class Told(BlockPolicy):
 
 
 def told(no: str, tokens: int = 6) -> tuple[list[str], bool]:
-    """Returns what two policies are told of a request, the second of which says no, and whether it got blocks."""
+    """Returns the calls of two policies, of which the second refuses a request, and whether it got blocks."""
     notes: list[str] = []
     manager = BlockManager.of(make_vllm_manager(8, BLOCK, 40, True), [Told("first", notes), Told("second", notes, no)])
     manager.new_step_starts()

@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 
 CPU = torch.device("cpu")
 ADAPTERS = np.array([5, 3, 4], np.int32)
-"""Of each row of the request table."""
+"""Numbers of each row of the request table."""
 
 
 class AdapterIndex(RowInput):

@@ -1,4 +1,4 @@
-"""What every test of the operations starts from."""
+"""Fixtures of all tests of the operations."""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ class MemoryPool:
         return torch.from_numpy(lent).view(dtype).view(shape)
 
     def unkept(self, tensor: Tensor) -> Tensor:
-        """The same tensor; if the pool owns its memory, one that does not keep the memory from being lent again."""
+        """Returns the same tensor or, if the pool owns its memory, a tensor that does not keep the memory from
+        being lent again.
+        """
         if tensor.layout is not torch.strided:
             return tensor
         whole = tensor.untyped_storage()
