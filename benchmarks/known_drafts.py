@@ -1,7 +1,7 @@
 """A model whose next token is known, and drafts of it that are right with a given probability.
 
 Token t is followed by t + 1: the output head has the embedding of each token in the row of the next one, and the layers
-add too little to a hidden state to change that. So attention and products are the same as in any such model, and only this
+add too little to a hidden state to change that. So attention and products equal any such model's, and only this
 module decides how many drafts are accepted.
 """
 

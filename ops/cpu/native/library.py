@@ -198,5 +198,5 @@ HALF_TYPES = {torch.bfloat16: 1, torch.float16: 2}
 
 
 def is_half_rows(x: Tensor) -> bool:
-    """True if x is bfloat16 or float16 [rows, columns] on the CPU with dense rows; there may be gaps between rows."""
+    """True if x is bfloat16 or float16 [rows, columns] on the CPU with dense rows; rows may lie apart."""
     return x.dtype in HALF_TYPES and x.dim() == 2 and x.stride(1) == 1 and x.is_cpu
