@@ -255,7 +255,7 @@ $(RAY_STAMP): $(PLUGIN_STAMP)
 
 # What vLLM's own tests import beyond what ours do.
 $(CONFORMANCE_STAMP): $(PLUGIN_STAMP) pyproject.toml
-	@$(call step,setup-conformance) "what vLLM's own tests import" $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[conformance]'
+	@$(call step,setup-conformance) "what vLLM's own tests import" $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[conformance,ray]'
 	@$(done_stamp)
 
 # No stamp without a server, so that the next run tries again; the tests are skipped until then.

@@ -120,7 +120,7 @@ def choose_buckets(
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
     """
     cost = cost_model(vllm_config, device, limits.block_size)
-    limits = replace(limits, causal_reach=device.kind == "hpu")
+    limits = replace(limits, bounds_prompt_tiles=device.kind == "hpu")
     usage = None
     if graphs.trace is not None:
         usage = _usage(graphs.trace, limits)
