@@ -199,7 +199,7 @@ def _graph_labels(graph: GraphKey) -> tuple[str, str]:
 
 
 def forward_label(shape: ForwardShape) -> str:
-    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks; ` x16`: selected blocks, ` r2`: at most 2 prompt tiles."""
+    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks; ` x16`: selected blocks, ` r2`: prompt tiles."""
     phase, query_len, shared_blocks, unique_blocks, selected_blocks, max_prompt_tiles = shape
     selected = f" x{selected_blocks}" if selected_blocks else ""
     tiles = f" r{max_prompt_tiles}" if max_prompt_tiles != ALL_TILES else ""
