@@ -13,11 +13,11 @@ from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, dominates
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
 from vllm_gaudi_ucm_tools.buckets.certificate import certify
 from vllm_gaudi_ucm_tools.buckets.tune import TuneReport
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Simulation
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.tune import DEFAULT_MARGIN, tune
 
 REPEATS = 7
 

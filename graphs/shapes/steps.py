@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, least_prompt_tiles
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 
 Shapes = NDArray[np.int64]
@@ -131,3 +131,21 @@ def steps_within(steps: Steps, limits: Limits) -> Steps:
     shapes[:, 2:5] = np.minimum(shapes[:, 2:5], [most.shared_blocks, most.unique_blocks, most.selected_blocks])
     cut = steps.with_shapes(shapes)
     return cut if limits.bounds_prompt_tiles else cut.without_prompt_tiles()
+
+
+def check_steps(steps: Steps, limits: Limits) -> None:
+    """Raises a LimitsError that names the limit that observed steps exceed, or says that there are no steps."""
+    if not steps.count:
+        raise LimitsError("there are no steps to choose buckets for")
+    most = limits.maximum
+    seen = [
+        *steps.forward[:, 1:].max(axis=0).tolist(),
+        int(steps.logits.max(initial=0)),
+        int(steps.selected.max(initial=0)),
+    ]
+    for name, size, limit in zip(most._fields[1:6], seen, most[1:6], strict=True):
+        if size > limit:
+            raise LimitsError(
+                f"observed steps have {name} {size}, the limits allow {limit}; give the limits of the server that "
+                "wrote the log"
+            )

@@ -18,10 +18,7 @@ STRATEGIES: Registry[type[BucketStrategy]] = Registry(
     linear="vllm_gaudi_ucm.graphs.strategies.grid:Linear",
     padding_aware="vllm_gaudi_ucm.graphs.strategies.grid:PaddingAware",
     file="vllm_gaudi_ucm.graphs.strategies.file:FromFile",
-    trace="vllm_gaudi_ucm.graphs.strategies.trace:FromTrace",
 )
-# The strategies that `auto` chooses from: the first whose file is given. The last one needs no file.
-AUTOMATIC = ("file", "trace", "padding_aware")
 
 
 def build_buckets(name: str, request: BucketRequest, options: Mapping[str, Any] | None = None) -> BucketSet:
@@ -36,4 +33,4 @@ def blind_strategies() -> list[str]:
 
 def automatic_strategy(given: Container[str]) -> str:
     """Returns the strategy that `auto` stands for. given: the keys of `ucm.graphs` that name a file."""
-    return next(name for name in AUTOMATIC if (needs := STRATEGIES.get(name).needs) is None or needs in given)
+    return "file" if "buckets" in given else "trace" if "trace" in given else "padding_aware"

@@ -17,13 +17,13 @@ from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, dominates
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader
 from vllm_gaudi_ucm_tools.buckets.certificate import certify
 from vllm_gaudi_ucm_tools.buckets.padding import measure_padding
 from vllm_gaudi_ucm_tools.buckets.tune import TuneReport, read_steps
 from vllm_gaudi_ucm_tools.traffic.simulation import MIXES, Simulation
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.tune import DEFAULT_MARGIN, tune
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
 STEPS, LATER = 3_000, 1_500

@@ -58,6 +58,18 @@ def test_an_option_of_a_server_says_what_to_install() -> None:
     assert UcmConfig.resolve({"graphs": {"recipe_check": "off"}}, "ucm").graphs.recipe_check == "off"
 
 
+@pytest.mark.usefixtures("no_tools")
+def test_a_strategy_of_the_tools_says_what_to_install_or_to_use() -> None:
+    with pytest.raises(UcmConfigError, match=r"ucm\.graphs\.strategy.*'trace'.*vllm-gaudi-ucm\[tools\]"):
+        UcmConfig.resolve({"graphs": {"strategy": "trace", "trace": "phases.jsonl"}}, "ucm")
+    with pytest.raises(UcmConfigError, match=r"ucm\.graphs\.trace.*`strategy` or `buckets`.*vllm-gaudi-ucm\[tools\]"):
+        UcmConfig.resolve({"graphs": {"trace": "phases.jsonl"}}, "ucm")
+    served: list[dict[str, str]] = [{"strategy": "padding_aware"}, {"buckets": "buckets.yaml"}]
+    for options in served:
+        config = UcmConfig.resolve({"graphs": {"trace": "phases.jsonl", **options}}, "ucm")
+        assert str(config.graphs.trace) == "phases.jsonl"
+
+
 def test_tools_of_another_release_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

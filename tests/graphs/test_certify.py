@@ -16,12 +16,12 @@ from tests.graphs.tuning import MAXIMUM, random_steps, seconds_of, sparse_steps
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.logits_rows import MAX_VALUES, best_rows, least_rows_seconds
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.tune import tune
 from vllm_gaudi_ucm_tools.buckets.certificate import CeilingSearch, certify
 from vllm_gaudi_ucm_tools.buckets.dual_prices import Ascent, DualPrices, first_prices, reduced_profits
 from vllm_gaudi_ucm_tools.buckets.padding import measure_padding
+from vllm_gaudi_ucm_tools.tuning.logits_rows import MAX_VALUES, best_rows, least_rows_seconds
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.tune import tune
 
 pytestmark = pytest.mark.slow  # tunes many sets of buckets
 

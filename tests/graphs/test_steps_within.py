@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tests.graphs.shapes import limits, steps
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
-from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps, steps_within
 
 
 @given(st.data(), limits(), limits())

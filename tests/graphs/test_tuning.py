@@ -16,12 +16,12 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.logits_rows import best_rows, quantise
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.search import Search, cost_table, exchange
-from vllm_gaudi_ucm.graphs.tuning.tune import tune
 from vllm_gaudi_ucm_tools.buckets.certificate import certify
 from vllm_gaudi_ucm_tools.buckets.padding import measure_padding
+from vllm_gaudi_ucm_tools.tuning.logits_rows import best_rows, quantise
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.search import Search, cost_table, exchange
+from vllm_gaudi_ucm_tools.tuning.tune import tune
 
 pytestmark = pytest.mark.slow  # tunes many sets of buckets
 

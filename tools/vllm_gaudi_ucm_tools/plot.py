@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
-from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.observability.step_metrics import BucketColumns

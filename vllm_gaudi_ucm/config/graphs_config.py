@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.strategies.base import BucketStrategy
 
 STRATEGY_OPTIONS = "ucm.graphs.strategy_options"
+# values of options that need the package of tools
+OF_THE_TOOLS = {"strategy": ("trace",), "recipe_check": ("count", "fail")}
 
 
 class GraphsConfig(Section):
@@ -51,7 +53,7 @@ class GraphsConfig(Section):
         default=None,
         strict=False,
         description="Phase log of earlier traffic: buckets in frequent use are warmed first, and strategy `trace` "
-        "tunes the buckets to it.",
+        "tunes the buckets to it, which needs the package `vllm-gaudi-ucm-tools`.",
     )
     max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
         default=64, description="Most graphs: forward, logits, and those for prompt remainders."
@@ -89,12 +91,18 @@ class GraphsConfig(Section):
         default=None, strict=False, description="Folder where recipes stay for the next start: Gaudi's, or inductor's."
     )
 
-    @field_validator("recipe_check")
+    @field_validator("strategy", "recipe_check", mode="before")
     @classmethod
-    def _recipes_are_checked_by_the_tools(cls, value: str) -> str:
-        if value != "off" and not is_installed():
-            expected = f"off, or the package {DISTRIBUTION}, which checks them: pip install 'vllm-gaudi-ucm[tools]'"
-            raise UcmConfigError([Problem("ucm.graphs.recipe_check", shown(value), expected)])
+    def _of_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
+        if value in OF_THE_TOOLS.get(info.field_name or "", ()):
+            _check_tools(f"ucm.graphs.{info.field_name}", value, "another value")
+        return value
+
+    @field_validator("trace")
+    @classmethod
+    def _tuned_by_the_tools(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("strategy") == "auto" and info.data.get("buckets") is None:
+            _check_tools("ucm.graphs.trace", str(value), "`strategy` or `buckets` as well")
         return value
 
     @field_validator("strategy_options", mode="before")
@@ -107,6 +115,13 @@ class GraphsConfig(Section):
         if value and options is Section:
             raise UcmConfigError([Problem(key, shown(value), f"none: the strategy {strategy!r} has no options")])
         return options.resolve(value, key)
+
+
+def _check_tools(key: str, value: object, instead: str) -> None:
+    """Raises UcmConfigError if the package of tools is missing."""
+    if not is_installed():
+        expected = f"{instead}, or the package {DISTRIBUTION}: pip install 'vllm-gaudi-ucm[tools]'"
+        raise UcmConfigError([Problem(key, shown(value), expected)])
 
 
 @cache

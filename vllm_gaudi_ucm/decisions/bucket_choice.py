@@ -11,10 +11,9 @@ from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.few_shapes import decodes_of_all_kinds, lacks_sparse_decodes
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, strip_size
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
-from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
 from vllm_gaudi_ucm.ops.registry import AUTO

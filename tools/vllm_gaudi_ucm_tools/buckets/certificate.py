@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.logits_rows import least_rows_seconds
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes
 from vllm_gaudi_ucm_tools.buckets.dual_prices import Ascent, DualPrices, first_prices, reduced_profits
+from vllm_gaudi_ucm_tools.tuning.logits_rows import least_rows_seconds
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.search import Report, Search, to_shapes
 
 Indices = NDArray[np.int64]
 

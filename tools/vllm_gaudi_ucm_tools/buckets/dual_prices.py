@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
 
 ITERATIONS = 60
 # Width of the soft maximum, as a share of the graph price.

@@ -18,10 +18,9 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, remainder_rows
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
-from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
 from vllm_gaudi_ucm_tools.buckets.compile_cost import AttentionNodes
 from vllm_gaudi_ucm_tools.buckets.cost_options import (

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps
 from vllm_gaudi_ucm.graphs.strategies import blind_strategies, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, check_steps, tune
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, StepRecord, bucket_shapes
 from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.buckets.certificate import GOOD_GAP, MAX_ROUNDS, Certified, certify
@@ -34,6 +32,8 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
 from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
 from vllm_gaudi_ucm_tools.output import check_output, report_console, task_progress, written_whole
 from vllm_gaudi_ucm_tools.phases.phases import open_logs
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.tune import DEFAULT_MARGIN, tune
 
 
 @dataclass(frozen=True)

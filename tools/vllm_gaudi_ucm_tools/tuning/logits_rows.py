@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
 
 
 class Quantisation(NamedTuple):

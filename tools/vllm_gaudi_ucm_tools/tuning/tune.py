@@ -6,11 +6,11 @@ import numpy as np
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.tuning.logits_rows import best_rows
-from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps
+from vllm_gaudi_ucm_tools.tuning.logits_rows import best_rows
+from vllm_gaudi_ucm_tools.tuning.objective import Objective
+from vllm_gaudi_ucm_tools.tuning.search import Report, Search, to_shapes
 
 DEFAULT_MARGIN = 0.05
 # The configured maximum, for the forward graph and for the logits.
@@ -42,24 +42,6 @@ def tune(
     rows = _divide(objective, max_graphs, search)
     found = search.run(max_graphs - len(rows) - 1, report)
     return BucketSet(to_shapes(found), rows, limits, cost)
-
-
-def check_steps(steps: Steps, limits: Limits) -> None:
-    """Raises a LimitsError that names the limit that observed steps exceed, or says that there are no steps."""
-    if not steps.count:
-        raise LimitsError("there are no steps to choose buckets for")
-    most = limits.maximum
-    seen = [
-        *steps.forward[:, 1:].max(axis=0).tolist(),
-        int(steps.logits.max(initial=0)),
-        int(steps.selected.max(initial=0)),
-    ]
-    for name, size, limit in zip(most._fields[1:6], seen, most[1:6], strict=True):
-        if size > limit:
-            raise LimitsError(
-                f"observed steps have {name} {size}, the limits allow {limit}; give the limits of the server that "
-                "wrote the log"
-            )
 
 
 def _divide(objective: Objective, max_graphs: int, search: Search) -> list[int]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy, Source
-from vllm_gaudi_ucm.graphs.tuning.tune import tune
+from vllm_gaudi_ucm_tools.tuning.tune import tune
 
 DEFAULT_GRAPHS = 64
 
