@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.block_policies.compaction.policy import CompactionPolicy
+from vllm_gaudi_ucm.block_policies.compaction.compaction import Compaction
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 from vllm_gaudi_ucm_tools.output import report_console
@@ -46,9 +46,9 @@ class Churn:
         self.manager = KVCacheManager(config, 2 * LONGEST, BLOCK, BLOCK, enable_caching=False)
         self.totals, self.compaction = MemoryTotals(), None
         if rule != RULES[0]:
-            policy = CompactionPolicy(self.totals)
+            policy = Compaction(self.totals)
             self.manager = BlockManager.of(self.manager, [policy])
-            self.compaction = policy.compaction if rule == RULES[2] else None
+            self.compaction = policy if rule == RULES[2] else None
         self.num_blocks = num_blocks
         self.live: list[Request] = []
         self.rng = random.Random(0)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from vllm_gaudi_ucm.block_policies.admission.policy import Admission
+from vllm_gaudi_ucm.block_policies.admission.admission import Admission
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 

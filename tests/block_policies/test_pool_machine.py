@@ -8,10 +8,9 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from vllm.v1.request import Request
 
 from tests.block_policies.histories import LONGEST, Histories, make_request, make_vllm_manager
+from vllm_gaudi_ucm.block_policies.compaction.compaction import Compaction
 from vllm_gaudi_ucm.block_policies.compaction.free_runs import FreeRuns
-from vllm_gaudi_ucm.block_policies.compaction.policy import CompactionPolicy
 from vllm_gaudi_ucm.block_policies.partial_hits.partial_hits import PartialHits
-from vllm_gaudi_ucm.block_policies.partial_hits.policy import PartialHitsPolicy
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
@@ -24,9 +23,9 @@ def make_manager(num_blocks: int, caching: bool, partial: bool) -> BlockManager:
     """vLLM's manager, with compaction."""
     manager = make_vllm_manager(num_blocks, BLOCK, LONGEST + BLOCK, caching)
     totals = MemoryTotals()
-    policies: list[BlockPolicy] = [CompactionPolicy(totals)]
+    policies: list[BlockPolicy] = [Compaction(totals)]
     if partial:
-        policies.insert(0, PartialHitsPolicy(PartialHits(BLOCK, lambda request: None, False, totals)))
+        policies.insert(0, PartialHits(BLOCK, lambda request: None, False, totals))
     return BlockManager.of(manager, policies)
 
 
@@ -109,11 +108,11 @@ class Pool(Histories):
     @rule(is_quiet=st.booleans())
     def move(self, is_quiet: bool) -> None:
         policy = self.manager._policies[-1]
-        assert isinstance(policy, CompactionPolicy)
+        assert isinstance(policy, Compaction)
         counts = sorted(block.ref_cnt for block in self.pool.blocks)
         objects = {number: self.pool.blocks[number] for number in self.pinned}
         highest = self.queue.highest_in_use
-        for moves in policy.compaction.step(is_quiet, self.pinned):
+        for moves in policy.step(is_quiet, self.pinned):
             sources, targets = {move[0] for move in moves}, {move[1] for move in moves}
             assert not sources & targets
             assert len(targets) == len(moves)

@@ -11,8 +11,7 @@ from vllm.v1.request import Request
 from tests.block_policies.histories import LONGEST, Histories, make_request, make_vllm_manager
 from vllm_gaudi_ucm.batch.token_table import TokenTable
 from vllm_gaudi_ucm.block_policies.token_slots.free_strips import FreeStrips
-from vllm_gaudi_ucm.block_policies.token_slots.policy import TokenSlots
-from vllm_gaudi_ucm.block_policies.token_slots.slot_strips import StripSizes
+from vllm_gaudi_ucm.block_policies.token_slots.token_slots import StripSizes, TokenSlots
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 
 TILE, STRIP = 8, 4

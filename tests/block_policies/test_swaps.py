@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_gaudi_ucm.block_policies.swap.host_slots import HostSlots
 from vllm_gaudi_ucm.block_policies.swap.swap_cost import SwapCost
-from vllm_gaudi_ucm.block_policies.swap.swaps import Swaps, _shared
+from vllm_gaudi_ucm.block_policies.swap.swaps import HostSlots, Swaps, _shared
 from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed, MemoryTotals
 
 BLOCK, BLOCK_BYTES, SLOTS, POOL = 4, 1000, 7, 12
@@ -118,14 +117,14 @@ class Swapping(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.waiting)))
         del self.waiting[name]
-        self.swaps.ended(name)
+        self.swaps.drop(name)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.running)))
         self.free += self.running.pop(name)[1]
-        self.swaps.ended(name)
+        self.swaps.drop(name)
 
     @precondition(lambda self: self.waiting)
     @rule()

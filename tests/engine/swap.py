@@ -68,7 +68,7 @@ class Poisoned(Engine):
     @property
     def swaps(self) -> Swaps | None:
         policy = self.core.scheduler.block_policies.named("swap")
-        return None if policy is None else policy.swaps
+        return None if policy is None else policy
 
     @property
     def totals(self) -> MemoryTotals:

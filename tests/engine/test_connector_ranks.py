@@ -293,7 +293,7 @@ def test_orders_reach_both_ranks(tiny_llama: Path) -> None:
         answers = engine.staggered(asked, [2 * index for index in range(len(asked))], 40)
         assert_same(answers, wanted)
         rules = engine.core.scheduler.block_policies
-        totals, swaps = rules.totals, rules.named("swap").swaps
+        totals, swaps = rules.totals, rules.named("swap")
         assert engine.preemptions > 2
         assert totals.swapped_in > 2
         assert totals.recomputed_tokens == 0

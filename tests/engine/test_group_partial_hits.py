@@ -116,7 +116,7 @@ def test_what_one_group_has_given_away_is_computed(model: Path, reference: Refer
     with Poisoned(model, ON, **OPTIONS, **TUNED) as engine:
         reference.assert_greedy([first], engine.greedy([first], LENGTH))
         manager = engine.core.scheduler.kv_cache_manager
-        held = engine.core.scheduler.block_policies.named("partial hits").partial._blocks._held
+        held = engine.core.scheduler.block_policies.named("partial hits")._blocks._held
         windows = [one.block for one in held.values() if one.place[0] != 0]
         assert windows
         manager.evict_blocks({block.block_id for block in windows})

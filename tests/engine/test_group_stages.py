@@ -100,9 +100,9 @@ def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode
         # keys and values of two heads of 16 float32 each
         page = 2 * BLOCK * 2 * 16 * 4
         count = SWAP["preemption"]["host_memory"] // (page * sum(layers))
-        assert rules.named("swap").swaps._slots.count == count
+        assert rules.named("swap")._slots.count == count
         assert engine.on_workers(host_slots) == [(count, page * number) for number in layers]
-        rules.named("swap").swaps.check_integrity()
+        rules.named("swap").check_integrity()
         engine.step()
         engine.check_idle()
 

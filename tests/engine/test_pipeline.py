@@ -119,12 +119,12 @@ def test_swaps_while_steps_are_in_flight(pipeline: EngineOfWorkers, expected: Ex
     computed again."""
     assert_same(pipeline.greedy(GROWING, GROWN), expected.grown)
     rules = pipeline.core.scheduler.block_policies
-    assert rules.named("swap").swaps._slots.count == 10
+    assert rules.named("swap")._slots.count == 10
     assert rules.totals.swapped_in > 20
     assert 0 < rules.totals.swap_refusals < pipeline.preemptions
     assert rules.totals.recomputed_tokens > 0
-    assert rules.named("swap").swaps.cost.rates.are_known
-    rules.named("swap").swaps.check_integrity()
+    assert rules.named("swap").cost.rates.are_known
+    rules.named("swap").check_integrity()
 
 
 def test_aborts(pipeline: EngineOfWorkers, expected: Expected) -> None:
@@ -180,13 +180,13 @@ def test_each_stage_chooses_for_its_layers(tmp_path: Path, in_process: None) -> 
         assert engine.preemptions == 0
         rules = engine.core.scheduler.block_policies
         # 4 GiB of both stages, one of two layers and one of one
-        assert rules.named("swap").swaps._slots.count == (4 << 30) // (3 * BLOCK_BYTES // 2)
+        assert rules.named("swap")._slots.count == (4 << 30) // (3 * BLOCK_BYTES // 2)
         engine.greedy(GROWING, GROWN)
         assert engine.most_in_flight == 2
         assert engine.preemptions > 5
         assert rules.totals.swapped_in > 10
         assert rules.totals.recomputed_tokens == 0
-        rules.named("swap").swaps.check_integrity()
+        rules.named("swap").check_integrity()
         first, last = engine.on_workers(_selected)
         assert first == last
         assert first["modes"]["SELECT"] > 100

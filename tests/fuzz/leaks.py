@@ -29,11 +29,10 @@ def leaks(engine: Engine) -> Iterator[str]:
     policies = getattr(scheduler, "block_policies", None)
     swap = None if policies is None else policies.named("swap")
     if swap is not None:
-        swaps = swap.swaps
-        slots = swaps._slots
+        slots = swap._slots
         if slots.num_free != slots.count:
             yield f"{slots.count - slots.num_free} of {slots.count} slots in host memory are not free"
-        yield from _broken("host memory", swaps.check_integrity)
+        yield from _broken("host memory", swap.check_integrity)
     if not isinstance(engine, EngineOfWorkers) and engine.runner.transfer is not None:
         yield from _transfers(engine.runner.transfer.connector)
 

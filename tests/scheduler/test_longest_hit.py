@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from tests.block_policies.histories import make_request, make_vllm_manager
 from vllm_gaudi_ucm.block_policies.partial_hits.partial_hits import PartialHits
-from vllm_gaudi_ucm.block_policies.partial_hits.policy import PartialHitsPolicy
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
-from vllm_gaudi_ucm.block_policies.swap.policy import SwapPolicy
+from vllm_gaudi_ucm.block_policies.swap.swap_cost import SwapCost
+from vllm_gaudi_ucm.block_policies.swap.swaps import HostSlots, Swaps
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 
@@ -26,10 +25,11 @@ def make_manager(reach: int = 0) -> BlockManager:
     """With a request that has computed the prompt, and `reach` tokens of any request in host memory."""
     totals = MemoryTotals()
     partial = PartialHits(BLOCK, lambda request: "root", False, totals)
-    policies: list[BlockPolicy] = [PartialHitsPolicy(partial)]
+    policies: list[BlockPolicy] = [partial]
     if reach:
-        swaps: Any = SimpleNamespace(reach=lambda request: reach)
-        policies.append(SwapPolicy(swaps))
+        swaps: Any = Swaps(HostSlots(1), BLOCK, 1, SwapCost(BLOCK, 1), True, totals)
+        swaps.reach = lambda request: reach
+        policies.append(swaps)
     manager = BlockManager.of(make_vllm_manager(50, BLOCK, 40, True), policies)
     first = make_request("first", PROMPT, BLOCK)
     manager.new_step_starts()

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     Make = Callable[[Scheduler, UcmConfig, MemoryTotals], BlockPolicy | None]
 
 _PLACES = {
-    "admission": "vllm_gaudi_ucm.block_policies.admission.policy:make_admission",
-    "slots for tokens": "vllm_gaudi_ucm.block_policies.token_slots.policy:make_token_slots",
-    "partial hits": "vllm_gaudi_ucm.block_policies.partial_hits.policy:make_partial_hits",
-    "swap": "vllm_gaudi_ucm.block_policies.swap.policy:make_swap",
-    "compaction": "vllm_gaudi_ucm.block_policies.compaction.policy:make_compaction",
+    "admission": "vllm_gaudi_ucm.block_policies.admission.admission:make_admission",
+    "slots for tokens": "vllm_gaudi_ucm.block_policies.token_slots.token_slots:make_token_slots",
+    "partial hits": "vllm_gaudi_ucm.block_policies.partial_hits.partial_hits:make_partial_hits",
+    "swap": "vllm_gaudi_ucm.block_policies.swap.swaps:make_swap",
+    "compaction": "vllm_gaudi_ucm.block_policies.compaction.compaction:make_compaction",
 }
 POLICIES: Registry[Make] = Registry("policy of the KV cache's blocks", **those_installed(**_PLACES))
 """Policies by the titles of their options in `config.exclusions`. An installation may leave out a policy's folder."""

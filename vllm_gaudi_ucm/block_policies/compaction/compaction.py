@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.block_policies.compaction.free_runs import NO_BLOCK
-from vllm_gaudi_ucm.vllm_api.blocks import exchange_block_ids
+from vllm_gaudi_ucm.block_policies.compaction.free_runs import NO_BLOCK, FreeRuns
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.vllm_api.blocks import blocks_to_be_freed, exchange_block_ids
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.block_policies.compaction.free_runs import FreeRuns
+    from collections.abc import Iterable
+
+    from vllm_gaudi_ucm.block_policies.policy import Turn
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.protocol.memory_orders import BlockMoves, MemoryTotals
-    from vllm_gaudi_ucm.vllm_api.scheduling import BlockPool, KVCacheBlock
+    from vllm_gaudi_ucm.vllm_api.scheduling import (
+        BlockPool,
+        FreeKVCacheBlockQueue,
+        KVCacheBlock,
+        KVCacheManager,
+        Scheduler,
+    )
+    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
 GOAL = 0.9
 """The least fraction of blocks in use among the blocks up to the last one in use, including the null block."""
@@ -21,33 +32,62 @@ MOST_IN_STEP = 0.01
 """The most copies in a step, as a fraction of the KV cache's blocks."""
 
 
-class Compaction:
-    """Plans which blocks move before a step, and updates vLLM's tables.
+class Compaction(BlockPolicy):
+    """Gives blocks in the order of a queue that knows runs, plans which blocks move before a step, and updates vLLM's
+    tables.
 
     A block that moves takes the place of an empty block. If there is no empty block below the goal, it takes the place
     of a block in the prefix cache, which moves up first: the only cached blocks that are lost are those that vLLM would
     give away next.
 
-    Args:
-        pool: vLLM's block pool.
-        free: the pool's queue of free blocks.
-        evict: takes blocks, by id, out of the prefix cache, and forgets what is known of them.
-        totals: counts the moves.
+    totals: counts the moves.
     """
 
-    def __init__(
-        self, pool: BlockPool, free: FreeRuns, evict: Callable[[set[int]], None], totals: MemoryTotals
-    ) -> None:
-        self._pool = pool
-        self._free = free
-        self._evict = evict
+    name = "compaction"
+    runs: FreeRuns
+    _pool: BlockPool
+    _evict: Callable[[set[int]], None]
+
+    def __init__(self, totals: MemoryTotals) -> None:
         self._totals = totals
-        self._most = max(1, int(MOST_IN_STEP * pool.num_gpu_blocks))
+        self._moves: list[BlockMoves] = []
+
+    def attach(
+        self,
+        manager: KVCacheManager,
+        is_of_use: Callable[[KVCacheBlock], bool],
+        reused: Callable[[Iterable[KVCacheBlock]], None],
+    ) -> FreeKVCacheBlockQueue:
+        self._pool, self._evict = manager.block_pool, manager.evict_blocks
+        self._most = max(1, int(MOST_IN_STEP * self._pool.num_gpu_blocks))
+        self.runs = FreeRuns.over(self._pool.blocks, self._pool.free_block_queue, is_of_use, reused)
+        return self.runs
+
+    def reserve(self, turn: Turn) -> bool:
+        """Tells the queue whose blocks come next: for the rest of the request's prompt, or for its next token."""
+        held = turn.held
+        needed = -(-turn.request.num_tokens // turn.block_size)
+        self.runs.expect(held[-1].block_id if held else NO_BLOCK, needed - len(held))
+        return True
+
+    def reset(self) -> None:
+        self.runs.sort_anew()
+
+    def before_step(self, scheduler: Scheduler) -> None:
+        """Plans the moves. Workers run steps in order, so the blocks that move here have been written by then, even in
+        a pipeline.
+        """
+        is_quiet = not scheduler.waiting and not any(request.is_prefill_chunk for request in scheduler.running)
+        self._moves = self.step(is_quiet, blocks_to_be_freed(scheduler))
+
+    def orders(self, scheduler_output: SchedulerOutput) -> dict[str, Any]:
+        self._totals.count_density(self.density)
+        return {"moves": self._moves}
 
     @property
     def density(self) -> float:
         """Returns blocks in use / (highest id in use + 1)."""
-        return self._in_use / (self._free.highest_in_use + 1)
+        return self._in_use / (self.runs.highest_in_use + 1)
 
     def step(self, is_quiet: bool, pinned: Collection[int] = ()) -> list[BlockMoves]:
         """Returns the copies that the worker has to make before the step that is about to be scheduled; empty if all
@@ -56,7 +96,7 @@ class Compaction:
         is_quiet: the step computes no prompt. pinned: ids of blocks in use that must stay.
         """
         end = int(self._in_use / (QUIET_GOAL if is_quiet else GOAL))
-        sources = self._free.in_use_from(end, self._most, pinned)
+        sources = self.runs.in_use_from(end, self._most, pinned)
         if not sources:
             return []
         ups, targets = self._make_room(len(sources), end)
@@ -66,30 +106,30 @@ class Compaction:
 
     @property
     def _in_use(self) -> int:
-        return self._pool.num_gpu_blocks - self._free.num_free_blocks
+        return self._pool.num_gpu_blocks - self.runs.num_free_blocks
 
     def _make_room(self, count: int, end: int) -> tuple[BlockMoves, list[KVCacheBlock]]:
         """Returns at most `count` empty blocks below `end`, no longer free, and the copies that come first."""
         ups: BlockMoves = []
-        targets = [self._take(number) for number in self._free.lowest_empty(count, end)]
+        targets = [self._take(number) for number in self.runs.lowest_empty(count, end)]
         # at least one of them, however small the KV cache is
         while len(targets) < count and (not targets or len(targets) + len(ups) + 2 <= self._most):
             spare = self._spare()
             if spare.block_id >= end:
-                ups.append(self._move_up(self._pool.blocks[self._free.lowest_kept(end)], spare))
+                ups.append(self._move_up(self._pool.blocks[self.runs.lowest_kept(end)], spare))
             targets.append(spare)
         return ups, targets
 
     def _take(self, number: int) -> KVCacheBlock:
         block = self._pool.blocks[number]
-        self._free.remove(block)
+        self.runs.remove(block)
         return block
 
     def _spare(self) -> KVCacheBlock:
         """Returns an empty block, or empties the block that would be given away next; it is no longer free."""
-        block = self._free.next_given_away
+        block = self.runs.next_given_away
         self._evict({block.block_id})
-        self._free.remove(block)
+        self.runs.remove(block)
         return block
 
     def _move_up(self, kept: KVCacheBlock, spare: KVCacheBlock) -> tuple[int, int]:
@@ -97,7 +137,7 @@ class Compaction:
         before = kept.block_id
         assert before != NO_BLOCK, "as many blocks are free below the end as are in use behind it"
         exchange_block_ids(self._pool, kept, spare)
-        self._free.renumbered(kept, before)
+        self.runs.renumbered(kept, before)
         return before, kept.block_id
 
     def _move_down(self, sources: list[int], targets: list[KVCacheBlock]) -> BlockMoves:
@@ -107,5 +147,9 @@ class Compaction:
         for source, target in zip(sources, targets, strict=True):
             moves.append((source, target.block_id))
             exchange_block_ids(self._pool, self._pool.blocks[source], target)
-        self._free.prepend_n(targets)
+        self.runs.prepend_n(targets)
         return moves
+
+
+def make_compaction(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Compaction:
+    return Compaction(totals)

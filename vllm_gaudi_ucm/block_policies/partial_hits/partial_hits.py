@@ -7,22 +7,25 @@ module finds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.block_policies.partial_hits.partial_blocks import PartialBlocks
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.vllm_api.blocks import is_isolated
 from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from vllm_gaudi_ucm.block_policies.policy import Hit, Turn
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
-Tables = Sequence[Sequence["KVCacheBlock"]]
-"""Blocks of a request in each KV-cache group."""
+logger = plugin_logger(__name__)
+
 WORTH_A_STEP = 8
 """The fewest tokens that a request must save to wait for a block that is filled by the step being scheduled."""
 
@@ -35,7 +38,7 @@ class _Followed:
     blocks: list[KVCacheBlock]
 
 
-class PartialHits:
+class PartialHits(BlockPolicy):
     """Finds parts of blocks for requests that begin, and remembers the contents of the blocks of all requests.
 
     Args:
@@ -46,6 +49,8 @@ class PartialHits:
         totals: counts copies and waits.
         groups: number of KV-cache groups.
     """
+
+    name = "partial hits"
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class PartialHits:
         self._blocks = PartialBlocks(block_size)
         self._followed: dict[str, _Followed] = {}
         self._waiting: str | None = None
+        self._tokens = 0
         # requests that wait for a block that the step being scheduled fills, and whether others may take their places
         self._passed_over: list[Request] = []
         self._has_seat = True
@@ -70,31 +76,31 @@ class PartialHits:
         self._targets: set[int] = set()
 
     def begin_step(self) -> None:
-        """Called when a step is about to be scheduled; all copies of earlier steps precede its own."""
+        # all copies of earlier steps precede those of the next one
         self._targets.clear()
         self._passed_over.clear()
         self._has_seat = True
 
     @property
-    def passed_over(self) -> Sequence[Request]:
-        """Returns the requests that begin in the next step, although others behind them begin in this one."""
+    def ahead(self) -> Sequence[Request]:
         return self._passed_over
 
     def holds(self, block: KVCacheBlock) -> bool:
-        """Returns whether a block is worth keeping for future requests."""
         return self._blocks.holds(block)
 
-    def extend(self, request: Request, hits: KVCacheBlocks, num_tokens: int, longest: int) -> tuple[KVCacheBlocks, int]:
-        """Extends full blocks that were found by the block to copy from; returns the blocks and the number of tokens.
-
-        longest: the most tokens that may be found. The last token of a request is computed for its logits.
-        """
+    def find(self, manager: KVCacheManager, request: Request, hit: Hit) -> Hit:
+        """Extends the full blocks that were found by the block to copy from."""
         self._waiting = None
-        if not _can_share(request):
-            return hits, num_tokens
+        if manager.prefix_cache_lookup_enabled(request) and _can_share(request):
+            hit = self._extended(request, hit)
+        self._tokens = hit.tokens
+        return hit
+
+    def _extended(self, request: Request, hit: Hit) -> Hit:
+        hits, num_tokens = hit.full, hit.tokens
         full = hits.blocks[0]
         before = request.block_hashes[len(full) - 1] if full else self._root(request)
-        end = min(num_tokens + self._block_size, longest)
+        end = min(num_tokens + self._block_size, hit.longest)
         wanted = request.all_token_ids[num_tokens:end]
         parts = [self._blocks.find(before, wanted, self._targets, group) for group in range(len(hits.blocks))]
         # every group must have it
@@ -103,21 +109,19 @@ class PartialHits:
         if self._may_wait and coming - found >= WORTH_A_STEP:
             self._waiting = request.request_id
         if not found:
-            return hits, num_tokens
+            return hit._replace(blocks=hits)
         tails = [[match.block] for match, _ in parts if match is not None]
         extended = tuple([*blocks, *tail] for blocks, tail in zip(hits.blocks, tails, strict=True))
-        return KVCacheBlocks(extended), num_tokens + found
+        return hit._replace(blocks=KVCacheBlocks(extended), tokens=num_tokens + found)
 
-    def needs_nothing(self) -> None:
-        """Called when the request that was just looked up gets more than a copy would give it."""
-        self._waiting = None
+    def found(self, tokens: int) -> None:
+        # another policy brings more than a copy would
+        if tokens != self._tokens:
+            self._waiting = None
 
     def passes_over(self, request: Request, seats: int) -> bool:
-        """Returns True if the request that was just looked up waits for the next step, and those behind it may begin
-        first.
-
-        seats: number of requests that may begin in this step or in the next one. A request that waits keeps one seat,
-        which also limits how many are passed over.
+        """Returns True if the request that was just looked up waits. It keeps one of the `seats`, which also limits how
+        many are passed over.
         """
         kept = len(self._passed_over)
         self._has_seat = kept < seats
@@ -127,30 +131,27 @@ class PartialHits:
         self._totals.copy_waits += 1
         return True
 
-    def holds_up(self, request: Request) -> bool:
-        """Returns True if a request and all behind it begin in the next step at the earliest."""
-        waits = self._waiting == request.request_id
+    def may_begin(self, turn: Turn) -> bool:
+        waits = self._waiting == turn.request.request_id
         self._totals.copy_waits += waits
-        return waits or not self._has_seat
+        return self._has_seat and not waits
 
     def kept_blocks(self) -> int:
-        """Returns how many blocks of all groups the requests that were passed over may need for their tokens."""
         return sum(-(-one.num_tokens // self._block_size) for one in self._passed_over) * self._groups
 
-    def began(self, tables: Tables, hit_tokens: int) -> None:
-        """Counts copies when a request has its first blocks; hit_tokens: tokens that were found for it."""
-        number, tokens = divmod(hit_tokens, self._block_size)
-        if tokens:
+    def given(self, turn: Turn) -> None:
+        """Counts the copies of a request that begins, and follows its blocks."""
+        tables, request = turn.tables, turn.request
+        number, tokens = divmod(turn.found, self._block_size)
+        if turn.begins and tokens:
             self._targets.update(id(blocks[number]) for blocks in tables)
             self._totals.copies += len(tables)
             self._totals.copied_tokens += tokens
-
-    def allotted(self, request: Request, tables: Tables, others: int) -> None:
-        """Follows a request's blocks after scheduling. others: its first blocks that others computed or a connector
-        loads.
-        """
-        if not _can_share(request):
+        # a load may still fail
+        if turn.is_cached_later or not _can_share(request):
             return
+        # the first blocks are computed by others, or a connector loads them
+        others = -(-(turn.found + turn.loaded) // self._block_size) if turn.loaded else number
         followed = self._followed.get(request.request_id)
         if followed is None:
             followed = self._followed[request.request_id] = _Followed(others, [])
@@ -161,23 +162,36 @@ class PartialHits:
             followed.blocks += blocks[first : followed.next]
 
     def leaves(self, request: Request) -> None:
-        """Called when a request is about to lose its blocks; windows have freed some already, which others may own by
-        now.
-        """
+        # windows have freed some of its blocks already, which others may own by now
         followed = self._followed.pop(request.request_id, None)
         if followed is not None:
             self._blocks.leave(request, followed.blocks)
 
     def reused(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Forgets blocks that are about to be overwritten or were found to be wrong."""
         for block in blocks:
             self._blocks.forget(block)
 
     def reset(self) -> None:
-        """Forgets all blocks, because the computed contents are no longer valid."""
         self._blocks.clear()
 
 
 def _can_share(request: Request) -> bool:
     """Returns whether tokens describe all of a prompt's content and do not change."""
     return request.prompt_embeds is None and not request.mm_features and not request.resumable
+
+
+def make_partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHits:
+    """Makes the policy. Requests share as in the prefix cache: separated by salt, adapter, and sparse or dense
+    attention.
+    """
+    has_method = config.ucm_sparse_method is not None
+
+    def root(request: Request) -> Hashable:
+        is_sparse = has_method and not is_isolated(request)
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        return is_sparse, request.cache_salt, adapter
+
+    logger.info("Partial hits: requests take the part of a block that agrees with their prompt as a copy.")
+    # a connector may find more than the block that a request would wait for
+    groups = len(scheduler.kv_cache_config.kv_cache_groups)
+    return PartialHits(scheduler.block_size, root, scheduler.connector is None, totals, groups)

@@ -1,22 +1,64 @@
-"""Tracks preempted requests whose blocks wait in host memory, in the scheduler."""
+"""Keeps blocks of preempted requests in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.swap.swap_cost import SwapCost
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.values import show_bytes
+from vllm_gaudi_ucm.protocol.memory_orders import link_speed_of
+from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, skipped_tokens
+from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.block_policies.swap.host_slots import HostSlots
-    from vllm_gaudi_ucm.block_policies.swap.swap_cost import SwapCost
+    from vllm_gaudi_ucm.block_policies.policy import Hit, Turn
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
-    from vllm_gaudi_ucm.vllm_api.steps import Request
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheManager, Scheduler
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
+
+logger = plugin_logger(__name__)
+
 
 Pairs = list[tuple[int, int]]
-
-
 Tables = Sequence[Sequence["KVCacheBlock"]]
 """Blocks of a request in each KV-cache group, in the order of its context; null blocks before a window."""
+
+
+class HostSlots:
+    """The numbers of slots, each for one block of all layers and workers.
+
+    Args:
+        count: number of all slots.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        # the lowest first: memory is taken from the system as slots are used
+        self._free = list(range(count))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> tuple[int, ...] | None:
+        """Takes that many slots; returns None if fewer are free."""
+        if count > len(self._free):
+            return None
+        return tuple(self._free.pop() for _ in range(count))
+
+    def give(self, slots: Sequence[int]) -> None:
+        """Frees slots."""
+        self._free.extend(reversed(slots))
+
+    def check_integrity(self, held: Sequence[int]) -> None:
+        """Checks that every slot is either free or held, and only once."""
+        if sorted([*self._free, *held]) != list(range(self.count)):
+            raise AssertionError(f"host slots: {self.count}, free {sorted(self._free)}, held {sorted(held)}")
 
 
 class _Preempted(NamedTuple):
@@ -36,7 +78,7 @@ def _nothing(tokens: int) -> int:
     return 0
 
 
-class Swaps:
+class Swaps(BlockPolicy):
     """Copies blocks out when a request is preempted, and copies those back that it does not find when it resumes.
 
     All of its blocks are copied out, even those in the prefix cache, which may be gone when it resumes. Then blocks of
@@ -53,6 +95,9 @@ class Swaps:
         skipped: for each group, maps the number of computed tokens to the number of first tokens that no later token
             sees.
     """
+
+    name = "swap"
+    brings_tokens = True
 
     def __init__(
         self,
@@ -81,7 +126,7 @@ class Swaps:
         """Called when a request is about to lose its blocks; `num_computed_tokens` is what was computed before this
         step.
         """
-        self.ended(request.request_id)
+        self.drop(request.request_id)
         tokens = request.num_computed_tokens
         # the first token that is computed again may be the last one of the request
         seen = min(tokens, max(request.num_tokens - 1, 0))
@@ -119,6 +164,14 @@ class Swaps:
             return 0
         return min(waiting.tokens, request.num_tokens - 1)
 
+    def find(self, manager: KVCacheManager, request: Request, hit: Hit) -> Hit:
+        reach = min(self.reach(request), hit.longest)
+        return hit if reach <= hit.tokens else hit._replace(blocks=hit.full, tokens=reach)
+
+    def given(self, turn: Turn) -> None:
+        if turn.begins:
+            self.resumed(turn.request, turn.tables, turn.found, turn.computed)
+
     def resumed(self, request: Request, tables: Tables, found: int, tokens: int) -> None:
         """Called when a request has blocks again; blocks that no token sees are null.
 
@@ -141,8 +194,11 @@ class Swaps:
             self._totals.swapped_in += len(ins)
             self._totals.swap_in_bytes += len(ins) * self._block_bytes
 
-    def ended(self, request_id: str) -> None:
-        """Called when a request has finished, or its KV is no longer needed."""
+    def ended(self, request: Request) -> None:
+        self.drop(request.request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Drops the copies of a request that has finished, or whose KV is no longer needed."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None and waiting.places:
             dropped = set(waiting.slots)
@@ -150,9 +206,8 @@ class Swaps:
             self._slots.give(waiting.slots)
 
     def reset(self) -> None:
-        """Drops all copies, because the computed KV is no longer valid."""
         for request_id in list(self._waiting):
-            self.ended(request_id)
+            self.drop(request_id)
 
     def take_orders(self) -> tuple[Pairs, Pairs]:
         """Returns the orders of the scheduled step: (block, slot) to copy out, then (slot, block) to copy back.
@@ -164,6 +219,18 @@ class Swaps:
         self._slots.give(self._leaving)
         self._leaving = []
         return outs, ins
+
+    def orders(self, scheduler_output: SchedulerOutput) -> dict[str, Any]:
+        outs, ins = self.take_orders()
+        rates = self.cost.rates
+        self.cost.step_begins(scheduler_output.total_num_scheduled_tokens, _prompt_tokens(scheduler_output))
+        return {"rates": rates, "swap_outs": outs, "swap_ins": ins}
+
+    def before_output(self, output: ModelRunnerOutput) -> None:
+        self.cost.step_ends()
+        speed = link_speed_of(output)
+        if speed is not None:
+            self.cost.measured(speed)
 
     def check_integrity(self) -> None:
         """Checks that every slot is free, or held by one request that waits or resumes in this step."""
@@ -187,3 +254,30 @@ def _shared(tables: Tables, held: Mapping[tuple[int, int], KVCacheBlock]) -> tup
 def _first_own(blocks: Sequence[KVCacheBlock]) -> int:
     """Returns the number of the first block that no other request holds. Null blocks, before a window, do not count."""
     return next((number for number, block in enumerate(blocks) if block.ref_cnt < 2 and not block.is_null), len(blocks))
+
+
+def _prompt_tokens(scheduler_output: SchedulerOutput) -> int:
+    """Returns the tokens of requests that have several tokens that are not drafts."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    certain = (
+        (count, count - len(drafts.get(name, ()))) for name, count in scheduler_output.num_scheduled_tokens.items()
+    )
+    return sum(count for count, known in certain if known > 1)
+
+
+def make_swap(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swaps:
+    """Makes the policy. Raises UcmConfigError if host memory holds no block."""
+    options = config.preemption
+    manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
+    engine_bytes = engine_block_bytes(kv_block_bytes(manager), groups, scheduler.vllm_config)
+    slots = HostSlots(options.host_memory // engine_bytes)
+    if not slots.count:
+        wanted = f"room for a block of the KV cache, {show_bytes(engine_bytes)}, or more"
+        raise UcmConfigError([Problem("ucm.preemption.host_memory", show_bytes(options.host_memory), wanted)])
+    logger.info("Preemption %s: up to %d blocks of preempted requests in host memory.", options.mode, slots.count)
+    # each rank of a stage copies its own heads, at the same time as the others
+    ahead = bool(scheduler.scheduler_config.async_scheduling)
+    rank_bytes = engine_bytes // scheduler.parallel_config.tensor_parallel_size
+    cost = SwapCost(scheduler.block_size, rank_bytes, queues=ahead)
+    always, skipped = options.mode == "swap", skipped_tokens(manager)
+    return Swaps(slots, scheduler.block_size, engine_bytes, cost, always=always, totals=totals, skipped=skipped)
