@@ -17,9 +17,7 @@ def _on_card(tensor: Tensor) -> bool:
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """True if a device converts and multiplies them: a GPU of compute capability 8.9 or newer; torch converts on the
-    others.
-    """
+    """True if a device multiplies them: a GPU of compute capability 8.9 or newer; torch converts on the others."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -103,9 +103,7 @@ class Implementations(Registry[type[ImplementationT]]):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """A context that forgets at its end what was registered and chosen inside; inside, earlier choices are made
-        again.
-        """
+        """A context that forgets at its end what was registered and chosen inside, where choices are made anew."""
         before = self._made, self._chosen
         self._made, self._chosen = {}, {}
         try:

@@ -86,9 +86,7 @@ def is_private(path: Path) -> bool:
 
 
 def _refuse_exchange(above: Path) -> None:
-    """Refuses a folder in which others may rename our files. The user's group may, because it often has no other
-    member.
-    """
+    """Refuses a folder in which others may rename files. The user's group may: it often has no other member."""
     status = above.stat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in _trusted_owners():

@@ -1,6 +1,4 @@
-"""Experts of a model as far as costs depend on them: how many there are, how many a row takes, and in how many
-layers.
-"""
+"""Experts of a model as far as costs depend on them: how many there are, how many a row takes, in how many layers."""
 
 from __future__ import annotations
 

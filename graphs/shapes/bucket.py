@@ -60,9 +60,7 @@ class ForwardShape(NamedTuple):
         return ForwardShape.of("c" in self.phase, *self.sizes[:4], max_prompt_tiles)
 
     def to_list(self) -> list[str | int]:
-        """Returns a list for files and JSON, with selected blocks only if there are any, and max prompt tiles only if
-        bounded.
-        """
+        """Returns a list for files and JSON; selected blocks and max prompt tiles only if there are any, or bounded."""
         return [self.phase, *written_sizes(self.sizes)]
 
 

@@ -26,9 +26,7 @@ def remainder_rows(block_size: int, max_num_batched_tokens: int, most_rows: int)
 
 
 class RemainderShape(NamedTuple):
-    """The key of a graph for prompt remainders. A bucket of equal sizes is another graph, with fewer rows per
-    selection.
-    """
+    """The key of a graph for prompt remainders. A bucket of equal sizes is another graph: fewer rows per selection."""
 
     forward: ForwardShape
 

@@ -86,9 +86,7 @@ def sparse_verifications(
 def _finest(
     made: Callable[[int, int], list[ForwardShape]], most: int, cost: Cost, axes: tuple[str, str]
 ) -> list[ForwardShape]:
-    """Returns the shapes with the least padding, at most `most`. made: makes shapes from the number of sizes along each
-    axis.
-    """
+    """Returns at most `most` shapes with the least padding. made: makes shapes from the sizes along each axis."""
     counts, best = (1, 1), made(1, 1)
     if len(best) > most:
         return best[: max(0, most)]

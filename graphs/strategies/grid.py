@@ -183,9 +183,7 @@ class PaddingAware(GridStrategy):
     """Each level of a dimension multiplies the cost by the same factor, the smallest that the graphs allow."""
 
     def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
-        """Returns n sizes that divide the growth of the cost along an axis into equal factors, with the other
-        dimensions small.
-        """
+        """Returns n sizes that divide the growth of the cost along an axis into equal factors, other sizes small."""
         sizes = np.unique(np.geomspace(1, maximum, min(maximum, 2048)).astype(np.int64))
         seconds = _along(cost, axis, sizes)
         wanted = seconds[0] * (seconds[-1] / seconds[0]) ** (np.arange(1, n + 1) / n)

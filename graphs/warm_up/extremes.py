@@ -1,6 +1,4 @@
-"""Chooses the graphs that are executed after a warm-up that only compiled: the smallest and the largest of each
-phase.
-"""
+"""Chooses the graphs to execute after a warm-up that only compiled: the smallest and the largest of each phase."""
 
 from __future__ import annotations
 

@@ -111,9 +111,7 @@ class WarmUpOrder:
         self._places = {key: (demand.seen, index) for keys, demand in self._kinds for index, key in enumerate(keys)}
 
     def count(self, key: BucketKey) -> None:
-        """Counts a step that asked for `key` while it was cold. Only one thread may call it; another may call `first`
-        in the meantime.
-        """
+        """Counts a step that asked for `key` while it was cold. One thread may call it; another may call `first`."""
         seen, index = self._places[key]
         seen[index] += 1
 
@@ -178,9 +176,7 @@ def choose_skeleton(buckets: BucketSet, usage: Steps | None, count: int) -> Skel
 
 
 def _greedy(demand: Demand, count: int, least: float) -> list[int]:
-    """Returns indices of buckets: the maximum first, then always the one that saves most, while it saves more than
-    `least` seconds.
-    """
+    """Returns indices of buckets: the maximum, then always the one that saves most, if more than `least` seconds."""
     chosen = [len(demand.sizes) - 1]
     while len(chosen) < count:
         warm = _flags(demand, chosen)

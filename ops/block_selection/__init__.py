@@ -1,3 +1,1 @@
-"""Chooses the cached blocks that a sparse request attends to: block summaries, their scores for a query, and the
-choice.
-"""
+"""Chooses the cached blocks that a sparse request attends to: block summaries, their scores for a query, the choice."""

@@ -77,9 +77,7 @@ class CodeTables(NamedTuple):
 
 
 def code_tables(device: torch.device) -> CodeTables:
-    """Returns the tables on a device. The first call for a device copies them to it; compiled code takes the latest,
-    as with `projection`.
-    """
+    """Returns the tables on a device, copied by its first call; compiled code takes the latest, as `projection`."""
     if torch.compiler.is_compiling():
         return _tables[None]
     if device not in _tables:

@@ -31,17 +31,13 @@ class PreparedSpans(NamedTuple):
 
 
 class CandidateRanges(NamedTuple):
-    """int32 [spans, 2]: the first candidate of each span and one past its last; an empty range if the span has no
-    rows.
-    """
+    """int32 [spans, 2]: the first candidate of each span and one past its last; empty if the span has no rows."""
 
     ranges: Tensor
 
 
 class TicketedRanges(NamedTuple):
-    """ranges: as in CandidateRanges. tickets: int32 [spans], 0 between layers: the number of programs that have
-    ranked.
-    """
+    """ranges: as in CandidateRanges. tickets: int32 [spans], 0 between layers: number of programs that ranked."""
 
     ranges: Tensor
     tickets: Tensor
@@ -52,9 +48,7 @@ Prepared = PreparedSpans | CandidateRanges | TicketedRanges
 
 
 class BlockSelectionImplementation(Implementation[None], ABC):
-    """The operations of `block_selection.api`, on validated tensors. A method returns None to leave the work to the
-    reference.
-    """
+    """The operations of `block_selection.api`, on validated tensors. None leaves the work to the reference."""
 
     ranks_and_takes: ClassVar[bool] = False
     """True if there is a `rank_and_take`, provided that there is a `take_choice`."""

@@ -68,9 +68,7 @@ def prepare_coded_experts(
 
 
 def are_codes_enough(weights: CodedExperts, spec: MoeSpec, *, captured: bool = False) -> bool:
-    """True if the fastest implementation on the device of these weights takes about as long for codes as for plain
-    weights.
-    """
+    """True if the fastest implementation for these weights takes about as long for codes as for plain weights."""
     chosen = MOE.choose(AUTO, weights.w13.codes.device.type, spec, captured=captured)
     return chosen.supports(replace(spec, weights=CODES)) and chosen.takes_codes(weights)
 

@@ -1,6 +1,4 @@
-"""Specifies what an expert computes between its two products, and the form of its weights; uses the standard library
-only.
-"""
+"""Specifies what an expert computes between its two products, and the form of its weights; standard library only."""
 
 from __future__ import annotations
 

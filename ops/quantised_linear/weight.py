@@ -1,6 +1,4 @@
-"""A quantised weight, the form into which every checkpoint's format is read; its definition holds for all
-implementations.
-"""
+"""A quantised weight, the form into which every checkpoint's format is read, defined alike for all implementations."""
 
 from __future__ import annotations
 

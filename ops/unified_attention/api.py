@@ -34,9 +34,7 @@ class PreparedParts:
     checked: set[tuple[object, ...]] = field(default_factory=set, compare=False)
 
     def selected_list(self, rows: int) -> SelectedList | None:
-        """Returns the list to which a choice may write the blocks that a layer with this many rows reads; None if there
-        is none.
-        """
+        """Returns the list to which a choice may write the blocks for a layer of this many rows; None without one."""
         return self.implementation.selected_list(self.plan, rows)
 
 
@@ -192,9 +190,7 @@ def _check_spec(chosen: AttentionImplementation, spec: AttentionSpec) -> None:
 
 
 def _device_type(parts: AttentionParts, implementation: str) -> str:
-    """The device type of the parts. A step without parts has no tensors and nothing to compute, so any device will
-    do.
-    """
+    """The device type of the parts. A step without parts has no tensors to compute, so any device will do."""
     if parts.causal is not None:
         return parts.causal.groups.device.type
     if parts.shared is not None:

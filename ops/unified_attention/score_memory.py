@@ -66,9 +66,7 @@ def _block_bytes(sizes: AttentionSizes) -> int:
 
 
 def _tile_bytes(sizes: AttentionSizes) -> int:
-    """Returns the bytes of scores if every row looked back as far as allowed, or of a tile's keys; plus one spare tile
-    in 32 and one more.
-    """
+    """Returns the bytes of scores of rows that look back as far as allowed, or of a tile's keys; plus spare tiles."""
     if not sizes.causal or sizes.max_look_back is None:
         return 0
     rows = sizes.rows + sizes.rows // 32 + 512

@@ -1,6 +1,4 @@
-"""Specifies what an attention layer computes, apart from which rows see which tokens: scale, soft cap, sinks, ALiBi
-slopes.
-"""
+"""Specifies what an attention layer computes, but for which rows see which tokens: scale, soft cap, sinks, slopes."""
 
 from __future__ import annotations
 

@@ -181,9 +181,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         return Window(self.sliding_window or WHOLE, by_distance=by_distance)
 
     def join(self, group: GroupStep | None) -> None:
-        """Makes the layer read the steps of this group, once the KV cache is allocated; None if there is only one
-        group.
-        """
+        """Makes the layer read this group's steps, once the KV cache is allocated; None if there is one group."""
         self._group = group
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -288,9 +286,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         return output if finished is output or finished is None else output.copy_(finished)
 
     def _in_blocks(self, kv_cache: KvPair, written: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPair:
-        """Returns views of the written cache. The cache is bound once, so the views are not made again in every
-        step.
-        """
+        """Returns views of the written cache. The cache is bound once, so the views are not made anew in every step."""
         if torch.compiler.is_compiling():
             # kept views would be graph inputs that share memory with the tensors that the graph writes
             return in_blocks(written, block_size)

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class CacheScales(NamedTuple):
-    """The scales of a layer in the dtype of its rows; tensors, because each layer would be compiled again for
-    numbers.
-    """
+    """The scales of a layer in the dtype of its rows; tensors, because a number would compile each layer again."""
 
     key: torch.Tensor
     value: torch.Tensor

@@ -356,9 +356,7 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Runs the block. positions: [rows]; hidden_states: [rows, hidden size]; llama_4_scaling: [rows, 1, 1], query
-        factors.
-        """
+        """Runs the block. positions: [rows]; hidden_states: [rows, hidden size]; llama_4_scaling: [rows, 1, 1]."""
         sizes = self.sizes
         given, of_token = self._down(hidden_states)
         latent = self.kv_a_layernorm(of_token[:, : sizes.latent].contiguous())

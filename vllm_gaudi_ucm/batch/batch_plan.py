@@ -309,9 +309,7 @@ class _SteadyDecode:
         )
 
     def _find_tail_blocks(self) -> NDArray[np.int64] | None:
-        """Returns [requests] the entry of each request's last block in the unique part; None if some last block is
-        shared.
-        """
+        """Returns [requests] the entry of each request's last block in the unique part; None if one is shared."""
         unique = self._plan.unique
         if unique is None:
             return None
@@ -350,9 +348,7 @@ class _SteadyDecode:
 
 
 def _insert(array: NDArray, at: Sequence[int], values: NDArray) -> NDArray:
-    """Inserts `values[i]` before entry `at[i]`, ascending; for a few values it takes a quarter of the time of
-    np.insert.
-    """
+    """Inserts `values[i]` before entry `at[i]`, ascending; a few values take a quarter of the time of np.insert."""
     pieces = []
     begin = 0
     for index, end in enumerate(at):

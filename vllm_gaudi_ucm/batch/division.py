@@ -55,9 +55,7 @@ def _divide(batch: BatchInput, block_size: int, room: Room, window: Window | Non
 
 
 class _Contexts(NamedTuple):
-    """Blocks of cached contexts. keys: [pairs] blocks, or first slots of ranges, by request. counts: keys of each
-    request.
-    """
+    """Blocks of cached contexts. keys: [pairs] blocks, or first slots of ranges, by request. counts: of each."""
 
     keys: NDArray[np.integer]
     counts: NDArray[np.int64]

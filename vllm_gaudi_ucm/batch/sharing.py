@@ -82,9 +82,7 @@ class SharedPlan(NamedTuple):
 
     @property
     def most_of_request(self) -> int | None:
-        """Returns the most blocks that a request uses; counted only under a window, because there are few of them
-        then.
-        """
+        """Returns the most blocks that a request uses; counted only under a window, when there are few of them."""
         return None if self.rise is None else int((self.hi > np.maximum(self.lo, 0)).sum(axis=1).max(initial=0))
 
     def pairs(self, row_requests: NDArray[np.int64]) -> int:

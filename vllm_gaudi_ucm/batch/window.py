@@ -25,9 +25,7 @@ class Window(NamedTuple):
     by_distance: bool = False
 
     def first_seen(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the first position that the row at each position sees. It never falls from one position to the
-        next.
-        """
+        """Returns the first position that the row at each position sees, which never falls along positions."""
         if self.chunked:
             return positions // self.tokens * self.tokens
         return np.maximum(positions - (self.tokens - 1), 0)
@@ -60,16 +58,12 @@ class WindowPlan(NamedTuple):
         row_requests: NDArray[np.int64],
         query_start: NDArray[np.int64],
     ) -> WindowPlan:
-        """Applies a window to a step. computed: [requests] tokens before the new ones; the others as in
-        `UnifiedPlan`.
-        """
+        """Applies a window to a step. computed: [requests] tokens before the new ones; others as in `UnifiedPlan`."""
         lowest, first = window.first_seen(computed), window.first_seen(positions)
         inside = np.maximum(first - computed[row_requests], 0)
         return cls(lowest, first - lowest[row_requests], query_start[:-1][row_requests] + inside, window.by_distance)
 
 
 def blocks_before(lowest: NDArray[np.int64], context: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-    """Returns [requests] the number of leading blocks of which no row sees a token; all if it sees none of the
-    context.
-    """
+    """Returns [requests] the number of leading blocks of which no row sees a token; all if it sees none."""
     return np.where(lowest < context, lowest // block_size, -(-context // block_size))

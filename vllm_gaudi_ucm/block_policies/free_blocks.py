@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 class FreeBlocks(FreeKVCacheBlockQueue):
-    """A version of vLLM's queue that reports blocks that are given away, and gives away blocks that are still useful
-    last.
-    """
+    """A version of vLLM's queue that reports blocks that are given away, and gives away useful blocks last."""
 
     _is_of_use: Callable[[KVCacheBlock], bool]
     _reused: Callable[[Iterable[KVCacheBlock]], None]

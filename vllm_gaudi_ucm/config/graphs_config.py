@@ -135,7 +135,5 @@ def _section_of(strategy: type[BucketStrategy]) -> type[Section]:
 
 
 def strategy_section(name: str) -> type[Section]:
-    """Returns the options of a bucket strategy as a section, which is empty for `auto` and for strategies without
-    options.
-    """
+    """Returns the options of a bucket strategy as a section, empty for `auto` and for strategies without any."""
     return Section if name == "auto" else _section_of(STRATEGIES.get(name))

@@ -81,9 +81,7 @@ ROOT = "ucm"
 
 
 def check_policies(config: UcmConfig) -> None:
-    """Raises `UcmConfigError` for options that exclude each other, and for `max_total_token_num` without slots for
-    tokens.
-    """
+    """Raises `UcmConfigError` for options that exclude each other, or need slots for tokens and lack them."""
     found = list(excluded_options(config))
     slots = config.kv_cache.max_total_token_num
     if slots is not None and not TOKEN_SLOTS.is_on(config):
@@ -215,9 +213,7 @@ def resolve_value(value: Any) -> UcmConfig:
 
 
 def describe(config: type[UcmConfig] = UcmConfig) -> list[OptionRow]:
-    """Returns every key with its type, default and description, in the order of declaration; registered methods come
-    last.
-    """
+    """Returns every key with its type, default and description, as declared; registered methods come last."""
     return _rows([*_leaves(config, ROOT), *_registered()])
 
 

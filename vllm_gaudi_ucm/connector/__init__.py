@@ -11,9 +11,7 @@ __all__ = ["UcmConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the connector lazily: vLLM finds it by the name of this package, while its options are read without
-    vLLM.
-    """
+    """Imports the connector lazily: vLLM finds it by this package's name, and its options are read without vLLM."""
     if name == "UcmConnector":
         from vllm_gaudi_ucm.connector.connector import UcmConnector
 

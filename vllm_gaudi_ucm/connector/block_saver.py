@@ -140,9 +140,7 @@ class SaveQueue:
                 )
 
     def _wait(self) -> None:
-        """Waits, with the lock held. One thread watches the engine and wakes the next, so no other wakes up
-        needlessly.
-        """
+        """Waits, with the lock held. One thread watches the engine and wakes the next; no other wakes needlessly."""
         if not self._waiting or self._has_watcher:
             self._changed.wait()
             return

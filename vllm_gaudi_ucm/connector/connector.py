@@ -84,9 +84,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side = SchedulerSide(self._setup, self._block_tables, self._cached_tokens, offload)
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
-        """Plans prefetches before a step is scheduled. waiting: requests without blocks, the next one first. Called by
-        our scheduler.
-        """
+        """Plans prefetches before a step is scheduled. waiting: requests without blocks, the next one first."""
         self._scheduler.plan_prefetch(waiting)
 
     def on_new_request(self, request: Request) -> None:
@@ -133,9 +131,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.clear()
 
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
-        """Receives the logical blocks that a request's query would choose among all; called with KV offload, at every
-        scoring.
-        """
+        """Receives the blocks that a request's query would choose among all; with KV offload, at every scoring."""
         self._scheduler.wanted_by_query(request_id, numbers)
 
     def fetch(self, request_id: str, fetched: Fetched) -> None:
@@ -177,9 +173,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.report()
 
     def take_ordered_block_ids(self) -> set[int]:
-        """Returns the blocks of loads that were ordered since the last call, for our runner; other connectors lack this
-        method.
-        """
+        """Returns the blocks of loads that were ordered since the last call; other connectors lack this method."""
         return self._worker.loads.take_ordered()
 
     def take_summarised_block_ids(self) -> set[int]:
@@ -204,9 +198,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
                 side.close()
 
     def leave_out_saves(self) -> None:
-        """Skips all saves of this step, because some of its loads have failed. Our runner calls it before the step
-        ends.
-        """
+        """Skips all saves of this step, because some of its loads failed. Our runner calls it before the step ends."""
         self._worker.leave_out_saves()
 
     def _metadata(self) -> UcmMetadata:

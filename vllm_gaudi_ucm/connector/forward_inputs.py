@@ -217,9 +217,7 @@ def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _long_factors(rope: Mapping[str, Any], config: Mapping[str, Any], max_model_len: int) -> bool | int:
-    """Returns the factors of LongRoPE. It has two lists; vLLM takes one for all requests, depending on the longest
-    request allowed.
-    """
+    """Returns the factors of LongRoPE: vLLM takes one of its two lists, by the longest request allowed."""
     if rope.get("rope_type", rope.get("type")) not in _LONG_ROPE:
         return False
     original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))

@@ -36,17 +36,13 @@ class GroupKeys:
         self._marks = [b"", *(f"kv cache group {number}".encode() for number in range(1, count))]
 
     def of(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Returns the keys of consecutive blocks in all groups: the first block's, then the second's. keys: keys of the
-        blocks.
-        """
+        """Returns the keys of consecutive blocks in all groups, block by block. keys: keys of the blocks."""
         if self.count == 1:
             return list(keys)
         return [hashlib.sha256(key + mark).digest() if mark else key for key in keys for mark in self._marks]
 
     def seen(self, keys: Sequence[bytes], end: int) -> list[bytes]:
-        """Returns those of `keys`, of consecutive blocks up to block `end`, that the next token sees: of a window, the
-        last blocks.
-        """
+        """Returns those of `keys`, of blocks up to `end`, that the next token sees: of a window, the last blocks."""
         tokens, first = end * self._block_size, end - len(keys) // self.count
         begins = [0 if one is None else max(0, tokens - one + 1) // self._block_size for one in self._windows]
         return [key for place, key in enumerate(keys) if first + place // self.count >= begins[place % self.count]]

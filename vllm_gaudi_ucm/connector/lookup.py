@@ -69,17 +69,13 @@ class LookupThread:
         self._thread.start()
 
     def ask(self, keys: Sequence[bytes], first_block: int, records: Sequence[bytes] = ()) -> Lookup:
-        """Queues a look-up and returns at once. keys: of blocks from `first_block`; records: keys of their
-        summaries.
-        """
+        """Queues a look-up and returns at once. keys: blocks from `first_block` on; records: keys of summaries."""
         lookup = Lookup(keys, first_block, self._clock(), records)
         self._questions.put(lookup)
         return lookup
 
     def is_answered(self, lookup: Lookup) -> bool:
-        """Waits for the rest of a step's grace period, which all look-ups share: a step has other requests to run. True
-        if answered.
-        """
+        """Waits for the rest of a step's grace period, which all look-ups share. True if answered."""
         if lookup.is_open and self._grace > 0:
             begin = self._clock()
             lookup.answered.wait(self._grace)

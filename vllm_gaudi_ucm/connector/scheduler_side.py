@@ -80,9 +80,7 @@ class SchedulerSide:
         return PartialLoads(offload, self._block_size, record_blocks, self._waiting.order)
 
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
-        """Receives the logical blocks that a request's query would choose among all; used if loads leave blocks in the
-        store.
-        """
+        """Receives the logical blocks that a request's query would choose among all, for partial loads."""
         state = self._states.get(request_id)
         if state is not None and self._partial is not None:
             keys = state.keys.known
@@ -218,9 +216,7 @@ class SchedulerSide:
         state.begin_load(load)
 
     def _whole_load(self, request_id: str, lookup: Lookup, count: int, tables: Tables) -> BlockLoad:
-        """Returns those of `count` blocks that the request has room for: of a window, the blocks that its next token
-        sees.
-        """
+        """Returns those of `count` blocks that the request has room for: of a window, what its next token sees."""
         keys = lookup.keys[: count * self._groups.count]
         wanted = self._groups.on_device(keys, tables, lookup.first_block)
         has_gaps = any(0 in blocks[: lookup.first_block + count] for blocks in tables)

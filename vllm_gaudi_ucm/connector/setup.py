@@ -87,9 +87,7 @@ class ConnectorSetup:
 
     @property
     def worker_saves(self) -> bool:
-        """True if this worker saves the blocks that the step's message lists. Of workers that hold the same, the first
-        saves.
-        """
+        """True if this worker saves the blocks that the step lists. Of workers that hold the same, the first does."""
         rank = self.vllm_config.parallel_config.rank
         return not self.shards or self.shards.index(self.shards[rank]) == rank
 
@@ -179,9 +177,7 @@ class ConnectorSetup:
         )
 
     def _refuse_unknown_weights(self, models: list[str]) -> None:
-        """Refuses weights that are known only by name: engines with other weights of the same name would find the
-        stored blocks.
-        """
+        """Refuses weights known only by name: engines with other weights of that name would find the blocks."""
         if not self.options.store.ends_with_process:
             found = f"none, and no weights in files here that tell {' and '.join(models)} apart"
             raise UcmConfigError([Problem("--revision", found, "a name that changes when the weights change")])
@@ -201,9 +197,7 @@ class ConnectorSetup:
 
 
 def _check_process(options: ConnectorOptions, executor: object) -> None:
-    """Refuses a store in process memory unless the engine runs its worker itself, so that scheduler and worker share
-    memory.
-    """
+    """Refuses a store in process memory unless the engine runs its worker itself, so that both share memory."""
     if options.store.ends_with_process and executor not in (None, "uni"):
         found = f'"{options.store.kind}" with --distributed-executor-backend {executor}'
         others = " or ".join(f'"{kind}"' for kind in lasting_kinds())

@@ -97,9 +97,7 @@ class WaitingPrefetch:
 
 
 def apply_plan(engine: PrefetchEngine, plan: PrefetchPlan) -> None:
-    """Applies a plan in the worker. Loads into device blocks have ids of their own, and find these blocks in the
-    engine's cache.
-    """
+    """Applies a plan in the worker. Loads into device blocks have other ids, and find these blocks in the cache."""
     for request_id in plan.cancel:
         engine.forget(_PREFIX + request_id)
     for request_id, priority in plan.move:

@@ -93,9 +93,7 @@ class BlockLoads:
         return len(self._loads)
 
     def start(self, load: BlockLoad) -> None:
-        """Starts a load and returns at once. Call it in the thread that computes, before any step in which the request
-        owns the blocks.
-        """
+        """Starts a load and returns at once. Call it in the thread that computes, before steps with the blocks."""
         blocks, block_ids, first, fence = self._blocks, load.block_ids, len(load.records), self._blocks.fence()
         records: dict[int, bytearray] = {}
 
@@ -120,9 +118,7 @@ class BlockLoads:
             self._summarised.update(block_id for block_id in record.block_ids if block_id)
 
     def finished(self, ended: set[str]) -> set[str]:
-        """Returns requests whose load has ended: their blocks are not written any more. Cancels loads of `ended`
-        ones.
-        """
+        """Returns requests whose load has ended: their blocks are written no more. Cancels loads of `ended` ones."""
         for request_id in ended:
             load = self._loads.get(request_id)
             if load is not None:

@@ -135,9 +135,7 @@ def choose_buckets(
 
 
 def _with_sparse_decodes(buckets: BucketSet, strategy: BucketStrategy, request: BucketRequest, name: str) -> BucketSet:
-    """Adds a bucket for decodes with chosen blocks: instead of another one, but in addition to all buckets of a
-    file.
-    """
+    """Adds a bucket for decodes with chosen blocks: instead of another one, but on top of all buckets of a file."""
     most = request.max_graphs
     if name != "file" and most is not None and buckets.num_graphs >= most:
         buckets = strategy.choose(replace(request, max_graphs=max(2, most - 1)))

@@ -36,9 +36,7 @@ def choose_threads(found: int, cores: Cores, workers: int, asked: int | None, va
 
 
 def waiting_in_words(variables: dict[str, str]) -> str:
-    """Describes how idle threads wait, for a log. variables: environment variables that OpenMP read when this process
-    started.
-    """
+    """Describes how idle threads wait, for a log. variables: those that OpenMP read when this process started."""
     if variables:
         return "idle ones wait by " + ", ".join(f"{name}={value}" for name, value in variables.items())
     return (

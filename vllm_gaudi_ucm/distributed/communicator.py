@@ -19,9 +19,7 @@ class Communicator(DeviceCommunicatorBase):
 
 
 class LazyCommunicator(Communicator):
-    """The communicator on Gaudi in lazy mode: launches accumulated operators before a collective reads their
-    results.
-    """
+    """The communicator on Gaudi in lazy mode: launches accumulated operators before a collective reads them."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """The sum over the group, in `input_`."""

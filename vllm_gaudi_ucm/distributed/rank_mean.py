@@ -21,7 +21,5 @@ class RankMean:
         self._size = size
 
     def __call__(self, own: torch.Tensor) -> torch.Tensor:
-        """Returns the mean in float32, of the shape of `own`. `own` is copied first, because the collective overwrites
-        its input.
-        """
+        """Returns the mean in float32, of the shape of `own`, which is copied: the collective overwrites its input."""
         return tensor_model_parallel_all_reduce(own.float() / self._size)

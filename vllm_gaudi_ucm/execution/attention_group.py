@@ -245,9 +245,7 @@ class _Room(NamedTuple):
         return None if sizes.limits.contiguous and not self.number else self.unique(sizes)
 
     def unique_lo(self, sizes: Sizes) -> tuple[int, ...] | None:
-        """Returns None if rows see whole contexts: ranges then begin at a block's first token, and no operator
-        compares.
-        """
+        """Returns None if rows see whole contexts: ranges begin at a block's first token; no operator compares."""
         strips = bool(sizes.limits.strip) and not self.number
         return self.unique(sizes) if strips or self._has_window(sizes) else None
 

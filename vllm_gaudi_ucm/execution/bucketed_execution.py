@@ -1,6 +1,4 @@
-"""Runs steps in static shapes: each is padded to the cheapest warm bucket that dominates it, and replayed as a
-graph.
-"""
+"""Runs steps in static shapes: each is padded to the cheapest warm bucket that holds it, and replayed as a graph."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ def remainder_shapes(limits: Limits, choices: SelectionLimits | None) -> Remaind
 
 
 def is_remainder(plan: UnifiedPlan, most_rows: int) -> bool:
-    """Returns whether a step needs a graph for prompt remainders: it chooses for more rows than `most_rows` of a
-    bucket.
-    """
+    """Returns whether a step needs a prompt-remainder graph: it chooses for more than `most_rows` of a bucket."""
     return plan.selection is not None and bool((plan.selection.num_rows > most_rows).any())
 
 
@@ -253,9 +249,7 @@ class BucketedExecution:
 
     @property
     def compiles_kernels(self) -> bool:
-        """Returns whether `compute_pads` finds kernels to compile ahead; a stage of a pipeline would wait for
-        others.
-        """
+        """Returns whether `compute_pads` finds kernels to compile ahead; a pipeline stage would wait for others."""
         return self._handover is None and has_kernels(self._hidden.device.type)
 
     def compute_pads(self, shape: ForwardShape) -> None:
@@ -314,9 +308,7 @@ class BucketedExecution:
         )
 
     def _lookup(self, step: Bucket) -> Bucket:
-        """Returns the cheapest warm bucket that dominates a step, or the shape for prompt remainders if it needs
-        one.
-        """
+        """Returns the cheapest warm bucket that dominates a step, or the prompt-remainder shape if it needs one."""
         if self._graphs is not self._ordinary:
             assert self.remainders is not None, "graphs for prompt remainders have shapes"
             return self.remainders.lookup(step).step(self.ready.logits_rows(step.logits))

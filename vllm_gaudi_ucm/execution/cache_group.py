@@ -87,18 +87,14 @@ class CacheGroup(ABC):
 
     @abstractmethod
     def planner(self, causal_slice: int, batches: int) -> GroupPlanner:
-        """Returns the planner of the group's steps. batches: batches of different requests that are in flight at
-        once.
-        """
+        """Returns the planner of the group's steps. batches: batches of different requests in flight at once."""
 
     @abstractmethod
     def tensors(self, number: int) -> Sequence[StepTensor]:
         """Returns the tensors of a step for the group. number: its place; see `group_suffix` for names."""
 
     def blocks(self, plan: PlanOfGroup) -> tuple[GroupBlocks, int | None] | None:
-        """Returns the blocks of a planned step for which a bucket needs room, see `with_groups`; None if it needs
-        none.
-        """
+        """Returns the blocks of a planned step for which a bucket needs room (see `with_groups`); None if none."""
         return None
 
     def divide(self, batch: BatchInput, room: Room | None) -> list[NDArray[np.int64]]:
@@ -117,9 +113,7 @@ class CacheGroup(ABC):
 
     @abstractmethod
     def in_buckets(self, number: int, limits: Limits, causal_slice: int, device: torch.device) -> GroupInBuckets:
-        """Returns the object that makes the group's inputs in buckets. number: its place. causal_slice: rows of a
-        slice.
-        """
+        """Returns the object that makes the group's inputs in buckets. number: its place. causal_slice: its rows."""
 
     @abstractmethod
     def metadata(self, inputs: Any, implementation: str, plan: Plan | None) -> object:

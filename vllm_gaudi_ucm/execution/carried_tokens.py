@@ -25,8 +25,6 @@ class CarriedTokens:
         self.tokens[first : first + len(tokens)].copy_(tokens)
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the input ids of a step as a new tensor. token_ids: int64 [rows]; -1 - s stands for the token of slot
-        s.
-        """
+        """Returns a step's input ids as a new tensor. token_ids: int64 [rows]; -1 - s stands for slot s's token."""
         is_known = token_ids >= 0
         return torch.where(is_known, token_ids, self.tokens[(-1 - token_ids).clamp(min=0)])

@@ -128,9 +128,7 @@ class Decoder:
 
     @property
     def windows(self) -> list[Window | None]:
-        """Returns the distinct windows of the layers on this stage: whole contexts (None) first, then from the
-        widest.
-        """
+        """Returns the distinct windows of the layers on this stage: whole contexts (None) first, then the widest."""
         found = dict.fromkeys(impl.window for impl in self._attention())
         return sorted(found, key=lambda window: 0 if window is None else 1 / window.tokens)
 

@@ -231,9 +231,7 @@ class BucketTensors:
         return self._copy(buffer, shape, layout.size)
 
     def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
-        """Returns the flat tensor of a shape with only pads, so that warm-up does not change the cache of any
-        request.
-        """
+        """Returns the flat tensor of a shape with only pads: warm-up does not change the cache of any request."""
         buffer = self._steps.next()
         layout = self._layout(shape, buffer)
         layout.fill_pads()
@@ -309,9 +307,7 @@ class ForwardGraphs:
         self._staged = shape
 
     def replay(self) -> None:
-        """Replays the graph of the last filled step. Raises KeyError, and runs nothing, for a shape that was never
-        warmed.
-        """
+        """Replays the graph of the last filled step. Raises KeyError, and runs nothing, for a shape not warmed."""
         graph = self._graphs[self._staged]
         with self._stage("forward"):
             graph()

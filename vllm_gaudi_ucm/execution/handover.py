@@ -42,9 +42,7 @@ class Handover:
             self._received[rows] = self._decoder.between(rows, self._device)
 
     def received(self, rows: int) -> StageTensors | None:
-        """Returns the tensors that a graph reads, in a new dictionary, because a model may change it; None on the first
-        stage.
-        """
+        """Returns the tensors that a graph reads, in a dictionary that a model may change; None on the first stage."""
         found = self._received.get(rows)
         return None if found is None else dict(found)
 

@@ -29,9 +29,7 @@ class GroupLayer(Protocol):
     """A layer, or the object that computes it."""
 
     def join(self, group: GroupStep | None) -> None:
-        """Makes the layer read the step of this group. None if there is only one group, whose metadata is the
-        step's.
-        """
+        """Makes the layer read the step of this group. None if there is one group, whose metadata is the step's."""
         ...
 
 

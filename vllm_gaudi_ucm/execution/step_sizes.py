@@ -12,9 +12,7 @@ from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
 
 class Sizes(NamedTuple):
-    """The values that determine sizes and pads in a bucket. choices: sizes of a sparse method's choices, if one is
-    on.
-    """
+    """The values that determine sizes and pads in a bucket. choices: sizes of a sparse method's choices, if on."""
 
     shape: ForwardShape
     limits: Limits

@@ -187,9 +187,7 @@ class StepInputs(NamedTuple):
         choices: SelectionLimits | None,
         inputs: Sequence[str],
     ) -> StepInputs:
-        """Makes the inputs. groups: for attention, without the selected part. choices: for a step with choices. inputs:
-        names of `rows`.
-        """
+        """Makes the inputs. groups: for attention, but the selected part. choices: if any. inputs: names of `rows`."""
         selection = None
         if choices is not None:
             selection = SelectionTensors.of(tensors, choices)

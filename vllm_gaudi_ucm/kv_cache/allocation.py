@@ -95,9 +95,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(name: str, spec: KVCacheSpec, num_blocks: int) -> tuple[_Rows, ...]:
-    """Returns the rows of keys and of values, which together fill a page exactly, or of keys that contain their
-    values.
-    """
+    """Returns rows of keys and of values, which together fill a page exactly, or of keys that hold their values."""
     assert isinstance(spec, AttentionSpec), "only layers with keys and values are served"
     slots, heads = num_blocks * spec.block_size, spec.num_kv_heads
     # vLLM has one name for both kinds of 8-bit floats; only this one is supported

@@ -49,9 +49,7 @@ class DeviceBlocks:
         return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
 
     def warm_up(self) -> None:
-        """Copies the dummy block to the host and back, so that a Gaudi has compiled the copies before a request needs
-        them.
-        """
+        """Copies the dummy block to the host and back: a Gaudi then has compiled the copies before requests come."""
         block = self.allocate(self.block_bytes)
         self.read([(DUMMY_BLOCK, block)])
         self.write(DUMMY_BLOCK, block, self.fence())
@@ -70,9 +68,7 @@ class DeviceBlocks:
             self._copy([(block_id, block)], to_device=True)
 
     def read(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
-        """Copies each (block, destination) from device to host, after all earlier launches; complete when this
-        returns.
-        """
+        """Copies each (block, destination) to the host, after all earlier launches; complete when this returns."""
         # in the computation's own stream, so that it follows the step that filled the blocks
         self._copy(blocks, to_device=False)
         if blocks:

@@ -50,14 +50,10 @@ def in_blocks(cache: tuple[torch.Tensor, ...], block_size: int) -> LayerCache:
 
 
 def distinct(caches: Iterable[LayerCache]) -> list[LayerCache]:
-    """Returns each memory once: layers of several KV-cache groups share one, whose blocks belong to one group at a
-    time.
-    """
+    """Returns each memory once: layers of several groups share one, whose blocks belong to one group at a time."""
     return list({id(cache): cache for cache in caches}.values())
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Groups consecutive tensors of one shape and dtype, to be copied together; a draft model's layers have another
-    shape.
-    """
+    """Groups consecutive tensors of one shape and dtype, to be copied together; a draft model's differ."""
     return [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape, blocks.dtype))]

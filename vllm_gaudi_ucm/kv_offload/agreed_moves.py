@@ -1,6 +1,4 @@
-"""Copies that several workers make, each of its part of a block. They end in the same step, with the same outcome, on
-all.
-"""
+"""Copies that several workers make, each of its part of a block. They end in the same step, alike, on all."""
 
 from __future__ import annotations
 

@@ -74,9 +74,7 @@ class Moves:
         self.orders.ended.append(state.generation)
 
     def release(self, state: OffloadState, saves: int) -> tuple[int, int]:
-        """Releases blocks that have a copy and orders copies of the rest; returns (released blocks, copies still
-        allowed).
-        """
+        """Releases blocks that have a copy and orders copies of the rest; returns (released, copies still allowed)."""
         released, waiting = 0, []
         for number in state.to_evict:
             if number in state.offloaded or not self._blocks.is_owned_alone(state.request_id, number):

@@ -62,9 +62,7 @@ class OffloadState:
         self.scores, self.idle_steps = scores, 0
 
     def begin_guess(self, is_guess: bool = True) -> None:
-        """Begins with blocks that were left in the connector's store before there was a query. True if there are
-        any.
-        """
+        """Begins with blocks that were left in the connector's store before any query. True if there are any."""
         self.is_guess = is_guess
 
     def end_guess(self) -> bool:

@@ -87,9 +87,7 @@ class SwapSpace:
 
     @torch.inference_mode()
     def measure(self, clock: Callable[[], float] = time.perf_counter) -> LinkSpeed:
-        """Times copies of blocks of the cache to the host and back, which restores their contents; the second run
-        counts.
-        """
+        """Times copies of blocks of the cache to the host and back, which restore them; the second run counts."""
         count = min(self._caches[0][0].shape[0], self._count, self._chunk)
         pairs = [(number, number) for number in range(count)]
         seconds = []
@@ -160,9 +158,7 @@ class SwapSpace:
             staged.done.result()
 
     def _by_chunk(self, pairs: Pairs, side: int) -> list[tuple[Caches, list[tuple[int, int]]]]:
-        """Groups pairs by host chunk: its caches, and its pairs, with slots (`side` of each pair) counted from its
-        first.
-        """
+        """Groups pairs by host chunk: its caches, and its pairs, with slots (`side` of each) counted from its first."""
         chunks: dict[int, list[tuple[int, int]]] = {}
         for left, right in pairs:
             number, local = divmod(right if side else left, self._chunk)

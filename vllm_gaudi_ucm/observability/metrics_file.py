@@ -69,9 +69,7 @@ def remove_stale() -> None:
 
 
 def _remove_unless_held(folder: Path) -> None:
-    """Removes the folder of a dead engine. Raises BlockingIOError if an engine holds the lock, FileNotFoundError if
-    there is none.
-    """
+    """Removes a dead engine's folder. Raises BlockingIOError if it is locked, FileNotFoundError without a lock."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

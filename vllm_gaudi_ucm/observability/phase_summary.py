@@ -182,9 +182,7 @@ def summary_table(summary: PhaseSummary) -> Table:
 
 
 def attention_sentence(summary: PhaseSummary) -> Text:
-    """Returns the fraction of the attention work that each part did, and below it the cost of planning and the work of
-    the host.
-    """
+    """Returns the fraction of attention work of each part, and below it the cost of planning and of the host."""
     total = summary.total()
     text = Text("attention work: ")
     for index, (part, share) in enumerate(total.attention_shares().items()):

@@ -58,9 +58,7 @@ def _merge(files: list[str]) -> list[Metric] | None:
 
 
 class UcmStatLogger(AggregateStatLoggerBase):
-    """The stat logger, one per server for all its engines. It leaves vLLM's reports on each step to vLLM's own
-    loggers.
-    """
+    """The stat logger, one per server for all its engines. vLLM's own loggers keep vLLM's reports on each step."""
 
     _registered: MetricsCollector | None = None
 

@@ -150,9 +150,7 @@ class StepMetrics:
         self._recipes.add(1)
 
     def warm_up(self, done: int, total: int, seconds: float, skeleton_seconds: float | None) -> None:
-        """Sets the progress: warm buckets of all, seconds so far, and seconds until the skeleton was warm (None: not
-        yet).
-        """
+        """Sets the progress: warm buckets of all, seconds so far, and until the skeleton was warm (None: not yet)."""
         self._labelled(metric.WARM_UP_BUCKETS, "done").set(done)
         self._labelled(metric.WARM_UP_BUCKETS, "total").set(total)
         self._labelled(metric.WARM_UP_SECONDS).set(seconds)

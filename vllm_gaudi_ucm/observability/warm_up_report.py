@@ -69,9 +69,7 @@ class WarmUpReport:
 
     @contextmanager
     def bar(self) -> Iterator[None]:
-        """Shows a bar instead of lines while the block runs, only on a terminal: for a warm-up that the start waits
-        for.
-        """
+        """Shows a bar instead of lines while the block runs, only on a terminal: for a warm-up before the start."""
         if not self._console.is_terminal:
             yield
             return
@@ -149,9 +147,7 @@ def summary_line(summary: WarmUpSummary) -> str:
 
 
 def warm_up_table(summary: WarmUpSummary) -> Table:
-    """Returns one line per graph: forward shapes, those for prompt remainders, logits rows; each in ascending order of
-    cost.
-    """
+    """Returns one line per graph: forward, prompt remainders, logits rows; each in ascending order of cost."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("graph", no_wrap=True)
     columns = BucketColumns.of(_shapes(summary))

@@ -96,9 +96,7 @@ def problems(error: ValidationError, model: type[BaseModel], key: str) -> Iterat
 
 
 def _problem(detail: Any, model: type[BaseModel], key: str) -> Problem:
-    """Translates one of pydantic's errors, named by our key: parts beyond a leaf are pydantic's own (members of a
-    union).
-    """
+    """Translates one of pydantic's errors, named by our key: parts beyond a leaf are members of a union."""
     location = detail["loc"]
     found = shown(detail["input"])
     for depth, part in enumerate(map(str, location), start=1):
@@ -192,9 +190,7 @@ class UnsupportedFeatureError(NotImplementedError):
 
 
 class UnsupportedRequestError(ValueError):
-    """Raised for a sampling parameter that would be ignored; the server returns it as the request's error and
-    continues.
-    """
+    """Raised for a sampling parameter that would be ignored; the server returns it as the request's error."""
 
     def __init__(self, parameter: str) -> None:
         super().__init__(f"vllm-gaudi-ucm does not support the sampling parameter {parameter}; leave it out.")

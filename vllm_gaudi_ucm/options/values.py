@@ -19,9 +19,7 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: Any) -> Any:
-    """Parses text such as `4GiB` or `500 MB` into bytes; returns other values unchanged. Raises ValueError for other
-    text.
-    """
+    """Parses text such as `4GiB` or `500 MB` into bytes; returns other values as they are. Raises ValueError."""
     if not isinstance(value, str):
         return value
     match = _TEXT.fullmatch(value)

@@ -218,9 +218,7 @@ class UcmPlatform(Platform):
 
     @staticmethod
     def _tile(vllm_config: VllmConfig) -> int:
-        """Returns the slots that attention reads as a block. vLLM reads the default from our backend later, when it
-        makes workers.
-        """
+        """Returns the slots that attention reads as a block. vLLM asks our backend later, when it makes workers."""
         cache = vllm_config.cache_config
         return tile_size(cache.block_size if cache.user_specified_block_size else None)
 
@@ -254,9 +252,7 @@ class UcmPlatform(Platform):
 
     @classmethod
     def _prepare_ray_workers(cls, vllm_config: VllmConfig) -> None:
-        """Prepares workers on Ray: vLLM gives them the engine's environment only after they have imported this
-        plugin.
-        """
+        """Prepares workers on Ray, which get the engine's environment only after they have imported this plugin."""
         copy_to_ray_engines()
         parallel = vllm_config.parallel_config
         runtime = dict(parallel.ray_runtime_env or {})

@@ -9,9 +9,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 
 class UnsupportedCallError(UnsupportedFeatureError):
-    """Raised for a call to a worker for a feature that this plugin does not have; the caller gets the error, the engine
-    continues.
-    """
+    """Raised for a call to a worker for a feature that this plugin lacks; the engine continues."""
 
     def __init__(self, call: str, feature: str, instead: str) -> None:
         NotImplementedError.__init__(

@@ -272,9 +272,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return set()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Does nothing, because all memory is in place: `sleep` is refused, after vLLM has paused the work that this
-        call resumes.
-        """
+        """Does nothing: `sleep` is refused, so all memory is in place; vLLM resumes paused work by this call."""
 
     def get_cache_block_size_bytes(self) -> int:
         """Bytes of a block of all layers."""

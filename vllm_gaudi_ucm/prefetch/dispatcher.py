@@ -164,9 +164,7 @@ class Dispatcher(Settlement):
     def __init__(
         self, options: PrefetchOptions, clock: Callable[[], float], batch: int = 1, store_waits: bool = True
     ) -> None:
-        """Makes the dispatcher. batch: the most blocks of a request that a thread takes at once. store_waits: see
-        `KvStore.waits`.
-        """
+        """Makes the dispatcher. batch: most blocks of a request that a thread takes. store_waits: `KvStore.waits`."""
         super().__init__(options, clock)
         self._batch = batch
         self.idle = IdleThreads(options.prefetch_workers, store_waits)
@@ -213,9 +211,7 @@ class Dispatcher(Settlement):
             return task
 
     def next_loads(self, generation: int) -> list[Load]:
-        """Waits for and returns the next blocks to read or to deliver, of one request; none when threads of this
-        generation should end.
-        """
+        """Waits for and returns a request's next blocks to read or to deliver; none when this generation should end."""
         while True:
             with self.lock:
                 if generation != self.generation:

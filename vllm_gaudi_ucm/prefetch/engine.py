@@ -17,16 +17,12 @@ from vllm_gaudi_ucm.store.base import KvStore
 
 
 def host_memory(nbytes: int) -> memoryview:
-    """Allocates pageable memory; for a device that copies from pinned memory, the caller passes an allocator of its
-    own.
-    """
+    """Allocates pageable memory; for a device that copies from pinned memory, callers pass their own allocator."""
     return memoryview(bytearray(nbytes))
 
 
 class PrefetchHandle:
-    """A handle of one prefetch, valid even if its request's id is reused.
-    task: the engine's own, to be read under its lock.
-    """
+    """A handle of one prefetch, valid even if its request's id is reused. task: to be read under its lock."""
 
     def __init__(self, task: PrefetchTask, dispatcher: Dispatcher) -> None:
         self.task = task
@@ -47,9 +43,7 @@ class PrefetchHandle:
         return self._dispatcher.failed_of(self.task)
 
     def wait(self, timeout: float | None = None) -> PrefetchOutcome:
-        """Waits and returns the outcome, or TIMEOUT after `timeout` seconds; None waits up to the prefetch's own
-        deadline.
-        """
+        """Waits and returns the outcome, or TIMEOUT after `timeout` seconds; None waits up to the deadline."""
         return self._dispatcher.wait(self.task, timeout)
 
     def cancel(self) -> bool:
@@ -179,9 +173,7 @@ class PrefetchEngine:
             return True
 
     def cancel(self, request_id: str) -> bool:
-        """Gives up blocks that have not arrived; True if the request was pending. A `deliver` may still be running: see
-        `drain`.
-        """
+        """Gives up blocks that have not arrived; True if the request was pending. `deliver` may still run (`drain`)."""
         with self._dispatcher.lock:
             task = self._dispatcher.ledger.find(request_id)
             return task is not None and self._dispatcher.settle(task, PrefetchOutcome.CANCELLED)

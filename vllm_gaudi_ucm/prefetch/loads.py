@@ -165,9 +165,7 @@ class LoadRunner:
         return None
 
     def _kept(self, load: Load, state: int) -> None:
-        """Handles, with the lock held, the end of a copy for requests that need the block in the cache: it succeeded,
-        or not.
-        """
+        """Handles, with the lock held, the end of a copy, good or bad, for requests that need the cached block."""
         if state == DONE:
             assert load.slot is not None
             self._dispatcher.cache.put(load.slot, load.key)

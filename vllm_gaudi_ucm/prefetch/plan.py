@@ -165,9 +165,7 @@ class PrefetchPlanner:
         )
 
     def _order_once(self, request: QueuedRequest) -> Sequence[bytes]:
-        """Orders blocks by history when the request enters the look-ahead; an order that kept changing would load
-        blocks twice.
-        """
+        """Orders blocks by history when the request enters the look-ahead; a changing order would load some twice."""
         keys, ordered = self._orders.get(request.request_id, ((), []))
         if keys != request.keys:
             ordered = [request.keys[at] for at in self.history.order(request.keys)]

@@ -59,9 +59,7 @@ class LinkSpeed(msgspec.Struct, frozen=True):
     from_host: float
 
     def slowest(self, least: Callable[[int], int]) -> LinkSpeed:
-        """Returns the slowest speed of several workers. least: the smallest value of all of them, called for both
-        directions alike.
-        """
+        """Returns the slowest speed of several workers. least: the smallest value of all, called for both alike."""
         return LinkSpeed(float(least(int(self.to_host))), float(least(int(self.from_host))))
 
 

@@ -51,9 +51,7 @@ class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A change of a block table: from this step on, logical block `number` of a request is physical block `block`; 0:
-    it is offloaded.
-    """
+    """From this step on, logical block `number` of a request is physical block `block`; 0: it is offloaded."""
 
     generation: int
     request_id: str

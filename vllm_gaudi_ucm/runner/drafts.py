@@ -67,9 +67,7 @@ class ProposedDrafts(Drafts):
 
 
 class KeptDrafts(ProposedDrafts):
-    """Drafts of a proposer with async scheduling: they stay in the worker, and the scheduler has placeholders for
-    them.
-    """
+    """Drafts of a proposer with async scheduling: they stay in the worker; the scheduler has placeholders."""
 
     def __init__(self, table: RequestTable, proposer: DraftProposer, ahead: DraftsAhead) -> None:
         super().__init__(table, proposer)

@@ -261,9 +261,7 @@ class KvTransfer:
         return np.fromiter(named.union(found), np.int64)
 
     def take_summarised_blocks(self) -> NDArray[np.int64]:
-        """Returns the blocks of `loaded_blocks` whose summaries are loaded, too; only the plugin's own connector has
-        any.
-        """
+        """Returns the `loaded_blocks` whose summaries are loaded, too; only the plugin's own connector has any."""
         return np.fromiter(set() if self._ours is None else self._ours.take_summarised_block_ids(), np.int64)
 
     def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:

@@ -187,9 +187,7 @@ class StaticShapes:
         return WarmUpState(cold, self._warm_up.last_seconds(key))
 
     def begin_step(self) -> None:
-        """Pauses the warm-up until `end_step`; called before a step. Only needed if `follows_steps`, as is
-        `end_step`.
-        """
+        """Pauses the warm-up until `end_step`; called before a step. Only needed if `follows_steps`, as that is."""
         self._idle.begin_step()
 
     def end_step(self) -> None:
@@ -251,9 +249,7 @@ class StaticShapes:
         self._warm(lambda: self.execution.warm_remainder(shape))
 
     def _warm_logits(self, rows: int) -> None:
-        """Warms a logits graph. A stage without logits has no graph, but its bucket becomes warm, so all choose the
-        same.
-        """
+        """Warms a logits graph. A stage without logits only marks its bucket warm, so that all choose the same."""
 
         def run() -> None:
             if not self._has_logits:
@@ -266,9 +262,7 @@ class StaticShapes:
         self._warm(run)
 
     def _warm(self, run: Callable[[], None]) -> None:
-        """Runs in the warm-up thread: inference mode, the current device and the recorder's state are set for each
-        thread.
-        """
+        """Runs in the warm-up thread: inference mode, device and the recorder's state belong to a thread."""
         self._device.enter_thread()
         try:
             with self._device.capturing(), torch.inference_mode(), self.stages.warming():
@@ -286,9 +280,7 @@ class StaticShapes:
         self._metrics.warm_up(warm, total, progress.seconds, summary.skeleton_seconds or None)
 
     def _free_memory(self) -> int:
-        """Returns the free device memory; on a CPU the total, because graphs take none and free memory varies
-        anyway.
-        """
+        """Returns the free device memory; on a CPU the total, because graphs take none and free memory varies."""
         memory = self._device.memory()
         return memory.total if self._device.kind == "cpu" else memory.free
 

@@ -101,9 +101,7 @@ class QueuedEnd(EndInWorker):
 
 
 class VerifiedEnd(EndInWorker):
-    """Samples a step with drafts and makes the next drafts when its tokens are read, before the next step is
-    planned.
-    """
+    """Samples a step with drafts, and makes the next drafts, when its tokens are read, before the next plan."""
 
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
         clock, sampled_ids, queued = step.divisions[-1].clock, self._sampler.req_ids, time.perf_counter()

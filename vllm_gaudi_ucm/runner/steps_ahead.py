@@ -102,9 +102,7 @@ class StepOutput(AsyncModelRunnerOutput):
         return self._tokens.are_waited_for
 
     def settle(self) -> float:
-        """Waits for the tokens, writes them to the request table, and ends the step. Returns the seconds of the
-        wait.
-        """
+        """Waits for the tokens, writes them to the request table, and ends the step. Returns the seconds waited."""
         if self._output is not None:
             return 0.0
         sampled, waited = self._tokens.settle()
@@ -197,9 +195,7 @@ class StepsAhead:
         return self._settle(list(self._outputs))
 
     def later(self, work: Callable[[], None]) -> None:
-        """Does work that no step waits for: now, or, if a step is about to begin, once the device has that step to
-        compute.
-        """
+        """Does work that no step waits for: now, or once the device has the step that is about to begin."""
         if self._begins:
             self._later.append(work)
         else:

@@ -1,6 +1,4 @@
-"""Computes which tokens the parameters of requests allow, as bits: allowed tokens, bad words, no stop before
-`min_tokens`.
-"""
+"""Computes which tokens the parameters of requests allow, as bits: allowed, bad words, no stop before `min_tokens`."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class AllowedTokens:
         return any(_is_limited(request) for request in slots)
 
     def changing(self, slots: Sequence[LiveRequest]) -> tuple[Changing, ...]:
-        """Returns the state of each request. While it and the slots stay the same, so do the allowed tokens, except
-        under a grammar.
-        """
+        """Returns the state of each request. If it and the slots stay, so do the allowed tokens, but for a grammar."""
         return tuple(self._changing(request) for request in slots)
 
     def depends_on_grammar(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> bool:

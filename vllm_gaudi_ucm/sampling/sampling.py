@@ -68,9 +68,7 @@ class SamplingBatch:
 
     @property
     def wants_likeliest(self) -> bool:
-        """True if the next tokens of all slots are the likeliest ones, whatever was sampled before, and the logits have
-        no other use.
-        """
+        """True if the next tokens of all slots are the likeliest ones, and the logits have no other use."""
         return self._is_likeliest and all(
             request.sampling_params.min_tokens <= len(request.output_token_ids) for request in self._held_back
         )
@@ -89,9 +87,7 @@ class SamplingBatch:
 
     @property
     def vllm_metadata(self) -> SamplingMetadata:
-        """Returns metadata with all tokens of the requests and tables over the vocabulary, which only vLLM's own
-        sampler reads.
-        """
+        """Returns metadata with all tokens of the requests and vocabulary tables, which only vLLM's sampler reads."""
         if self._vllm_metadata is None:
             self._vllm_metadata = self._with_tokens(self.metadata)
         return self._vllm_metadata

@@ -46,9 +46,7 @@ _DEFAULT_WIDTH = 20
 
 
 class _Drawn(NamedTuple):
-    """The draws of a step, on the device. tokens: int64 [rows]. scored: logits whose logprobs are needed, [rows,
-    vocabulary].
-    """
+    """The draws of a step, on the device. tokens: int64 [rows]. scored: logits for logprobs, [rows, vocabulary]."""
 
     tokens: torch.Tensor
     scored: torch.Tensor

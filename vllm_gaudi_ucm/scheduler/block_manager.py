@@ -127,9 +127,7 @@ class BlockManager(KVCacheManager):
         return min(num_tokens, held * self.coordinator.scheduler_block_size)
 
     def _reserve(self, turn: Turn) -> bool:
-        """Returns whether every policy has blocks for a request; if one has none, the others free the blocks they
-        chose.
-        """
+        """Returns whether every policy has blocks for a request; if one has none, the others free what they chose."""
         for count, policy in enumerate(self._policies):
             if not policy.reserve(turn):
                 for other in self._policies[:count]:

@@ -18,17 +18,13 @@ _OURS = "vllm_gaudi_ucm.scheduler.scheduler"
 
 
 def need_our_scheduler(vllm_config: VllmConfig, option: str) -> None:
-    """Sets `scheduler_cls`, vLLM's extension point, for an option. Raises UnsupportedFeatureError if the user set
-    another class.
-    """
+    """Sets `scheduler_cls` for an option. Raises UnsupportedFeatureError if the user set another class."""
     if not _use_ours(vllm_config):
         raise UnsupportedFeatureError(f"{option} with a scheduler of your own", "--scheduler-cls")
 
 
 def use_planning_scheduler(vllm_config: VllmConfig) -> None:
-    """Sets `scheduler_cls` for our connector. A user's scheduler is kept: blocks are then loaded when a request's turn
-    comes.
-    """
+    """Sets `scheduler_cls` for our connector. A user's scheduler stays: blocks then load at a request's turn."""
     if not _use_ours(vllm_config):
         logger.warning("--scheduler-cls is not ours, so that nothing is prefetched for requests that wait.")
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 class Budget(NamedTuple):
-    """The logical blocks [0, sink_blocks) and [window_start, end) are always attended, `num_selected` are chosen
-    between.
-    """
+    """The blocks [0, sink_blocks) and [window_start, end) are always attended, `num_selected` chosen between."""
 
     sink_blocks: int
     window_start: int

@@ -80,9 +80,7 @@ class LateDecisions:
         requests: Sequence[LiveRequest],
         batch: BatchInput,
     ) -> SparseMeta:
-        """Returns the selections of a step. drafts: the drafts that it verifies. requests, batch: as the worker
-        computes them.
-        """
+        """Returns the selections of a step. drafts: those it verifies. requests, batch: as the worker computes them."""
         tokens = zip(requests, batch.num_tokens.tolist(), strict=True)
         counted = {request.request_id: CountedRequest(request.request_id, count) for request, count in tokens}
         known = _as_known(scheduler_output, drafts, requests, batch)

@@ -198,9 +198,7 @@ def _measure(
 
 
 def _runs(executions: list[BucketedExecution], ready: ReadyBuckets) -> Iterator[Callable[[], object]]:
-    """Returns functions that each make one graph of every model that has it; the target is the first of
-    `executions`.
-    """
+    """Returns functions that each make one graph of every model that has it; the target is the first model."""
 
     def of_all(run: Callable[[BucketedExecution], object]) -> Callable[[], object]:
         return lambda: [run(execution) for execution in executions]
@@ -240,9 +238,7 @@ def _expected_buckets(
     remainders: RemainderShapes | None,
     choices: SelectionLimits | None,
 ) -> Sequence[ForwardShape]:
-    """Returns the buckets of a server with this many blocks. It will have fewer, but which kernels they launch differs
-    by less.
-    """
+    """Returns the buckets of a server with this many blocks. It will have fewer, with nearly the same kernels."""
     count = 0 if remainders is None else len(remainders.keys)
     live, rows = (0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)
     try:

@@ -19,9 +19,7 @@ logger = plugin_logger(__name__)
 
 
 class KernelCompilation(NamedTuple):
-    """The result of compiling. found: kernels of the graphs. compiled: kernels that no earlier start had left on
-    disk.
-    """
+    """The result of compiling. found: kernels of the graphs. compiled: kernels that were not on disk yet."""
 
     found: int = 0
     compiled: int = 0

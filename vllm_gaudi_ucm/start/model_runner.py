@@ -271,9 +271,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compile_kernels(self, static: StaticShapes) -> None:
-        """Compiles in parallel the kernels that its graphs launch, unless the measurement of their memory has already
-        done so.
-        """
+        """Compiles its graphs' kernels in parallel, unless the measurement of their memory has already done so."""
         buckets = static.execution.ready.buckets
         ranks = self._ranks if self._lockstep is None else self._lockstep.workers
         compile_kernels(static.executions, largest_of_phases(buckets.limits), lambda: buckets.forward, ranks)

@@ -261,9 +261,7 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
 
 
 def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Returns the rows of a prompt remainder that choose together, after a partial load; 0 if prompts are not loaded in
-    part.
-    """
+    """Returns the rows of a prompt remainder that choose together after a partial load; 0 without such loads."""
     if not config.memory_mode.enabled or not loads_partly(vllm_config):
         return 0
     max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens

@@ -1,6 +1,4 @@
-"""Handles files and folders of a store: named relative to a descriptor, without following links, private to their
-owner.
-"""
+"""Handles files and folders of a store: named relative to a descriptor, no links followed, private to their owner."""
 
 from __future__ import annotations
 

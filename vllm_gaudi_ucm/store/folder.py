@@ -123,9 +123,7 @@ class Folder:
             raise UnusableFolderError(self.path, "not the folder of a store", self._wanted)
 
     def _is_marked(self, root: int) -> bool:
-        """False for an empty folder. Raises UnusableFolderError unless it is empty, or a store's folder that only this
-        user can write.
-        """
+        """False for an empty folder. Raises UnusableFolderError for one that is no store only this user can write."""
         try:
             marked = is_marked(root)
         except NotAStoreError as error:

@@ -40,9 +40,7 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class Breaker:
-    """A circuit breaker. Closed: calls pass. Open: no call passes. Half open: one call passes, and decides.
-    Thread-safe.
-    """
+    """A circuit breaker. Closed: calls pass. Open: none passes. Half open: one passes, and decides. Thread-safe."""
 
     def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = failures
@@ -95,9 +93,7 @@ Result = TypeVar("Result")
 
 
 class CallGuard:
-    """A circuit breaker in front of a few I/O threads. Failures and time-outs are counted in `counts` and logged
-    once.
-    """
+    """A circuit breaker for a few I/O threads. Failures and time-outs are counted in `counts` and logged once."""
 
     def __init__(
         self,
@@ -151,9 +147,7 @@ class CallGuard:
         return result
 
     def call_unhurried(self, function: Callable[[], Result]) -> Result | None:
-        """Like `call`, in the caller's thread and without a deadline: for work whose duration grows with the number of
-        blocks.
-        """
+        """Like `call`, in the caller's thread and without a deadline: for work that grows with the number of blocks."""
         self.check_open()
         try:
             return function()
@@ -325,9 +319,7 @@ class GuardedStore(KvStore):
             self._medium.close()
 
     def _write(self, job: Job[bool], key: bytes, block: memoryview) -> bool:
-        """Writes a block, in an I/O thread; True if it is new. Writes from a copy, which no caller can change in the
-        meantime.
-        """
+        """Writes a block, in an I/O thread; True if it is new. Writes from a copy, which no caller can change."""
         if self._medium.keep(key, self._block_bytes):
             return False
         record = self._own_record()

@@ -91,9 +91,7 @@ logger = plugin_logger(__name__)
 
 
 class Strangers:
-    """Entries that are not records although they are in a record's place: never opened, never removed. The first is
-    logged.
-    """
+    """Entries in a record's place that are not records: never opened, never removed. The first is logged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -61,9 +61,7 @@ class HeldBlock:
 
 
 class MemoryLoan:
-    """A context for one use of a block. It is small, because it is made and exited between copies that evict the
-    processor's caches.
-    """
+    """A context for one use of a block; small, because copies around it evict the processor's caches."""
 
     __slots__ = ("_begin", "_entry", "_pool", "_store")
 
@@ -284,9 +282,7 @@ class MemoryStore(KvStore):
             self._busy = 0
 
     def _take_slot(self) -> int | None:
-        """Returns a free slot, otherwise the slot of the oldest block without readers; None if there is none, or if
-        blocks may not leave.
-        """
+        """Returns a free slot, otherwise that of the oldest block without readers; None if there is none to give."""
         try:
             slot = self._pool.take()
         except (MemoryError, RuntimeError) as error:

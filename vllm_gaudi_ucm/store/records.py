@@ -23,9 +23,7 @@ class RecordPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """Takes a buffer for header and block with undefined content. Raises MemoryError or RuntimeError without
-        memory.
-        """
+        """Takes a buffer for header and block, with undefined content. Raises MemoryError or RuntimeError."""
         try:
             return self._free.pop()
         except IndexError:

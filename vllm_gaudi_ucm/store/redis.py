@@ -170,9 +170,7 @@ class RedisMedium(Medium):
         return REFUSED if value == REFUSED else _fill(record, value)
 
     def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
-        """Reads in one round trip. The time to live is renewed separately: a server that refuses writes still returns
-        the value.
-        """
+        """Reads in one round trip; the time to live is renewed apart: a server that refuses writes still answers."""
         names = [_name(key, block_bytes) for key in keys]
         with self._client.pipeline(transaction=False) as pipeline:
             for name in names:
@@ -306,18 +304,14 @@ def _client_package() -> Any:
 
 
 class RedisStore(MediumStore):
-    """Blocks in a Redis or Valkey server. A server that does not answer is not an error: the store misses until it
-    does.
-    """
+    """Blocks in a Redis or Valkey server. A server that does not answer is no error: the store misses until then."""
 
     Options = RedisStoreOptions
     advice = "check that the server runs at store.url and answers: redis-cli -u URL ping"
 
     @classmethod
     def open_medium(cls, options: RedisStoreOptions, create: bool = True, evicts: bool = True) -> RedisMedium:
-        """Opens the medium. create, evicts: ignored, because nothing is created and the server has a policy of its
-        own.
-        """
+        """Opens the medium. Ignores create and evicts: nothing is created, and the server has its own policy."""
         return RedisMedium(options)
 
     @classmethod

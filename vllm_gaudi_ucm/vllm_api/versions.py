@@ -26,9 +26,7 @@ class VersionWindow:
     prereleases_count: bool = False
 
     def holds(self, version: str) -> bool:
-        """True if a version is inside; a local suffix (`+cpu`, `+empty`), which tells how it was built, does not
-        count.
-        """
+        """True if a version is inside; a local suffix (`+cpu`, `+empty`), which tells its build, does not count."""
         parsed = Version(version)
         compared = parsed.base_version if self.prereleases_count else parsed.public
         return SpecifierSet(self.versions).contains(compared, prereleases=True)

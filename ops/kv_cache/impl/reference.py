@@ -34,9 +34,7 @@ def write(tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 def swap(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool = False) -> None:
-    """Copies blocks of validated `pairs`, int64 [n, 2] on the host, from sources [blocks, ...] to targets [blocks,
-    ...].
-    """
+    """Copies blocks of validated `pairs`, int64 [n, 2] on the host, from sources to targets, both [blocks, ...]."""
     source_ids, target_ids = pairs[:, 0], pairs[:, 1]
     together = sources[0].device != targets[0].device or (stacked(sources) is not None and stacked(targets) is not None)
     if together:

@@ -16,9 +16,7 @@ from vllm_gaudi_ucm.ops.moe.spec import CODES, PLAIN, MoeSpec
 
 
 class ReferenceMoe(MoeImplementation):
-    """The reference: computes in float32, or in float64 for float64. Codes are exact except for rounding to that
-    dtype.
-    """
+    """The reference: computes in float32, or in float64 for float64. Codes are exact but for that rounding."""
 
     def supports(self, spec: MoeSpec) -> bool:
         return spec.weights in (PLAIN, CODES)

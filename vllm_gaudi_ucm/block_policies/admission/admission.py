@@ -162,9 +162,7 @@ class Admission(BlockPolicy):
         return Footprint(blocks, tokens + ahead, max(most, 0), delay, whole=whole, windows=windows)
 
     def _delays(self, requests: list[Request]) -> list[int]:
-        """Returns the most steps until each request has computed its prompt, in order, with one token of each other
-        request in every step.
-        """
+        """Returns the most steps until each request has computed its prompt, with one token of each other per step."""
         scheduler = self._scheduler
         rows = scheduler.max_num_scheduled_tokens - len(requests)
         longest = scheduler.scheduler_config.long_prefill_token_threshold

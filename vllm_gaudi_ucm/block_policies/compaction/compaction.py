@@ -74,9 +74,7 @@ class Compaction(BlockPolicy):
         self.runs.sort_anew()
 
     def before_step(self, scheduler: Scheduler) -> None:
-        """Plans the moves. Workers run steps in order, so the blocks that move here have been written by then, even in
-        a pipeline.
-        """
+        """Plans the moves. Workers run steps in order: what moves here has been written by then, in pipelines, too."""
         is_quiet = not scheduler.waiting and not any(request.is_prefill_chunk for request in scheduler.running)
         self._moves = self.step(is_quiet, blocks_to_be_freed(scheduler))
 

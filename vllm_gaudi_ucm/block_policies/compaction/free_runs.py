@@ -38,9 +38,7 @@ class FreeRuns(FreeBlocks):
         is_of_use: Callable[[KVCacheBlock], bool],
         reused: Callable[[Iterable[KVCacheBlock]], None],
     ) -> Self:
-        """Replaces a queue. blocks: of the pool, in the current order of their ids. For the other arguments see
-        `FreeBlocks.of`.
-        """
+        """Replaces a queue. blocks: of the pool, in the order of their ids. For the others see `FreeBlocks.of`."""
         made = cls.of(queue, is_of_use, reused)
         made._blocks = blocks
         made._after, made._expected = NO_BLOCK, 0
@@ -48,9 +46,7 @@ class FreeRuns(FreeBlocks):
         return made
 
     def sort_anew(self) -> None:
-        """Sorts the free blocks again, after some were taken out of the prefix cache or became useless while they were
-        free.
-        """
+        """Sorts the free blocks again, after some became useless or left the prefix cache while they were free."""
         self._states = bytearray(len(self._blocks))
         free = self.get_all_free_blocks()
         empty = [block for block in free if block.block_hash is None and not self._is_of_use(block)]
@@ -117,9 +113,7 @@ class FreeRuns(FreeBlocks):
         return self._states.rfind(_IN_USE)
 
     def in_use_from(self, first: int, most: int, without: Collection[int]) -> list[int]:
-        """Returns at most `most` ids of blocks in use, the highest ones from `first` on, ascending; skips those in
-        `without`.
-        """
+        """Returns at most `most` ids of blocks in use from `first` on, the highest ones, ascending, not `without`."""
         found: list[int] = []
         number = self._states.rfind(_IN_USE, first)
         while number >= 0 and len(found) < most:

@@ -100,9 +100,7 @@ class PartialBlocks:
         return max(first, known)
 
     def leave(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
-        """Called when the blocks' request leaves; what it has written stays known until they are given to another
-        request.
-        """
+        """Called when the blocks' request leaves; what it has written stays known until others get them."""
         for block in blocks:
             held = self._held.get(id(block))
             if held is not None and not held.leave(request, self._block_size):

@@ -181,9 +181,7 @@ def _can_share(request: Request) -> bool:
 
 
 def make_partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHits:
-    """Makes the policy. Requests share as in the prefix cache: separated by salt, adapter, and sparse or dense
-    attention.
-    """
+    """Makes the policy. Requests share as in the prefix cache: separated by salt, adapter, and sparse or dense."""
     has_method = config.ucm_sparse_method is not None
 
     def root(request: Request) -> Hashable:

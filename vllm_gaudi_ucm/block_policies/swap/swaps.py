@@ -123,9 +123,7 @@ class Swaps(BlockPolicy):
         self._leaving: list[int] = []
 
     def preempted(self, request: Request, tables: Tables) -> None:
-        """Called when a request is about to lose its blocks; `num_computed_tokens` is what was computed before this
-        step.
-        """
+        """Called when a request is about to lose its blocks; `num_computed_tokens` excludes this step."""
         self.drop(request.request_id)
         tokens = request.num_computed_tokens
         # the first token that is computed again may be the last one of the request
@@ -156,9 +154,7 @@ class Swaps(BlockPolicy):
         return dict(zip(held, slots, strict=True))
 
     def reach(self, request: Request) -> int:
-        """Returns how many first tokens of a waiting request are in host memory; its last token is computed for its
-        logits.
-        """
+        """Returns how many first tokens of a waiting request are on the host; its last token is always computed."""
         waiting = self._waiting.get(request.request_id)
         if waiting is None or not waiting.places:
             return 0
@@ -244,9 +240,7 @@ def _can_resume(request: Request) -> bool:
 
 
 def _shared(tables: Tables, held: Mapping[tuple[int, int], KVCacheBlock]) -> tuple[int, int]:
-    """Returns how many first blocks of a context other requests hold in every group, and how many of `held` are among
-    them.
-    """
+    """Returns how many first blocks other requests hold in every group, and how many of `held` are among them."""
     first = min(_first_own(blocks) for blocks in tables)
     return first, sum(number < first for _, number in held)
 

@@ -59,9 +59,7 @@ def collective_checks(device: str | None, workers: int) -> Iterator[Check]:
 
 
 def shared_memory(free: int) -> Check:
-    """Checks whether an engine of several workers may start: it refuses if there is less memory for its queues. free:
-    bytes there.
-    """
+    """Checks whether an engine of several workers has the memory for its queues. free: bytes there."""
     found, least = f"{free >> 20} MiB free", f"{LEAST_SHARED >> 20} MiB or more"
     if free >= LEAST_SHARED:
         return Check(SECTION, str(SHARED), "ok", found, least)

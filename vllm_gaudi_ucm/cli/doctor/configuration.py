@@ -32,9 +32,7 @@ CONFIGURATION = "configuration"
 
 
 def resolve_text(text: str | None) -> UcmConfig:
-    """Resolves the configuration in `--config`: JSON text, otherwise a path, as the value of `ucm`; None: all
-    defaults.
-    """
+    """Resolves `--config`: JSON text, otherwise a path, as the value of `ucm`; None stands for all defaults."""
     if text is None:
         return UcmConfig()
     return resolve_value(parse_json(text) if text.lstrip().startswith("{") else text)

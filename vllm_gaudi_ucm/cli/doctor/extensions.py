@@ -58,9 +58,7 @@ def registry_rows(registry: Registry[Any]) -> Iterator[Check]:
 
 
 def _from_outside(registry: Registry[Any], entry: RegistryEntry) -> Check:
-    """Returns a row for an extension; a warning if it cannot be used. A configuration that uses it fails in a row of
-    its own.
-    """
+    """Returns a row for an extension; a warning if it is unusable: a configuration with it fails on its own."""
     name, found = f"{registry.kind} {entry.name}", f"{entry.place} ({entry.origin})"
     if entry.hidden:
         found += f", but {entry.name!r} stands for {registry.place(entry.name)}"

@@ -14,9 +14,7 @@ BLOCKS = 4
 
 
 def preemption_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
-    """Yields a row for the link, and one for rates that only a server can measure. This starts a card, as serving
-    would.
-    """
+    """Yields a row for the link, and one for rates that only a server measures. This starts a card, as serving does."""
     if device is None:
         return
     # torch takes seconds, which the help of the command need not

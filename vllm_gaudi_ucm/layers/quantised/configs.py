@@ -72,9 +72,7 @@ _TO_LATENTS = WeightsMapper(
 
 
 class ScaleOfLatents:
-    """Maps the scale of a cache of latents, which vLLM's configuration names for a layer that such a model does not
-    have.
-    """
+    """Maps the scale of a cache of latents, which vLLM names for a layer that such a model does not have."""
 
     _has_latents = False
 
@@ -146,9 +144,7 @@ class UcmCompressedTensorsConfig(ScaleOfLatents, CompressedTensorsConfig):
         return _linear_method(format_of_scheme(scheme), prefix)
 
     def _scheme_of_experts(self, layer: Any, prefix: str) -> dict[str, Any] | None:
-        """Returns the scheme of the experts' projections, which a checkpoint lists as linear layers; None if they are
-        not quantised.
-        """
+        """Returns the scheme of the experts' projections, listed as linear layers; None if they are not quantised."""
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         first, *others = (self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names)

@@ -45,9 +45,7 @@ class QuantisedExpertsMethod(ExpertsMethod):
     quantised = True
 
     def __init__(self, moe: Any, form: WeightFormat, *, whole_groups: bool = False) -> None:
-        """Makes the method. whole_groups: the model's loader gives each rank whole groups of inputs, and the last the
-        rest.
-        """
+        """Makes the method. whole_groups: each rank gets whole groups of inputs, and the last one the rest."""
         super().__init__(moe)
         self._form = form
         self._whole_groups = whole_groups

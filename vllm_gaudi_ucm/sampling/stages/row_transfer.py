@@ -1,6 +1,4 @@
-"""Copies single rows of logits from and to the device, in two recipes, for requests with features that only the host
-has.
-"""
+"""Copies single rows of logits from and to the device, in two recipes, for requests with features of the host alone."""
 
 from __future__ import annotations
 

@@ -130,9 +130,7 @@ class TokenCounts:
         return self._line_of.pop(other)
 
     def _known(self, request: LiveRequest) -> int:
-        """Returns how many outputs its line has counted: all or all except the last. Rewrites the line if it has
-        counted others.
-        """
+        """Returns how many outputs its line has counted: all or all but the last. Rewrites the line if needed."""
         outputs = request.output_token_ids
         known, end = self._counted.get(request, -1), len(outputs)
         if known in (end - 1, end) and known >= 0:

@@ -82,9 +82,7 @@ class KVStarOptions(MethodOptions):
 
 
 def _resolve_base(name: Any, given: dict[str, Any], key: str, own: list[str]) -> MethodOptions:
-    """Resolves the base method's options from the keys that are not KVStar's `own`; problems are named under KVStar's
-    key.
-    """
+    """Resolves the base method's options from keys that are not KVStar's `own`; problems name KVStar's key."""
     others = [method for method in UcmSparseFactory.known_methods() if method != "KVStar"]
     wrong = Problem(f"{key}.base_method", repr(name), f"another method, one of {', '.join(others)}")
     if name not in others:

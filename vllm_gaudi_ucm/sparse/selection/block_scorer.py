@@ -203,9 +203,7 @@ class SummaryQueue:
         self._queue.extend(missing.tolist())
 
     def take(self, most: int | None = None) -> NDArray[np.int64]:
-        """Returns the blocks to summarise in this step, longest waiting first; they count as having a summary from now
-        on.
-        """
+        """Returns the blocks to summarise in this step, longest waiting first; they count as summarised from now on."""
         taken: list[int] = []
         while self._queue and (most is None or len(taken) < most):
             block = self._queue.popleft()

@@ -335,9 +335,7 @@ class SelectionLimits:
 
     @property
     def room_for_live_blocks(self) -> int:
-        """Returns the room for a request's live blocks in a graph: one more than usual, because the window of a reused
-        choice lags behind.
-        """
+        """Returns the room for a request's live blocks in a graph: one more than usual, for a reused window."""
         return self.live_blocks + 1
 
     def most_candidates(self, selected: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -210,9 +210,7 @@ class SparseWorker:
 
     @property
     def counters(self) -> tuple[torch.Tensor, ...] | None:
-        """Tensors to which choices add, apart from their results, if layers consist of native calls alone; otherwise
-        None.
-        """
+        """Tensors to which choices add, apart from their results, if layers are native calls alone; otherwise None."""
         if self.selector is None or self.watches_layers or not self.selector.is_native_calls:
             return None
         return self.selector.checks, self.selector.recall
