@@ -48,7 +48,6 @@ def load_part(name: str, asked_by: str) -> Any:
 
 
 def missing_tools(asked_by: str) -> MissingToolsError:
-    """Returns the error that tells what to install."""
     return MissingToolsError(
         f"{asked_by} needs the package {DISTRIBUTION}, which is not installed; pip install 'vllm-gaudi-ucm[tools]' "
         "brings it (in a clone of the repository: pip install ./tools)"

@@ -218,7 +218,6 @@ class ModelSpec:
 
     @property
     def expert_layers(self) -> int:
-        """Returns the layers with experts instead of the MLP."""
         return 0 if self.experts is None else self.experts.layers
 
     @property

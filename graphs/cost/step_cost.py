@@ -53,7 +53,6 @@ class CostModel:
     block_size: int
 
     def forward(self, shape: ForwardShape | Bucket) -> float:
-        """Returns the seconds of the forward graph of `shape`."""
         forward = shape.forward if isinstance(shape, Bucket) else shape
         return float(self.forward_seconds("c" in shape.phase, *forward.sizes))
 

@@ -81,7 +81,6 @@ class Bucket(NamedTuple):
         return ForwardShape(*self[:4], *self[5:])
 
     def to_list(self) -> list[str | int]:
-        """Like `ForwardShape.to_list`."""
         return [self.phase, *written_sizes(self[1:])]
 
 

@@ -99,7 +99,6 @@ class IdleWarmUp:
             self._wait_until_nothing_is_warmed()
 
     def resume(self) -> None:
-        """Ends a pause."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()

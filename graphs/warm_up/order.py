@@ -80,7 +80,6 @@ class Demand:
         return saved
 
     def total_seconds(self, warm: Flags) -> float:
-        """Returns the seconds of all steps in the `warm` buckets."""
         return float(self._seconds_in(warm) @ self._weights())
 
     def _seconds_in(self, warm: Flags) -> Floats:

@@ -94,7 +94,6 @@ class ReadyBuckets:
 
     @property
     def dropped(self) -> dict[BucketKey, str]:
-        """Returns the dropped buckets, with the reasons."""
         with self._changes:
             return dict(self._dropped)
 

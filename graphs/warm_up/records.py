@@ -65,7 +65,6 @@ class WarmUpSummary:
 
     @property
     def size(self) -> int:
-        """Bytes of all warm graphs."""
         return sum(record.size for record in self.records)
 
     def count(self, state: GraphState) -> int:
@@ -123,7 +122,6 @@ class WarmUpRecords:
         self._records[record.key] = record
 
     def measured(self) -> dict[GraphKey, int]:
-        """Bytes of the warm graphs."""
         return {record.key: record.size for record in self._warm()}
 
     def last_seconds(self, like: GraphKey) -> float:
@@ -134,7 +132,6 @@ class WarmUpRecords:
     def progress(
         self, stage: WarmUpStage, free_memory: int, current: GraphKey | None, ended: GraphRecord | None
     ) -> WarmUpProgress:
-        """Returns the state of `stage` as a report."""
         keys = [key for key in self._keys if (key in self._skeleton) == (stage == "skeleton")]
         left = [key for key in keys if key not in self._records]
         return WarmUpProgress(

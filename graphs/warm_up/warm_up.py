@@ -143,7 +143,6 @@ class WarmUp:
         return self._records.last_seconds(like)
 
     def summary(self) -> WarmUpSummary:
-        """Returns the state of every graph."""
         return self._records.summary()
 
     def _predicted(self, key: GraphKey) -> int:

@@ -89,7 +89,6 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         selected: int,
         checks: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Like `take_choice`."""
         raise NotImplementedError
 
     def rank_and_take(
@@ -108,7 +107,6 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         prepared: Prepared | None = None,
         target: SelectedList | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Like `rank_and_take`."""
         raise NotImplementedError
 
     @abstractmethod

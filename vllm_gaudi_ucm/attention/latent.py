@@ -59,7 +59,6 @@ class LatentSizes:
 
     @property
     def cached(self) -> int:
-        """Returns the elements of a row of the cache."""
         return self.latent + self.rotary
 
     def divides(self, parts: AttentionParts) -> bool:

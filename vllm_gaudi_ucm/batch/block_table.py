@@ -24,13 +24,11 @@ class BlockTable:
         self.num_blocks = np.zeros(num_rows, np.int32)
 
     def append(self, row: int, block_ids: Sequence[int]) -> None:
-        """Gives a request more blocks."""
         start = self.num_blocks[row]
         self.blocks[row, start : start + len(block_ids)] = block_ids
         self.num_blocks[row] += len(block_ids)
 
     def clear(self, row: int) -> None:
-        """Removes all blocks of a request."""
         self.num_blocks[row] = 0
 
     def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -39,7 +37,6 @@ class BlockTable:
         return found
 
     def grow(self, num_rows: int) -> None:
-        """Makes room for more requests."""
         more = BlockTable(num_rows - len(self.num_blocks), self.blocks.shape[1])
         self.blocks = np.concatenate([self.blocks, more.blocks])
         self.num_blocks = np.concatenate([self.num_blocks, more.num_blocks])

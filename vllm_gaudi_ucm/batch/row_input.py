@@ -55,7 +55,6 @@ class RowInput:
 
     @classmethod
     def shape(cls, num_rows: int) -> tuple[int, ...]:
-        """Returns the shape of the numbers of this many rows."""
         return (num_rows,) if cls.columns is None else (cls.columns, num_rows)
 
     @classmethod

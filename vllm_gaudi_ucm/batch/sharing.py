@@ -271,7 +271,6 @@ class UniquePlan(NamedTuple):
     num_tokens: int | None = None
 
     def pairs(self) -> int:
-        """Returns the number of (row, token) products."""
         return int((self.hi - np.maximum(self.lo, 0)).sum())
 
 

@@ -78,7 +78,6 @@ class TokenTable:
         self._last[rows] = slots[end - 1]
 
     def clear(self, row: int) -> None:
-        """Removes all slots of a request."""
         used = self._runs[row, : self.num_runs[row]]
         used[:] = 0
         used[:, BEGIN] = NEVER
@@ -90,7 +89,6 @@ class TokenTable:
         return self._runs[rows, : int(self.num_runs[rows].max(initial=0))]
 
     def grow(self, num_rows: int) -> None:
-        """Makes room for more requests."""
         more = TokenTable(num_rows - len(self.num_runs), self._tile)
         more._widen(self._runs.shape[1])
         self._runs = np.concatenate([self._runs, more._runs[:, : self._runs.shape[1]]])

@@ -22,11 +22,9 @@ class IdRuns:
         self.add(ids)
 
     def __len__(self) -> int:
-        """Returns the number of ids."""
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        """Iterates over the ids in ascending order."""
         for start in self._in_order:
             yield from range(start, self._ends[start])
 
@@ -125,7 +123,6 @@ class IdRuns:
         self._count -= high - low
 
     def _start_of(self, number: int) -> int | None:
-        """Returns the start of the run that contains an id; None if no run does."""
         at = bisect_right(self._in_order, number) - 1
         if at < 0 or number >= self._ends[self._in_order[at]]:
             return None

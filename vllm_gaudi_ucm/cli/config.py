@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `gaudi-ucm config`."""
     parser.add_argument(
         "section",
         metavar="SECTION",
@@ -152,7 +151,6 @@ def _print_overview(rows: list[OptionRow]) -> None:
 
 
 def _print_options(rows: list[OptionRow]) -> None:
-    """A paragraph for each option."""
     console = prose_console()
     for key, options in sections(rows).items():
         console.print(_heading(key))

@@ -114,7 +114,6 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def commands() -> dict[str, Command]:
-    """Returns all commands that are installed, by name."""
     found = developer_tools.installed_commands()
     known = {name: Command(found[name].module, text) for name, text in TOOLS.items() if name in found}
     return COMMANDS | known

@@ -253,7 +253,6 @@ class BlockSaver:
             thread.join(max(0.0, end - time.monotonic()))
 
     def check_integrity(self) -> None:
-        """See `SaveQueue.check_integrity`."""
         self._queue.check_integrity()
 
     def _take(self, count: int) -> list[memoryview]:

@@ -43,7 +43,6 @@ class Lookup:
 
     @property
     def is_open(self) -> bool:
-        """True if an answer may still come."""
         return self.hits is None and not self.is_late
 
 
@@ -87,7 +86,6 @@ class LookupThread:
         self._grace = GRACE_SECONDS
 
     def is_late(self, lookup: Lookup) -> bool:
-        """True if the look-up is past its deadline."""
         return self._clock() - lookup.asked >= self._deadline
 
     def close(self, timeout: float = 1.0) -> None:

@@ -50,7 +50,6 @@ class RequestState:
         self.lookup = None
 
     def close(self) -> None:
-        """Stops all further loads."""
         self.is_closed = True
 
     def begin_load(self, load: BlockLoad) -> None:
@@ -103,7 +102,6 @@ class RequestKeys:
 
     @property
     def known(self) -> list[bytes]:
-        """The number of keys made so far."""
         return self._keys
 
     def first(self, blocks: int) -> list[bytes]:

@@ -87,7 +87,6 @@ class SchedulerSide:
             self._waiting.used(keys[number] for number in numbers if number < len(keys))
 
     def begin(self, request: Request) -> None:
-        """Begins to follow a request that has arrived."""
         self._states[request.request_id] = RequestState(request, self._new_keys(request), is_isolated(request))
 
     def next_input(self, request: Request) -> None:
@@ -188,7 +187,6 @@ class SchedulerSide:
         return lookup
 
     def _blocks(self, lookup: Lookup) -> int:
-        """Returns the blocks of a look-up."""
         return len(lookup.keys) // self._groups.count
 
     def _keys(self, state: RequestState, blocks: int) -> list[bytes] | None:

@@ -75,7 +75,6 @@ class ConnectorSetup:
 
     @cached_property
     def group_keys(self) -> GroupKeys:
-        """The keys of the groups."""
         return GroupKeys(self.windows, self.block_size)
 
     @cached_property

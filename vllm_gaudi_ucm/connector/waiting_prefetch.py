@@ -92,7 +92,6 @@ class WaitingPrefetch:
 
     @property
     def num_requests(self) -> int:
-        """The number of waiting requests that it knows."""
         return len(self._asked)
 
 

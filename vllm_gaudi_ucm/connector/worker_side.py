@@ -89,7 +89,6 @@ class BlockLoads:
         self._summaries = summaries
 
     def __len__(self) -> int:
-        """Returns the number of waiting requests."""
         return len(self._loads)
 
     def start(self, load: BlockLoad) -> None:
@@ -169,12 +168,10 @@ class BlockLoads:
         return summarised
 
     def take_invalid(self) -> set[int]:
-        """Returns blocks that could not be loaded."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def take_ordered(self) -> set[int]:
-        """Returns blocks of loads that were ordered."""
         ordered, self._ordered = self._ordered, set()
         return ordered
 
@@ -317,7 +314,6 @@ class WorkerSide:
         return TransferTotals(loads.loaded_blocks, loads.failed_blocks, saves.saved, saves.dropped + saves.refused)
 
     def report_to(self, metrics: StepMetrics) -> None:
-        """Starts reporting figures to /metrics."""
         self._metrics = WorkerMetrics(metrics, self.store, self.engine, self.totals)
 
     @property
@@ -327,7 +323,6 @@ class WorkerSide:
 
     @property
     def load_counts(self) -> LoadCounts:
-        """Returns the counts since the start."""
         return self.loads.counts
 
     def close(self) -> None:

@@ -33,7 +33,6 @@ class CpuDevice:
         """All workers share the CPU."""
 
     def torch_device(self) -> torch.device:
-        """There is one CPU device."""
         return torch.device("cpu")
 
     def name(self) -> str:
@@ -52,7 +51,6 @@ class CpuDevice:
         return host_memory(Cgroup())
 
     def seed_all(self, seed: int) -> None:
-        """Seeds torch's default generator."""
         torch.manual_seed(seed)
 
     def enter_thread(self) -> None:

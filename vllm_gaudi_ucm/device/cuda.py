@@ -36,15 +36,12 @@ class CudaDevice:
         torch.cuda.set_device(index)
 
     def torch_device(self) -> torch.device:
-        """The GPU of this process."""
         return torch.device("cuda", _taken)
 
     def name(self) -> str:
-        """The driver's name of the GPU."""
         return torch.cuda.get_device_name()
 
     def synchronize(self) -> None:
-        """Waits for every stream of the GPU."""
         torch.cuda.synchronize()
 
     def empty_cache(self) -> None:

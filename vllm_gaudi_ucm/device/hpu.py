@@ -42,14 +42,12 @@ class HpuDevice:
         return torch.device("hpu")
 
     def name(self) -> str:
-        """The generation, such as `GAUDI3`."""
         bridge()
         device_type = _experimental()._get_device_type()
         # The bridge's enumeration prints as `synDeviceType.synDeviceGaudi3`.
         return str(getattr(device_type, "name", device_type)).rpartition(".")[2].replace("synDevice", "").upper()
 
     def synchronize(self) -> None:
-        """Waits for everything launched on the card."""
         bridge().synchronize()
 
     def empty_cache(self) -> None:
@@ -57,12 +55,10 @@ class HpuDevice:
         gc.collect()
 
     def memory(self) -> Memory:
-        """The driver's figures of the card."""
         free, total = bridge().mem_get_info()
         return Memory(int(free), int(total))
 
     def seed_all(self, seed: int) -> None:
-        """Seeds the host and every card."""
         torch.manual_seed(seed)
         bridge().random.manual_seed_all(seed)
 

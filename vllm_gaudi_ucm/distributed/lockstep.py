@@ -41,7 +41,6 @@ class Lockstep:
 
     @property
     def size(self) -> int:
-        """The number of engines."""
         return self._engines.world_size
 
     def begin(self, forwards: int) -> None:

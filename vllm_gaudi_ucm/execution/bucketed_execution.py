@@ -178,7 +178,6 @@ class BucketedExecution:
 
     @property
     def logits_width(self) -> int:
-        """Returns the number of columns of the logits."""
         return self._logits.shape[1]
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:

@@ -123,7 +123,6 @@ class Decoder:
 
     @property
     def specs(self) -> list[AttentionSpec]:
-        """Returns the specs of the attention layers on this stage."""
         return [impl.spec for impl in self._attention()]
 
     @property
@@ -243,7 +242,6 @@ class Decoder:
         return self._head(hidden, rows).float()
 
     def write_logits(self, out: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes logits to `out`; the copy casts them."""
         out.copy_(self._head(hidden, rows))
 
     def _run_model(self, rows: dict[str, torch.Tensor], received: StageTensors | None) -> StageTensors:

@@ -102,7 +102,6 @@ class DividedLogits:
             self._select(np.zeros(0, np.int64), len(logits), self._whole[0])
 
     def refill(self) -> None:
-        """Zeroes the tensors; see BucketedExecution."""
         for tensor in (*self._whole, *self._places.values()):
             tensor.zero_()
 

@@ -319,7 +319,6 @@ class ForwardGraphs:
         self.replay()
 
     def warm(self, shape: ForwardShape) -> None:
-        """Captures a graph and executes it over pads."""
         if shape in self._graphs:
             self.replay_pads(shape)
             return
@@ -328,7 +327,6 @@ class ForwardGraphs:
             self._graphs[shape] = self._runner.capture((flat, shape))
 
     def captured(self) -> int:
-        """Returns the number of captured graphs."""
         return len(self._graphs)
 
     def _run(self, flat: torch.Tensor, shape: ForwardShape) -> None:

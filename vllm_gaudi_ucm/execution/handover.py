@@ -63,7 +63,6 @@ class Handover:
             self._stage.send(self._left[rows])
 
     def refill(self) -> None:
-        """Zeroes the tensors; see BucketedExecution."""
         for tensors in chain(self._received.values(), self._left.values()):
             for tensor in tensors.values():
                 tensor.zero_()

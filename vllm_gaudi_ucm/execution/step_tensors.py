@@ -74,7 +74,6 @@ class StepArrays(NamedTuple):
 
     @property
     def parts(self) -> Parts:
-        """Returns the parts of the step; see StepTensor."""
         found = ["rows"]
         if len(self.summary_blocks):
             found.append("summaries")
@@ -217,7 +216,6 @@ class StepInputs(NamedTuple):
         return self.rows["positions"]
 
     def with_tokens(self, token_ids: torch.Tensor) -> StepInputs:
-        """Returns the same step with other tokens."""
         return self._replace(rows={**self.rows, "token_ids": token_ids})
 
 

@@ -67,7 +67,6 @@ class TrueShapeTensors:
         self._entries: dict[Parts, list[StepTensor]] = {}
 
     def stage(self, planned: PlannedStep) -> tuple[StepInputs, Bucket]:
-        """Returns the tensors of a step, and its true shape."""
         plan = planned.plan
         block_ids, unique_blocks = self._unique_blocks(plan)
         choices = None if plan.selection is None else self._room_for(plan.selection)

@@ -252,7 +252,6 @@ class CopyStore:
         return self._loads.finished()
 
     def drop(self, pair: Pair) -> None:
-        """Deletes one copy that is not being moved."""
         self._copies[pair[0]].discard(pair[1])
         self._writer.submit(self._delete, [self._key(pair)])
 

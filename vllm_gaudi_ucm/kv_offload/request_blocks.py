@@ -98,9 +98,7 @@ class RequestBlocks:
         forget_cached_blocks(self._manager, request_id, first)
 
     def free_all(self, request: Request) -> None:
-        """Frees all blocks of the request and empties its table."""
         self._manager.free(request)
 
     def give_back(self, blocks: list[KVCacheBlock]) -> None:
-        """Frees blocks that the caller owns."""
         self._pool.free_blocks(blocks)

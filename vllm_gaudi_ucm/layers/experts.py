@@ -128,7 +128,6 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
 
     @property
     def experts(self) -> Experts:
-        """The experts of the layer that are on this device."""
         assert self._experts is not None, "prepare_model_experts runs after weights are loaded"
         return self._experts
 

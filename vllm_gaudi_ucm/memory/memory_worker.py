@@ -124,7 +124,6 @@ class MemoryWorker:
             self._unsaid = self._swaps.measure().slowest(self._least)
 
     def close(self) -> None:
-        """Ends the thread for copies."""
         if self._swaps is not None:
             self._swaps.close()
 

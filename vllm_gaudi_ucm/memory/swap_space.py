@@ -65,7 +65,6 @@ class SwapSpace:
             self._beside = ThreadPoolExecutor(1, "ucm-swap", initializer=device.enter_thread)
 
     def close(self) -> None:
-        """Ends the thread."""
         if self._beside is not None:
             self._beside.shutdown()
 

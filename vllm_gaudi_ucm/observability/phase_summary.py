@@ -56,7 +56,6 @@ class PhaseTotals:
 
     @property
     def ms(self) -> float:
-        """Milliseconds of all steps together."""
         return self.plan_ms + self.forward_ms + self.sample_ms
 
     @property
@@ -94,7 +93,6 @@ class PhaseTotals:
         return shares
 
     def add(self, record: StepRecord) -> None:
-        """Count one step."""
         self.steps += 1
         self.requests += record.requests
         self.prompts += record.prompts
@@ -116,7 +114,6 @@ class PhaseTotals:
         self.time_classes[index] = self.time_classes.get(index, 0) + 1
 
     def merge(self, other: PhaseTotals) -> None:
-        """Add the sums of another phase to these."""
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.host_stages.update(other.host_stages)
@@ -145,7 +142,6 @@ class PhaseSummary:
         return sum(totals.steps for totals in self.by_phase.values())
 
     def total(self) -> PhaseTotals:
-        """The sums over all phases."""
         total = PhaseTotals()
         for totals in self.by_phase.values():
             total.merge(totals)

@@ -108,7 +108,6 @@ class SparseMetrics:
         self._mass = [file.series(metric.ATTENTION_MASS, state) for state in ("chosen", "candidates")]
 
     def totals(self, totals: SelectionTotals) -> None:
-        """Sets the host's totals since the start."""
         for mode, count in totals.modes.items():
             self._modes[mode].set(count)
         for series, blocks in zip(self._blocks, (totals.context_blocks, totals.attended_blocks), strict=True):

@@ -29,5 +29,4 @@ class StartStages:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def line(self) -> str:
-        """Returns a line for a log."""
         return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())

@@ -13,7 +13,6 @@ class StepClock:
         self._marks = [time.perf_counter()]
 
     def skip(self, seconds: float) -> None:
-        """Excludes `seconds` from the step's stages."""
         self._marks[-1] += seconds
 
     def planned(self) -> None:

@@ -127,7 +127,6 @@ class StepMetrics:
             self._graph(padded.logits).add(1)
 
     def times(self, plan_ms: float, forward_ms: float, sample_ms: float) -> None:
-        """Host milliseconds of a step's stages."""
         plan, forward, sample = self._seconds
         plan.add(plan_ms * 1e-3)
         forward.add(forward_ms * 1e-3)

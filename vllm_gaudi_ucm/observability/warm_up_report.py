@@ -163,7 +163,6 @@ def warm_up_table(summary: WarmUpSummary) -> Table:
 
 
 def warm_up_text(summary: WarmUpSummary) -> str:
-    """Table and line as plain text, for a log."""
     console = Console(file=io.StringIO(), width=140, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(warm_up_table(summary))

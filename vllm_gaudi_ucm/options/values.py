@@ -54,7 +54,6 @@ class NameOf:
         self._others = others
 
     def names(self) -> list[str]:
-        """Returns the current names."""
         return [*self._others, *self._registry.names()]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

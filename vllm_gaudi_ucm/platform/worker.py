@@ -238,7 +238,6 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | StepOutput:
-        """Samples the step that `execute_model` computed."""
         with self._turn:
             output = self._steps.sample_tokens(grammar_output)
             # steps ahead end when the last of them is read
@@ -275,7 +274,6 @@ class UcmWorker(RefusedCalls, WorkerBase):
         """Does nothing: `sleep` is refused, so all memory is in place; vLLM resumes paused work by this call."""
 
     def get_cache_block_size_bytes(self) -> int:
-        """Bytes of a block of all layers."""
         return sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
 
     def get_draft_model(self) -> nn.Module | None:

@@ -42,7 +42,6 @@ class HostCache:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that can be found."""
         return len(self._by_key)
 
     @property

@@ -31,7 +31,6 @@ class AccessHistory:
         return len(self._counts)
 
     def advance(self, steps: int = 1) -> None:
-        """Advances time, in steps of the engine."""
         self._step += steps
 
     def record(self, keys: Iterable[bytes]) -> None:

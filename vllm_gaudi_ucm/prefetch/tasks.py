@@ -110,7 +110,6 @@ class PrefetchTask:
 
     @property
     def is_open(self) -> bool:
-        """True if its blocks are still wanted."""
         return self.settling is None
 
     @property
@@ -196,7 +195,6 @@ class TaskQueue:
         return found
 
     def tasks(self) -> list[PrefetchTask]:
-        """Every task in the queue, in no order."""
         return [task for _, task in self._ranks.values()]
 
 
@@ -227,7 +225,6 @@ class Load:
         self.slot = slot
 
     def begin_delivery(self, task: PrefetchTask, index: int) -> None:
-        """Begins a call of `deliver` for a request."""
         self.delivering = task, index
 
     def end_delivery(self) -> tuple[PrefetchTask, int] | None:

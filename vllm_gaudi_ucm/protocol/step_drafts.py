@@ -39,5 +39,4 @@ class StepDrafts(NamedTuple):
         return cls(tokens, num_scheduled)
 
     def count(self, request_id: str) -> int:
-        """Drafts of a request."""
         return len(self.tokens.get(request_id, ()))

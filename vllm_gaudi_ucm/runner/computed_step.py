@@ -80,7 +80,6 @@ class ComputedStep:
         self.verified = logits
 
     def computed(self, logits: torch.Tensor) -> None:
-        """Sets the logits of a step without drafts."""
         self.logits = logits
 
     def sampled(self, nans: dict[str, int] | None) -> None:

@@ -70,7 +70,6 @@ class TransferWork:
         return taken
 
     def figures(self) -> dict[str, float]:
-        """Returns its fields in a step's record."""
         return {"loaded_blocks": self.moved.loaded, "saved_blocks": self.moved.saved, "transfer_ms": self.ms}
 
 

@@ -55,7 +55,6 @@ class LoadedModel:
 
     @property
     def by_token(self) -> bool:
-        """Returns whether each token has its own slot."""
         return self.config.kv_cache.granularity == "token"
 
     @property
@@ -97,10 +96,8 @@ class AllocatedModel:
 
     @property
     def block_size(self) -> int:
-        """Returns the tokens per block."""
         return self.groups.groups[0].kv.block_size
 
     @property
     def calls_layers(self) -> bool:
-        """Returns whether the layers call a KV connector."""
         return self.transfer is not None and self.transfer.in_layers

@@ -166,7 +166,6 @@ class StaticShapes:
         return self.summary().seconds
 
     def summary(self) -> WarmUpSummary:
-        """Returns the current state of every graph."""
         return self._warm_up.summary()
 
     def warm_next(self) -> WarmUpState:
@@ -202,7 +201,6 @@ class StaticShapes:
         self._idle.end_step()
 
     def close(self) -> None:
-        """Ends the warm-up."""
         self._idle.stop()
 
     def bypassed(self, reason: str) -> None:

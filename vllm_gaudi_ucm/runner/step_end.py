@@ -35,7 +35,6 @@ class StepEnd:
         return False
 
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
-        """Samples a computed step."""
         sampled_ids = self._sampler.req_ids
         sampled = self._sampler.sample(step, grammar)
         self._tell_sampled(step, lambda: sampled.tokens)

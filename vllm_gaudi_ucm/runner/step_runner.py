@@ -109,7 +109,6 @@ class StepRunner:
         return self._drafts.take_proposed(self._computed)
 
     def close(self) -> None:
-        """Ends the background work of all parts."""
         for part in self._parts:
             part.close()
 

@@ -93,7 +93,6 @@ class StepOutput(AsyncModelRunnerOutput):
 
     @property
     def is_settled(self) -> bool:
-        """Returns whether the step has ended."""
         return self._output is not None
 
     @property

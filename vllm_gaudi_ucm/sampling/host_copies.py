@@ -23,7 +23,6 @@ class HostCopies:
             self._copied.record()
 
     def read(self) -> list[torch.Tensor]:
-        """The copies, once they are there."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copies

@@ -31,12 +31,10 @@ class UcmScheduler(Scheduler):
 
     @property
     def sparse(self) -> UcmSparseBase | None:
-        """Returns the sparse method; None without one."""
         return next((part.method for part in self.parts if part.method is not None), None)
 
     @property
     def offload(self) -> OffloadScheduler | None:
-        """Returns KV offload; None if it is off."""
         return next((part.offload for part in self.parts if part.offload is not None), None)
 
     def add_request(self, request: Request) -> None:

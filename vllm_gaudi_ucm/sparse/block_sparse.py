@@ -67,7 +67,6 @@ class BlockSparse(UcmSparseBase):
 
     @property
     def reuse_steps(self) -> int:
-        """Number of steps that one selection serves."""
         return 1
 
     @property
@@ -77,7 +76,6 @@ class BlockSparse(UcmSparseBase):
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Indices of layers without a selection."""
         return ()
 
     def block_scores(self, layer_idx: int, query: Tensor, candidates: Any) -> Tensor | None:

@@ -71,13 +71,11 @@ def read_whole(descriptor: int, into: memoryview) -> int:
 
 
 def write_whole(descriptor: int, data: memoryview) -> None:
-    """Writes all bytes."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def remove_file(name: str, at: int | None = None) -> bool:
-    """Removes a file; True if it existed."""
     try:
         os.unlink(name, dir_fd=at)
     except FileNotFoundError:

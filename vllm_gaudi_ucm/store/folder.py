@@ -78,11 +78,9 @@ class Folder:
         return held
 
     def file(self, block: StoredBlock) -> str:
-        """The path of a block's record."""
         return f"{self.path}/{BLOCKS}/{record_name(block)}"
 
     def close(self) -> None:
-        """Lets go of the folder."""
         self._held = None
 
     def _open(self) -> HeldFolder | None:
@@ -177,7 +175,6 @@ class FolderIndex:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of all blocks."""
         return self._bytes
 
     @property
@@ -186,7 +183,6 @@ class FolderIndex:
         return self._count
 
     def leaves(self) -> list[str]:
-        """Returns the folders that hold blocks."""
         return list(self._leaves)
 
     def use(self, block: StoredBlock, leaf: str, used: int) -> None:
@@ -199,7 +195,6 @@ class FolderIndex:
         self._entries.move_to_end(block)
 
     def drop(self, block: StoredBlock) -> None:
-        """Removes a block."""
         entry = self._entries.pop(block, None)
         if entry is not None:
             self._bytes -= block.block_bytes

@@ -67,7 +67,6 @@ class Breaker:
             return state == "closed"
 
     def succeeded(self) -> None:
-        """Records that a call was answered."""
         with self._lock:
             # an answer to a call from before the breaker opened tells nothing about now, but does no harm either
             self._failures, self._opened, self._trying = 0, None, False
@@ -112,7 +111,6 @@ class CallGuard:
 
     @property
     def state(self) -> BreakerState:
-        """The state of the circuit breaker."""
         return self._breaker.state
 
     def call(self, function: Callable[[Job[Result]], Result], deadline: float | None = None) -> Result | None:

@@ -98,7 +98,6 @@ class SlotPool:
 
     @property
     def allocated(self) -> int:
-        """Returns the number of slots with memory."""
         return self._allocated
 
     @property
@@ -116,7 +115,6 @@ class SlotPool:
         return self._free.pop() if self._free else None
 
     def give(self, slot: int) -> None:
-        """Returns a slot."""
         self._free.append(slot)
 
     def view(self, slot: int) -> np.ndarray:

@@ -42,7 +42,6 @@ class Shard:
         return hashlib.sha256(self._digest + block).digest()
 
     def keys(self, blocks: Sequence[bytes]) -> list[bytes]:
-        """Returns the keys of several records."""
         return [self.key(block) for block in blocks]
 
 

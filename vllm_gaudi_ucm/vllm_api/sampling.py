@@ -108,7 +108,6 @@ class _RowScores(Sampler):
         self._most: int | None = None
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM's `Sampler`."""
         self._most = sampling_metadata.max_num_logprobs
         return super().forward(logits, sampling_metadata, *args, **kwargs)
 

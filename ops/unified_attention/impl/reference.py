@@ -274,7 +274,6 @@ def _weights(scores: Tensor, top: Tensor) -> Tensor:
 
 
 def _joined(pieces: Sequence[Partial]) -> Partial:
-    """Concatenates the rows of these partials."""
     return pieces[0] if len(pieces) == 1 else Partial(*map(torch.cat, zip(*pieces, strict=True)))
 
 

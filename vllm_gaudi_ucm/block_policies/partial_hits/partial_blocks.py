@@ -78,7 +78,6 @@ class PartialBlocks:
         return len(self._held)
 
     def holds(self, block: KVCacheBlock) -> bool:
-        """Returns whether tokens of this block are known."""
         return id(block) in self._held
 
     def follow(
@@ -107,7 +106,6 @@ class PartialBlocks:
                 self.forget(block)
 
     def forget(self, block: KVCacheBlock) -> None:
-        """Forgets a block that is about to be overwritten."""
         held = self._held.pop(id(block), None)
         if held is not None:
             alike = self._at[held.place]
@@ -144,7 +142,6 @@ class PartialBlocks:
 
 
 def _agree(left: Sequence[int], right: Sequence[int]) -> int:
-    """Returns how many first tokens are the same."""
     for number, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return number

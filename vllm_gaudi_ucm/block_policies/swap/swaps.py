@@ -52,7 +52,6 @@ class HostSlots:
         return tuple(self._free.pop() for _ in range(count))
 
     def give(self, slots: Sequence[int]) -> None:
-        """Frees slots."""
         self._free.extend(reversed(slots))
 
     def check_integrity(self, held: Sequence[int]) -> None:

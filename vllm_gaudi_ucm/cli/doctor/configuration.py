@@ -48,7 +48,6 @@ def _choice(name: str, choices: Sequence[str], choose: Callable[[], str]) -> Che
 
 
 def configuration_checks(text: str | None) -> Iterator[Check]:
-    """The section's rows."""
     yield _choice(envs.DEVICE, envs.DEVICE_CHOICES, envs.device_choice)
     yield _choice(envs.KERNELS, envs.KERNEL_CHOICES, envs.kernel_choice)
     try:
@@ -208,7 +207,6 @@ BLOCK_SIZE = 128
 
 
 def sparse_checks(config: UcmConfig) -> Iterator[Check]:
-    """The section's rows."""
     name = config.ucm_sparse_method
     if name is None:
         yield Check(SPARSE, METHOD, "info", "null: every request is dense", f"a method to be sparse: {_names()}")

@@ -49,7 +49,6 @@ SCHEMA = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `gaudi-ucm doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--config", metavar="FILE|JSON", help="configuration to check: what you pass as ucm in --additional-config"
@@ -74,7 +73,6 @@ class Examination(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if no check failed, otherwise 1."""
     # vLLM's logger and plugins write to stdout, which belongs to the report.
     with contextlib.redirect_stdout(sys.stderr):
         examination = examine(args.config, args.store, args.tensor_parallel_size)

@@ -42,7 +42,6 @@ class HasOptions(Protocol):
 
 
 def extension_checks() -> Iterator[Check]:
-    """The section's rows."""
     for registry in REGISTRIES:
         yield from registry_rows(registry)
 

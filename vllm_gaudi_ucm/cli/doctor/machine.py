@@ -185,7 +185,6 @@ DISTRIBUTION = "vllm-gaudi-ucm"
 
 
 def version_checks() -> Iterator[Check]:
-    """The section's rows."""
     yield Check(VERSIONS, DISTRIBUTION, "info", installed_version(DISTRIBUTION) or "not installed as a distribution")
     yield _python()
     for window in WINDOWS:

@@ -55,7 +55,6 @@ class PluginChecks:
         self.active_rivals: list[str] = []
 
     def rows(self) -> Iterator[Check]:
-        """The section's rows."""
         yield self._found()
         yield _allowed()
         yield self._registered()

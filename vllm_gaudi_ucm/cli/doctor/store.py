@@ -30,7 +30,6 @@ def store_checks(text: str | None) -> Iterator[Check]:
 
 
 def checks_of_store(options: StoreOptions) -> Iterator[Check]:
-    """The rows of one store."""
     try:
         store = open_store(options, BLOCK_BYTES)
     except ValueError as error:

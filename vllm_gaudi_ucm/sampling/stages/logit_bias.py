@@ -51,13 +51,11 @@ class LogitBias:
         return self._run(logits, tokens, biases)
 
     def warm(self, logits: torch.Tensor) -> None:
-        """Runs the stage once over pads."""
         rows = len(logits)
         tokens, biases = self._tokens_of((), rows), self._biases_of(())
         self._run(logits, self._tokens.stage(tokens, rows), self._biases.stage(biases, rows))
 
     def refill(self) -> None:
-        """See StagedRows."""
         self._tokens.refill()
         self._biases.refill()
 

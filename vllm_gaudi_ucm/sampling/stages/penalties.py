@@ -67,14 +67,12 @@ class Penalties:
         return self._run(logits, self._counts.stage(wanted, rows, slots_before))
 
     def warm(self, logits: torch.Tensor) -> None:
-        """Runs the stage once over pads."""
         for part in (self._presence, self._frequency, self._repetition):
             part.stage(np.zeros(0, np.float32), len(logits))
         self._counts.warm()
         self._run(logits, self._counts.stage((), len(logits), {}))
 
     def refill(self) -> None:
-        """See StagedRows."""
         self._counts.refill()
         for rows in (self._presence, self._frequency, self._repetition):
             rows.refill()

@@ -50,7 +50,6 @@ class RowTransfer:
             return found
 
     def warm(self, logits: torch.Tensor) -> None:
-        """Runs both once."""
         place, line = self._place.stage(np.zeros(0), 1), self._row.stage(np.zeros((0, 1)), 1)
         with self._stage("row to the host"):
             self._take(logits, place)
@@ -58,7 +57,6 @@ class RowTransfer:
             self._put(logits, place, line)
 
     def refill(self) -> None:
-        """See StagedRows."""
         self._place.refill()
         self._row.refill()
 

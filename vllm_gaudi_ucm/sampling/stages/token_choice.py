@@ -82,7 +82,6 @@ class TokenChoice:
         return self._run(logits, self._stage_batch(batch, rows), keys, only_top)
 
     def warm(self, logits: torch.Tensor) -> None:
-        """Runs each stage once over pads."""
         parts = (self._temperature, self._top_k, self._top_p, self._min_p, self._keys)
         *factors, keys = (part.stage(np.zeros(0), len(logits)) for part in parts)
         pads = RandomRows(*factors)
@@ -90,7 +89,6 @@ class TokenChoice:
         self._run(logits, pads, keys, only_top=True)
 
     def refill(self) -> None:
-        """See StagedRows."""
         for rows in (self._temperature, self._top_k, self._top_p, self._min_p, self._keys):
             rows.refill()
 

@@ -105,7 +105,6 @@ class TokenCounts:
             self._write(self.table, rows.lines, lines)
 
     def warm(self) -> None:
-        """Runs the write of a new line once."""
         self._write_line(self._pad, np.zeros(self._vocab_size, np.int32))
 
     def refill(self) -> None:

@@ -57,11 +57,9 @@ class TokenMask:
         return self._run(logits, self._words.keep(key, len(logits), bitmask))
 
     def refill(self) -> None:
-        """See StagedRows."""
         self._words.refill()
 
     def warm(self, logits: torch.Tensor) -> None:
-        """Runs the stage once over pads."""
         self.apply(logits, np.zeros((0, 1), np.int32))
 
     def _run(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:

@@ -164,11 +164,9 @@ class SummaryQueue:
 
     @property
     def waits(self) -> bool:
-        """Returns whether any block may wait."""
         return bool(self._queue)
 
     def __len__(self) -> int:
-        """Returns the number of blocks that wait."""
         return int(self._waiting.sum())
 
     def written(self, blocks: NDArray[np.integer]) -> None:

@@ -287,7 +287,6 @@ class SparseWorker:
             attach_report(output, self.offload.report())
 
     def close(self) -> None:
-        """Ends the threads of KV offload."""
         if self.offload is not None:
             self.offload.close()
 
