@@ -55,10 +55,10 @@ def main() -> None:
         for turn in range(given.turns + 1):
             for name, partial in ways.items():
                 assert worker.saver.flush(30)
-                scheduler._partial, before = partial, worker.load_counts.loaded_blocks
+                scheduler._partial, before = partial, worker.loads.counts.loaded_blocks
                 spent, cached = _first_token(engine, prompt)
                 assert cached == len(prompt) - given.tail, (name, cached)
-                blocks[name] = worker.load_counts.loaded_blocks - before
+                blocks[name] = worker.loads.counts.loaded_blocks - before
                 if turn:
                     times[name].append(spent)
         core: Any = engine.llm_engine.engine_core

@@ -40,7 +40,7 @@ class IdleWarmUp:
         self._finished = finished
         self._clock = clock
         self._changed = threading.Condition()
-        self._in_step = self._paused = self._warming = self._stopping = self._awaits_end = False
+        self._in_step = self._warming = self._stopping = self._awaits_end = False
         self._idle_since = clock()
         self._thread: threading.Thread | None = None
         self.waits = 0
@@ -92,17 +92,6 @@ class IdleWarmUp:
         finally:
             self.end_step()
 
-    def pause(self) -> None:
-        """Keeps graphs from starting until `resume`; returns once none is being warmed."""
-        with self._changed:
-            self._paused = True
-            self._wait_until_nothing_is_warmed()
-
-    def resume(self) -> None:
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
-
     def stop(self) -> None:
         """Ends the thread after the graph that is being warmed, and waits for it. May be called again."""
         with self._changed:
@@ -148,7 +137,7 @@ class IdleWarmUp:
         """
         if self._stopping:
             return False
-        if self._in_step or self._paused:
+        if self._in_step:
             self._awaits_end = True
             self._changed.wait()
             return False

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from scripts.drift.contracts import CONDITIONS, TABLE, load
 from scripts.drift.findings import Comparison, Finding, Table
 from scripts.drift.report import as_json, print_report
 from scripts.drift.source_distribution import SourcesError, installed_sources, sources_of
 from scripts.drift.source_tree import SourceTree
 from scripts.drift.table import Rows, Version, write
 from scripts.drift.uses import Uses, find_uses, our_sources
-from vllm_gaudi_ucm.vllm_api.contracts import CONDITIONS, TABLE, load
 
 console = Console()
 progress = Console(stderr=True)
@@ -63,7 +63,7 @@ def refresh(options: argparse.Namespace) -> int:
     console.print(f"{TABLE.name}: {counts}. Review the difference.", soft_wrap=True, highlight=False)
     known = {row.full_name for row in rows.values()}
     for name in sorted(CONDITIONS.keys() - known):
-        console.print(f"CONDITIONS has {name}, which the code does not use: remove it from vllm_api/contracts.py.")
+        console.print(f"CONDITIONS has {name}, which the code does not use: remove it from scripts/drift/contracts.py.")
     is_broken = False
     for named, (tree, uses) in zip(options.vllm, versions, strict=True):
         findings = [one for one in Comparison(rows, Version(tree, rows.values()), uses).findings() if one.is_broken]
@@ -74,7 +74,7 @@ def refresh(options: argparse.Namespace) -> int:
         console.print(
             "The code must work with each of these versions: mend it, or have it ask whether a name is there "
             "(try, hasattr, getattr with a default). If it does without the name anyway, say why in CONDITIONS "
-            "of vllm_api/contracts.py."
+            "of scripts/drift/contracts.py."
         )
     return int(is_broken)
 

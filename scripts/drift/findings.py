@@ -9,10 +9,10 @@ from difflib import get_close_matches
 from inspect import Signature
 
 from scripts.drift.classes import Class, Member
+from scripts.drift.contracts import ACCEPTED, Contract
 from scripts.drift.signatures import refused_calls, signature_of, signature_of_fields
 from scripts.drift.table import Described, Version
 from scripts.drift.uses import OURS, VLLM, Use, Uses, shown
-from vllm_gaudi_ucm.vllm_api.contracts import ACCEPTED, Contract
 
 VANISHED, MOVED, CHANGED, ABSTRACT = "vanished", "moved", "changed", "abstract"
 KINDS = (VANISHED, MOVED, ABSTRACT, CHANGED)

@@ -10,13 +10,13 @@ from inspect import Signature
 from pathlib import Path
 
 from scripts.drift.classes import CONSTRUCTOR, Class, Member, class_at
+from scripts.drift.contracts import CONDITIONS, Contract
 from scripts.drift.signatures import signature_of, text_of, unquoted
 from scripts.drift.source_tree import FUNCTIONS, Place, SourceTree
 from scripts.drift.uses import Use, Uses
-from vllm_gaudi_ucm.vllm_api.contracts import CONDITIONS, Contract
 
 HEADER = """\
-# What vllm-gaudi-ucm relies on in vLLM. `make contracts` writes this file; vllm_api/contracts.py has the conditions.
+# What vllm-gaudi-ucm relies on in vLLM. `make contracts` writes it; scripts/drift/contracts.py has the conditions.
 # is: signature, type or kind, one for each that a supported version has. by: how it is used, and by which files.
 # optional: the code runs without it. instead: one of these is enough. defined: where an imported name is defined.
 """

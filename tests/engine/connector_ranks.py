@@ -39,7 +39,7 @@ def failed_blocks(worker: Any) -> int:
     ours = our_connector(worker.model_runner.transfer.connector)
     assert ours is not None
     assert ours.worker_side is not None
-    return ours.worker_side.load_counts.failed_blocks
+    return ours.worker_side.loads.counts.failed_blocks
 
 
 def ours(folder: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Served:
         store.goes_on.clear()
         self.engine.add(name, PROMPTS[2], greedy_params(1))
         end = time.monotonic() + 60
-        while not self.worker.num_loading and self.engine.llm.llm_engine.has_unfinished_requests():
+        while not len(self.worker.loads) and self.engine.llm.llm_engine.has_unfinished_requests():
             assert time.monotonic() < end
             self.watched.step()
         self.engine.llm.llm_engine.abort_request([name])
@@ -59,7 +59,7 @@ class Served:
         """Nothing is left of any request, on either side, or on its way to a store."""
         end = time.monotonic() + 60
         # who ended while it loaded holds its blocks until nothing writes to them
-        while self.worker.num_loading and time.monotonic() < end:
+        while len(self.worker.loads) and time.monotonic() < end:
             self.watched.step()
         for _ in range(3):
             self.watched.step()
@@ -67,7 +67,7 @@ class Served:
         self.engine.check_idle()
         self.worker.saver.check_integrity()
         self.worker.engine.check_integrity()
-        assert self.worker.num_loading == 0
+        assert len(self.worker.loads) == 0
         assert self.scheduler.num_requests == 0
         copies_of(self.engine).check_idle()
 

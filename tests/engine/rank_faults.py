@@ -78,12 +78,12 @@ def heal_loads(worker: Any) -> None:
 
 def loading(worker: Any) -> int:
     """Requests that wait for their load on this worker."""
-    return side_of(worker).num_loading
+    return len(side_of(worker).loads)
 
 
 def lost_loads(worker: Any) -> tuple[int, int]:
     """On this worker: blocks that were not loaded, and requests whose load was too late."""
-    counts = side_of(worker).load_counts
+    counts = side_of(worker).loads.counts
     return counts.failed_blocks, counts.timeouts
 
 

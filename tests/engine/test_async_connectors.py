@@ -89,13 +89,13 @@ def test_our_store(tiny_text_model: Path, expected: list[list[Found]], store: Fa
         assert stored > 20
         if kind == "true shapes":
             assert_equal(watched.serve(asked), wanted)
-            assert side.load_counts.loaded_blocks > 20
-            assert side.load_counts.failed_blocks == 0
+            assert side.loads.counts.loaded_blocks > 20
+            assert side.loads.counts.failed_blocks == 0
         store.load_seconds = 0.003
         store.lost = set(list(store.blocks)[1::3])
         assert_equal(watched.serve(asked), wanted)
-        assert side.load_counts.loaded_blocks > 10
-        assert side.load_counts.failed_blocks > 3
+        assert side.loads.counts.loaded_blocks > 10
+        assert side.loads.counts.failed_blocks > 3
         store.heal()
         check_stop_strings(engine, expected)
         assert watched.queued > 0.6 * watched.schedules
@@ -108,7 +108,7 @@ def test_our_store(tiny_text_model: Path, expected: list[list[Found]], store: Fa
         with start(tiny_text_model, ucm, is_async=False, **options) as engine:
             watched = Watched(engine)
             assert_equal(watched.serve(asked), wanted)
-            assert worker_side(watched).load_counts.loaded_blocks > 20
+            assert worker_side(watched).loads.counts.loaded_blocks > 20
 
 
 @pytest.mark.usefixtures("contract")
@@ -123,7 +123,7 @@ def test_preempted_requests(tiny_text_model: Path, synchronous: Watched, store: 
             assert_equal(watched.serve(traffic), wanted[1])
         assert engine.preemptions > 2
         assert watched.ahead > 20
-        assert worker_side(watched).load_counts.loaded_blocks > 0
+        assert worker_side(watched).loads.counts.loaded_blocks > 0
 
 
 PROMPTS = [arrival.prompt for arrival in MIX if len(arrival.prompt) > 34][:4]
@@ -226,7 +226,7 @@ def test_two_workers_with_a_store(tiny_text_model: Path, expected: list[list[Fou
 
 def loaded_blocks(worker: Any) -> int:
     """In a worker."""
-    return int(worker.model_runner.transfer.connector.worker_side.load_counts.loaded_blocks)
+    return int(worker.model_runner.transfer.connector.worker_side.loads.counts.loaded_blocks)
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}], ids=str)

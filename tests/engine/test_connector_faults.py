@@ -66,9 +66,9 @@ class Served:
         """Until a request waits for its blocks; the test's requests must be slow to load."""
         for _ in range(500):
             self.engine.step()
-            if self.worker.num_loading:
+            if len(self.worker.loads):
                 return
-        raise AssertionError(f"nothing is loaded: {self.worker.load_counts}, {self.worker.engine.stats()}")
+        raise AssertionError(f"nothing is loaded: {self.worker.loads.counts}, {self.worker.engine.stats()}")
 
     def settle(self) -> None:
         """Nothing is left of any request, on the device, in the connector, or on its way to the store."""
@@ -77,7 +77,7 @@ class Served:
         assert self.worker.saver.flush(60.0)
         self.worker.saver.check_integrity()
         self.worker.engine.check_integrity()
-        assert self.worker.num_loading == 0
+        assert len(self.worker.loads) == 0
         assert self.scheduler.num_requests == 0
         self.engine.check_idle()
 
@@ -137,7 +137,7 @@ def test_loads_that_all_fail(served: Served, expected: list[Answer], fault: str)
     setattr(served.store, fault, True)
     assert_same(served.engine.greedy(PROMPTS, OUTPUTS), expected)
     served.settle()
-    counts = served.worker.load_counts
+    counts = served.worker.loads.counts
     assert (counts.loaded_blocks, counts.failed_blocks) == (0, sum(ALL_HIT) // BLOCK)
     assert counts.requests == sum(hit > 0 for hit in ALL_HIT)
     # what was computed again is stored again
@@ -151,8 +151,8 @@ def test_a_block_that_is_lost_in_the_middle(served: Served, expected: list[Answe
     served.store.lost = set(keys[1::3])
     assert_same(served.engine.greedy(PROMPTS, OUTPUTS), expected)
     served.settle()
-    assert served.worker.load_counts.failed_blocks > 0
-    assert served.worker.load_counts.loaded_blocks > 0
+    assert served.worker.loads.counts.failed_blocks > 0
+    assert served.worker.loads.counts.loaded_blocks > 0
 
 
 def test_a_store_that_hangs(served: Served, expected: list[Answer]) -> None:
@@ -165,7 +165,7 @@ def test_a_store_that_hangs(served: Served, expected: list[Answer]) -> None:
     assert_same(served.engine.greedy(PROMPTS, OUTPUTS), expected)
     # the deadline, and what a busy machine needs for the computation
     assert time.monotonic() - start < LOAD_DEADLINE + 20
-    counts = served.worker.load_counts
+    counts = served.worker.loads.counts
     assert counts.timeouts == counts.requests > 0
     assert counts.loaded_blocks == 0
     served.store.heal()
@@ -180,11 +180,11 @@ def test_a_store_that_does_not_answer_lookups(served: Served, expected: list[Ans
     served.store.lookup_seconds = LOOKUP_DEADLINE + 0.2
     assert_same(served.engine.greedy(PROMPTS, OUTPUTS), expected)
     assert served.scheduler.counts.timeouts > 0
-    assert served.worker.load_counts.requests == 0
+    assert served.worker.loads.counts.requests == 0
     served.store.heal()
     served.store.lookup_raises = True
     assert_same(served.engine.greedy(PROMPTS, OUTPUTS), expected)
-    assert served.worker.load_counts.requests == 0
+    assert served.worker.loads.counts.requests == 0
     time.sleep(0.1)
     served.settle()
 
@@ -209,7 +209,7 @@ def test_aborted_in_the_middle_of_a_load(served: Served, expected: list[Answer])
         served.store.goes_on.set()
         # the blocks of these may be those of the aborted ones, as soon as they are free
         assert_same(engine.greedy(PROMPTS[::-1], OUTPUTS), expected[::-1])
-    assert served.worker.load_counts.cancelled > 0
+    assert served.worker.loads.counts.cancelled > 0
     served.settle()
     assert free() == before
 

@@ -89,4 +89,4 @@ def test_a_preempted_request_asks_the_store_again(tiny_llama: Path, fault_store:
         assert len(fault_store.saved) >= 20
         engine.core.scheduler.reset_prefix_cache(reset_running_requests=True)
         finish(served)
-        assert served.worker.load_counts.loaded_blocks == 20
+        assert served.worker.loads.counts.loaded_blocks == 20

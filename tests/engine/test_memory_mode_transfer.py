@@ -107,7 +107,7 @@ def test_preempted_requests_load_what_is_stored(tiny_llama: Path, tmp_path: Path
             served.settle()
         assert engine.preemptions
         assert served.watched.offload.totals.released
-        assert served.worker.load_counts.requests > len(growing), "loaded again after a preemption"
+        assert served.worker.loads.counts.requests > len(growing), "loaded again after a preemption"
 
 
 def test_requests_that_end_while_blocks_are_on_their_way(tiny_llama: Path, fault_store: FaultStore) -> None:
@@ -127,7 +127,7 @@ def test_requests_that_end_while_blocks_are_on_their_way(tiny_llama: Path, fault
             if name not in live and len(live) < 6:
                 live.add(name)
                 engine.add(name, rng.choice(PROMPTS), greedy_params(rng.randint(1, 60)))
-            if live and rng.random() < (0.6 if served.worker.num_loading else 0.2):
+            if live and rng.random() < (0.6 if len(served.worker.loads) else 0.2):
                 # the newest is the one that loads, if any
                 gone = name if name in live else rng.choice(sorted(live))
                 engine.llm.llm_engine.abort_request([gone])
@@ -144,9 +144,9 @@ def test_requests_that_end_while_blocks_are_on_their_way(tiny_llama: Path, fault
         # whether one of them ended while it loaded was a matter of time
         for attempt in range(20):
             served.abort_a_load(fault_store, f"late{attempt}")
-            if served.worker.load_counts.cancelled:
+            if served.worker.loads.counts.cancelled:
                 break
-        counts = served.worker.load_counts
+        counts = served.worker.loads.counts
         assert counts.cancelled
         assert counts.loaded_blocks
         assert counts.failed_blocks

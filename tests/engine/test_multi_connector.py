@@ -58,7 +58,7 @@ def moved_by_ours(engine: Engine) -> TransferTotals:
     assert engine.runner.transfer is not None
     ours = our_connector(engine.runner.transfer.connector)
     assert ours is not None
-    return ours.transfer_totals()
+    return ours.worker.totals()
 
 
 def test_waiting_requests_are_prefetched_for_a_child(

@@ -43,7 +43,7 @@ def test_only_a_part_is_loaded(tiny_llama: Path, kind: str, static: bool, tail: 
         served = Served(engine)
         served.serve([prompt], 4)
         served.forget()
-        totals, counts = served.watched.offload.totals, served.worker.load_counts
+        totals, counts = served.watched.offload.totals, served.worker.loads.counts
         scored = totals.scored
         assert served.serve([prompt], 1) == [20 * BLOCK]
         assert (totals.stored, counts.loaded_blocks) == (20 - RESIDENT, RESIDENT)
@@ -82,7 +82,7 @@ def test_when_a_load_is_partial(
         served.serve([prompt], 2)
         served.forget()
         assert served.serve([prompt], 2) == [(len(prompt) - 1) // BLOCK * BLOCK]
-        assert served.worker.load_counts.loaded_blocks == loaded
+        assert served.worker.loads.counts.loaded_blocks == loaded
         assert served.watched.offload.totals.stored == (len(prompt) - 1) // BLOCK - loaded
         served.settle()
 
@@ -168,7 +168,7 @@ def test_tails_at_static_shapes(tiny_llama: Path, tmp_path: Path) -> None:
                 # one token: what is on the device for later ones depends on time
                 found[-1] += map(answer_of, served.watched.generate([*TAILED, fresh[chunk:]], 1))
                 engine.llm.llm_engine.abort_request(["decode"])
-            totals, counts = served.watched.offload.totals, served.worker.load_counts
+            totals, counts = served.watched.offload.totals, served.worker.loads.counts
             assert [answer.cached_tokens for answer in found[-1]] == 2 * [256, 240, 224, 0]
             assert (totals.stored, counts.loaded_blocks, totals.repeated) == (52, 38, 0)
             served.settle()
@@ -254,7 +254,7 @@ def test_records_of_summaries_that_are_gone(tiny_llama: Path, fault_store: Fault
     ) as engine:
         served = Served(engine)
         stored_prompt(served)
-        counts, totals = served.worker.load_counts, served.watched.offload.totals
+        counts, totals = served.worker.loads.counts, served.watched.offload.totals
         blocks, records = fault_store.asked[:20], fault_store.asked[20:]
         assert set(fault_store.saved) == {*blocks, *records}
         assert len(records) == served.worker.saver.counts().records > 1
@@ -279,8 +279,8 @@ def test_blocks_that_cannot_be_loaded(tiny_llama: Path, fault_store: FaultStore)
         stored_prompt(served)
         fault_store.lost = {fault_store.asked[18]}
         check_finite(served.watched.generate([PROMPT], 20))
-        assert served.worker.load_counts.loaded_blocks == 19
-        assert served.worker.load_counts.failed_blocks == 2
+        assert served.worker.loads.counts.loaded_blocks == 19
+        assert served.worker.loads.counts.failed_blocks == 2
         fault_store.heal()
         served.settle()
 
@@ -299,7 +299,7 @@ def test_a_waiting_request_is_prefetched_in_part(tiny_llama: Path, fault_store: 
         records = served.worker.saver.counts().records
         assert len(set(fault_store.loaded)) == len(fault_store.loaded) == RESIDENT + records
         check_finite(served.watched.finish(["a", "b"]))
-        assert served.worker.load_counts.loaded_blocks == RESIDENT
+        assert served.worker.loads.counts.loaded_blocks == RESIDENT
         served.settle()
 
 
@@ -311,8 +311,8 @@ def test_blocks_that_come_late(tiny_llama: Path, fault_store: FaultStore) -> Non
         stored_prompt(served)
         fault_store.load_seconds = 0.2
         check_finite(served.watched.generate([PROMPT], 5))
-        assert served.worker.load_counts.requests == 1
-        assert served.worker.load_counts.loaded_blocks == 0
+        assert served.worker.loads.counts.requests == 1
+        assert served.worker.loads.counts.loaded_blocks == 0
         fault_store.heal()
         served.settle()
 
@@ -323,7 +323,7 @@ def test_blocks_that_the_store_has_evicted(tiny_llama: Path, fault_store: FaultS
         served = Served(engine)
         stored_prompt(served)
         engine.add("a", PROMPT, greedy_params(60))
-        while not served.worker.load_counts.loaded_blocks:
+        while not served.worker.loads.counts.loaded_blocks:
             served.watched.step()
         fault_store.clear()
         check_finite(served.watched.finish(["a"]))
@@ -350,7 +350,7 @@ def test_requests_that_end_while_a_part_is_loaded(tiny_llama: Path, fault_store:
             if name not in live and len(live) < 5:
                 live.add(name)
                 engine.add(name, rng.choice(prompts), greedy_params(rng.randint(1, 50)))
-            if live and rng.random() < (0.4 if served.worker.num_loading else 0.1):
+            if live and rng.random() < (0.4 if len(served.worker.loads) else 0.1):
                 gone = name if name in live else rng.choice(sorted(live))
                 engine.llm.llm_engine.abort_request([gone])
                 live.discard(gone)
@@ -375,12 +375,12 @@ def test_requests_that_end_while_a_part_is_loaded(tiny_llama: Path, fault_store:
         served.forget()
         fault_store.load_seconds = 0.05
         engine.add("last", PROMPT, greedy_params(2))
-        while not served.worker.num_loading:
+        while not len(served.worker.loads):
             served.watched.step()
         engine.llm.llm_engine.abort_request(["last"])
         fault_store.heal()
         served.settle()
-        counts, totals = served.worker.load_counts, served.watched.offload.totals
+        counts, totals = served.worker.loads.counts, served.watched.offload.totals
         assert counts.cancelled
         assert counts.failed_blocks
         assert totals.stored

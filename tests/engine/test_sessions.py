@@ -223,7 +223,7 @@ def test_no_dense_request_finds_what_a_sparse_step_wrote(
     with Engine(tiny_llama, {}, **options) as engine:
         sessions = Sessions(engine)
         from_store = sessions.alone(context, greedy(20))
-        assert worker_side(engine).load_counts.loaded_blocks > 0
+        assert worker_side(engine).loads.counts.loaded_blocks > 0
     expected = plain.alone(context, greedy(20))
     assert same_engine == expected
     assert from_store == expected

@@ -60,7 +60,7 @@ class Served:
         assert self.worker.saver.flush(60.0)
         self.worker.engine.check_integrity()
         assert self.scheduler._waiting.num_requests == 0
-        assert self.scheduler.num_requests == self.worker.num_loading == 0
+        assert self.scheduler.num_requests == len(self.worker.loads) == 0
         self.engine.check_idle()
 
 
@@ -181,7 +181,7 @@ def test_the_phase_log_and_metrics_tell_what_was_moved(served: Served) -> None:
     served.settle()
     assert served.phase_log is not None
     steps = read_phase_log(served.phase_log)[1]
-    loads = served.worker.load_counts
+    loads = served.worker.loads.counts
     assert 0 < sum(step.loaded_blocks for step in steps) == loads.loaded_blocks
     assert 0 < sum(step.saved_blocks for step in steps) <= served.worker.saver.counts().saved
     assert all(step.transfer_ms > 0 for step in steps)

@@ -64,8 +64,8 @@ def _live(engine: Engine) -> list[str]:
 def _transfers(connector: Any) -> Iterator[str]:
     worker = getattr(connector, "worker_side", None)
     if worker is not None:
-        if worker.num_loading:
-            yield f"{worker.num_loading} requests wait for a store"
+        if len(worker.loads):
+            yield f"{len(worker.loads)} requests wait for a store"
         yield from _broken("blocks on their way to a store", worker.saver.check_integrity)
         yield from _broken("blocks on their way from a store", worker.engine.check_integrity)
 

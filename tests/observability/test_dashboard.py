@@ -17,6 +17,14 @@ from tests.observability.exposition import scrape
 from tests.prefetch.stores import ScriptedStore
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.observability.metric import EARLIER, METRICS
+from vllm_gaudi_ucm.observability.room_metrics import (
+    MemoryMetrics,
+    MemoryModeMetrics,
+    PrefetchMetrics,
+    SparseMetrics,
+    StoreMetrics,
+    TransferMetrics,
+)
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
@@ -135,12 +143,12 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.host_stage("drafts by n-grams")
     metrics.warm_up(1, 2, 3.0, 1.0)
     metrics.native_graphs()
-    metrics.sparse()
-    metrics.store("file").set(StoreStats(kind="file"))
-    metrics.prefetch("connector").set(PrefetchEngine(ScriptedStore(), 1, PrefetchOptions()).stats())
-    metrics.transfer()
-    metrics.memory_mode()
-    metrics.memory().set(MemoryTotals(density=0.9), MemoryRates(1.0, 2.0, 3.0))
+    SparseMetrics(metrics.file)
+    StoreMetrics(metrics.file, "file").set(StoreStats(kind="file"))
+    PrefetchMetrics(metrics.file, "connector").set(PrefetchEngine(ScriptedStore(), 1, PrefetchOptions()).stats())
+    TransferMetrics(metrics.file)
+    MemoryModeMetrics(metrics.file)
+    MemoryMetrics(metrics.file).set(MemoryTotals(density=0.9), MemoryRates(1.0, 2.0, 3.0))
     found: dict[str, dict[str, set[str]]] = {}
     for key in scrape(folder):
         name, _, labels = key.partition("{")

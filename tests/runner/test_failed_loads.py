@@ -34,10 +34,16 @@ class Ours:
 
     left_out = rests = 0
 
+    @property
+    def worker(self) -> Ours:
+        return self
+
+    loads = worker
+
     def leave_out_saves(self) -> None:
         self.left_out += 1
 
-    def wait_for_load(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         self.rests += 1
 
 

@@ -31,7 +31,8 @@ class Told:
 
 def told(selection: SelectionPlan | None) -> list[tuple[str, str]]:
     ranks: Any = Told()
-    StepCheck(cast(Ranks, ranks), cast(Ranks, ranks)).shape(SHAPE, selection)
+    division: Any = SimpleNamespace(shape=SHAPE, plan=SimpleNamespace(selection=selection))
+    StepCheck(cast(Ranks, ranks), cast(Ranks, ranks)).before_forward(division)
     return ranks.found
 
 
@@ -64,10 +65,11 @@ def test_any_difference_is_told(changes: dict[str, list[int]]) -> None:
 def test_reports_of_offloaded_blocks_are_compared() -> None:
     """Also where one rank has nothing to report."""
     ranks: Any = Told()
-    check = StepCheck(cast(Ranks, ranks), cast(Ranks, ranks))
+    check = StepCheck(cast(Ranks, ranks), cast(Ranks, ranks), checks_offload=True)
+    step: Any = None
     for report in (OffloadReport(), OffloadReport(saved=[(1, 2)]), OffloadReport(scores={1: [0.5, -1.0]})):
         output: Any = SimpleNamespace()
         attach_report(output, report)
-        check.offload(output)
+        check.before_output(step, output)
     assert len({found for _, found in ranks.found}) == 3
     assert ranks.found[1][1] == '{"saved":[[1,2]],"unsaved":[],"loaded":[],"failed":[],"scores":{}}'

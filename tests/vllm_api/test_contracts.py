@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts.drift.contracts import ACCEPTED, CONDITIONS, Contract, load
 from scripts.drift.findings import Comparison, Finding
 from scripts.drift.source_distribution import installed_sources
 from scripts.drift.source_tree import SourceTree
 from scripts.drift.table import Rows, Version
 from scripts.drift.uses import Uses, find_uses, our_sources
-from vllm_gaudi_ucm.vllm_api.contracts import ACCEPTED, CONDITIONS, Contract, load
 
 REFRESH = "; `make contracts` writes the table anew"
 PLANTED = (

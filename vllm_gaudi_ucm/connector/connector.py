@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,6 @@ from vllm_gaudi_ucm.connector.metadata import UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup
 from vllm_gaudi_ucm.connector.worker_side import WorkerSide
-from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
 from vllm_gaudi_ucm.vllm_api.kv_transfer import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -25,9 +23,8 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.connector.group_keys import Tables
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
@@ -68,12 +65,14 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_manager.get_computed_blocks(request)[1]
 
     @property
-    def _scheduler(self) -> SchedulerSide:
+    def scheduler(self) -> SchedulerSide:
+        """The opened side of the scheduler, which our scheduler calls, too."""
         assert self.scheduler_side is not None, "called in the worker, or with KV offload before it is opened"
         return self.scheduler_side
 
     @property
-    def _worker(self) -> WorkerSide:
+    def worker(self) -> WorkerSide:
+        """The opened side of the worker, which our runner calls, too; other connectors lack it."""
         assert self.worker_side is not None, "called in the scheduler, or before the cache is registered"
         return self.worker_side
 
@@ -83,43 +82,35 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """Opens the scheduler's side; called once, by our scheduler with KV offload, otherwise here."""
         self.scheduler_side = SchedulerSide(self._setup, self._block_tables, self._cached_tokens, offload)
 
-    def plan_prefetch(self, waiting: Iterable[Request]) -> None:
-        """Plans prefetches before a step is scheduled. waiting: requests without blocks, the next one first."""
-        self._scheduler.plan_prefetch(waiting)
-
     def on_new_request(self, request: Request) -> None:
-        self._scheduler.begin(request)
-
-    def next_input(self, session: Request) -> None:
-        """Continues a session of streamed inputs. Called by our scheduler."""
-        self._scheduler.next_input(session)
+        self.scheduler.begin(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found = self._scheduler.matched_tokens(request, num_computed_tokens)
+        found = self.scheduler.matched_tokens(request, num_computed_tokens)
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
-            self._scheduler.admitted(request, blocks.get_block_ids(), num_external_tokens)
+            self.scheduler.admitted(request, blocks.get_block_ids(), num_external_tokens)
         else:
-            self._scheduler.runs(request)
+            self.scheduler.runs(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.metadata(scheduler_output)
+        return self.scheduler.metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, UcmWorkerMetadata):
             report = UcmWorkerMetadata()
-        self._scheduler.lost(connector_output.invalid_block_ids, report.late)
-        self._scheduler.failed(connector_output.failed_recving or set())
-        self._scheduler.loaded(connector_output.finished_recving or set())
-        self._scheduler.unsaved(report.unsaved)
+        self.scheduler.lost(connector_output.invalid_block_ids, report.late)
+        self.scheduler.failed(connector_output.failed_recving or set())
+        self.scheduler.loaded(connector_output.finished_recving or set())
+        self.scheduler.unsaved(report.unsaved)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # blocks are copied in the step that fills them, so they are not needed any more; vLLM itself keeps the blocks
         # of a load until the worker reports its end
-        self._scheduler.end(request.request_id)
+        self.scheduler.end(request.request_id)
         return False, None
 
     def request_finished_all_groups(
@@ -128,15 +119,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool | None:
-        return self._scheduler.clear()
-
-    def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
-        """Receives the blocks that a request's query would choose among all; with KV offload, at every scoring."""
-        self._scheduler.wanted_by_query(request_id, numbers)
-
-    def fetch(self, request_id: str, fetched: Fetched) -> None:
-        """Loads blocks that were left in the store; called by our scheduler for a request that waits for them."""
-        self._scheduler.fetch(request_id, fetched)
+        return self.scheduler.clear()
 
     # methods of the worker
 
@@ -151,7 +134,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker_side = WorkerSide(self._setup, kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker.start_loads(self._metadata())
+        self.worker.start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: requests run once all their blocks have been loaded."""
@@ -160,46 +143,22 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: blocks are saved as a whole, after the step."""
 
     def wait_for_save(self) -> None:
-        self._worker.save(self._metadata())
+        self.worker.save(self._metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        finished = self._worker.loads.finished(finished_req_ids)
-        return KVConnectorTransferResults(set(), finished, self._worker.loads.take_failed())
+        finished = self.worker.loads.finished(finished_req_ids)
+        return KVConnectorTransferResults(set(), finished, self.worker.loads.take_failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.loads.take_invalid()
+        return self.worker.loads.take_invalid()
 
     def build_connector_worker_meta(self) -> UcmWorkerMetadata | None:
-        return self._worker.report()
-
-    def take_ordered_block_ids(self) -> set[int]:
-        """Returns the blocks of loads that were ordered since the last call; other connectors lack this method."""
-        return self._worker.loads.take_ordered()
-
-    def take_summarised_block_ids(self) -> set[int]:
-        """Returns the ordered blocks whose summaries come with them."""
-        return self._worker.loads.take_summarised()
-
-    def wait_for_load(self, seconds: float) -> None:
-        """Waits for the end of a load; our runner calls it in steps that have nothing else to do."""
-        self._worker.loads.wait(seconds)
-
-    def transfer_totals(self) -> TransferTotals:
-        """Returns the blocks moved so far, for our runner's phase log."""
-        return self._worker.totals()
-
-    def report_to(self, metrics: StepMetrics) -> None:
-        """Starts reporting figures to /metrics; our runner calls it once."""
-        self._worker.report_to(metrics)
+        return self.worker.report()
 
     def shutdown(self) -> None:
         for side in (self.worker_side, self.scheduler_side):
             if side is not None:
                 side.close()
-
-    def leave_out_saves(self) -> None:
-        """Skips all saves of this step, because some of its loads failed. Our runner calls it before the step ends."""
-        self._worker.leave_out_saves()
 
     def _metadata(self) -> UcmMetadata:
         metadata = self._get_connector_metadata()

@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords
 from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
-from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
+from vllm_gaudi_ucm.observability.room_metrics import PrefetchMetrics, StoreMetrics, TransferMetrics, TransferTotals
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
@@ -199,9 +199,9 @@ class WorkerMetrics:
         totals: Callable[[], TransferTotals],
     ) -> None:
         self._store, self._engine, self._totals = store, engine, totals
-        self._store_series = metrics.store(store.stats().kind)
-        self._engine_series = metrics.prefetch(USE)
-        self._transfer_series = metrics.transfer()
+        self._store_series = StoreMetrics(metrics.file, store.stats().kind)
+        self._engine_series = PrefetchMetrics(metrics.file, USE)
+        self._transfer_series = TransferMetrics(metrics.file)
         self.lookups = (0, 0, 0, 0)
         """Totals that the scheduler's side last sent."""
         self._reporter = MetricsReporter(self._report)
@@ -310,20 +310,11 @@ class WorkerSide:
 
     def totals(self) -> TransferTotals:
         """Returns the blocks moved so far; may be called in any thread."""
-        loads, saves = self.load_counts, self.saver.counts()
+        loads, saves = self.loads.counts, self.saver.counts()
         return TransferTotals(loads.loaded_blocks, loads.failed_blocks, saves.saved, saves.dropped + saves.refused)
 
     def report_to(self, metrics: StepMetrics) -> None:
         self._metrics = WorkerMetrics(metrics, self.store, self.engine, self.totals)
-
-    @property
-    def num_loading(self) -> int:
-        """Returns the number of requests that wait for blocks."""
-        return len(self.loads)
-
-    @property
-    def load_counts(self) -> LoadCounts:
-        return self.loads.counts
 
     def close(self) -> None:
         """Stores blocks in transit, and ends all threads; a second call does nothing."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
+from vllm_gaudi_ucm.observability.room_metrics import PrefetchMetrics, StoreMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.private_folder import make_folders
@@ -212,7 +213,7 @@ class CopyStore:
         self._reporter = None if metrics is None else self._new_reporter(metrics)
 
     def _new_reporter(self, metrics: StepMetrics) -> MetricsReporter:
-        store, engine = metrics.store(USE), metrics.prefetch(USE)
+        store, engine = StoreMetrics(metrics.file, USE), PrefetchMetrics(metrics.file, USE)
 
         def report() -> None:
             store.set(self.store.stats())

@@ -23,13 +23,7 @@ from vllm_gaudi_ucm.observability.metrics_file import (
     remove_stale,
 )
 from vllm_gaudi_ucm.observability.room_metrics import (
-    MemoryMetrics,
-    MemoryModeMetrics,
     NativeGraphMetrics,
-    PrefetchMetrics,
-    SparseMetrics,
-    StoreMetrics,
-    TransferMetrics,
 )
 
 DIMENSIONS = ("query", "shared", "unique", "logits", "selected")
@@ -55,7 +49,7 @@ class StepMetrics:
         self._own_folder = None if is_shared else folder
         self._lock = lock
         self._writer = f"ucm{engine}" if is_shared else str(engine)
-        self._file = file = MetricsFile(folder, engine, self._writer)
+        self.file = file = MetricsFile(folder, engine, self._writer)
         # Series start at 0 if their labels are known: a rate needs the value before the first event.
         phases = [phase_string(c, s, u) for c in PARTS for s in PARTS for u in PARTS]
         self._steps = {phase: file.series(metric.STEPS, phase) for phase in phases}
@@ -69,35 +63,11 @@ class StepMetrics:
         self._native_graphs: NativeGraphMetrics | None = None
         self._later: dict[tuple[str, ...], Series] = {}
 
-    def sparse(self) -> SparseMetrics:
-        """The series of a sparse method; a server without one shows none."""
-        return SparseMetrics(self._file)
-
     def native_graphs(self) -> NativeGraphMetrics:
         """The series of graphs of native calls, of all models; only a CPU at true shapes shows them."""
         if self._native_graphs is None:
-            self._native_graphs = NativeGraphMetrics(self._file)
+            self._native_graphs = NativeGraphMetrics(self.file)
         return self._native_graphs
-
-    def store(self, name: str) -> StoreMetrics:
-        """The series of a KV store; `name` is the value of their label `store`."""
-        return StoreMetrics(self._file, name)
-
-    def prefetch(self, use: str) -> PrefetchMetrics:
-        """The series of a prefetch engine; `use` is the value of their label `use`: `connector` or `memory_mode`."""
-        return PrefetchMetrics(self._file, use)
-
-    def transfer(self) -> TransferMetrics:
-        """The series of the blocks that a connector moves."""
-        return TransferMetrics(self._file)
-
-    def memory(self) -> MemoryMetrics:
-        """The series of blocks that are copied; a server on which nothing of it is on shows none."""
-        return MemoryMetrics(self._file)
-
-    def memory_mode(self) -> MemoryModeMetrics:
-        """The series of memory mode; a server without it shows none."""
-        return MemoryModeMetrics(self._file)
 
     @classmethod
     def of_engine(cls, instance_id: str, engine: int) -> StepMetrics:
@@ -177,14 +147,14 @@ class StepMetrics:
         """Counts a graph, not a bucket: forward and logits graphs combine freely, so there are fewer of them."""
         series = self._graphs.get(graph)
         if series is None:
-            series = self._graphs[graph] = self._file.series(metric.BUCKET_STEPS, *_graph_labels(graph))
+            series = self._graphs[graph] = self.file.series(metric.BUCKET_STEPS, *_graph_labels(graph))
         return series
 
     def _labelled(self, kind: metric.Metric, *labels: str) -> Series:
         """A series that exists from its first value on: an engine without warm-up shows no progress of it."""
         key = (kind.name, *labels)
         if key not in self._later:
-            self._later[key] = self._file.series(kind, *labels)
+            self._later[key] = self.file.series(kind, *labels)
         return self._later[key]
 
 

@@ -51,19 +51,3 @@ class SparseMeta(msgspec.Struct):
     offload: OffloadOrders | None = None
     locks: tuple[int, int] = (0, 0)
     dense_steps: int = 0
-
-    def to_msgpack(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def from_msgpack(cls, data: bytes) -> SparseMeta:
-        """Decodes a SparseMeta. Raises `msgspec.ValidationError` for any other data."""
-        return msgspec.msgpack.decode(data, type=cls)
-
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str) -> SparseMeta:
-        """Decodes a SparseMeta. Raises `msgspec.ValidationError` for any other data."""
-        return msgspec.json.decode(data, type=cls)

@@ -157,11 +157,11 @@ class KvTransfer:
     def report_to(self, metrics: StepMetrics) -> None:
         """Sends figures of the plugin's own connector to /metrics; others use vLLM's way."""
         if self._ours is not None:
-            self._ours.report_to(metrics)
+            self._ours.worker.report_to(metrics)
 
     def take_work(self) -> TransferWork:
         """Returns the blocks moved since the last call, and the time that steps have spent on it."""
-        return self.work.take(TransferTotals() if self._ours is None else self._ours.transfer_totals())
+        return self.work.take(TransferTotals() if self._ours is None else self._ours.worker.totals())
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
         """Begins a step, also one without tokens: loads that the step needs are complete when this returns."""
@@ -214,7 +214,7 @@ class KvTransfer:
             failed = connector.get_block_ids_with_load_errors()
             has_failed = not self._ranks.all_of(not failed)
             if has_failed or self._follows_failure:
-                self._ours.leave_out_saves()
+                self._ours.worker.leave_out_saves()
             # the next step may already be planned, and read the same blocks
             self._follows_failure = has_failed and self._ahead
         connector.wait_for_save()
@@ -237,7 +237,7 @@ class KvTransfer:
         lock from the loading threads: stored prompts waited more than twice as long for their first token.
         """
         if self._ours is not None:
-            self._ours.wait_for_load(REST_SECONDS)
+            self._ours.worker.loads.wait(REST_SECONDS)
 
     def loaded_blocks(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
         """Returns the blocks whose keys and values this worker does not compute, and maybe others, once the step has
@@ -246,7 +246,7 @@ class KvTransfer:
         The plugin's own connector names the blocks of the loads that the message orders; their requests run later. For
         other connectors it is only known that they are among the computed blocks of requests that begin or resume.
         """
-        named = set() if self._ours is None else self._ours.take_ordered_block_ids()
+        named = set() if self._ours is None else self._ours.worker.loads.take_ordered()
         if self._ours is self.connector:
             return np.fromiter(named, np.int64)
         cached = scheduler_output.scheduled_cached_reqs
@@ -261,7 +261,7 @@ class KvTransfer:
 
     def take_summarised_blocks(self) -> NDArray[np.int64]:
         """Returns the `loaded_blocks` whose summaries are loaded, too; only the plugin's own connector has any."""
-        return np.fromiter(set() if self._ours is None else self._ours.take_summarised_block_ids(), np.int64)
+        return np.fromiter(set() if self._ours is None else self._ours.worker.loads.take_summarised(), np.int64)
 
     def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
         """Returns the object that loads blocks which the plugin's own connector keeps in its store with KV offload;

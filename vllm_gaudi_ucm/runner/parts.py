@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.computed_step import ComputedStep, Division
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-    from vllm_gaudi_ucm.runner.step_check import StepCheck
     from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
@@ -215,37 +214,6 @@ class MemorySteps(WorkerPart):
 
     def close(self) -> None:
         self._memory.close()
-
-
-class CheckedSteps(WorkerPart):
-    """Compares steps between workers.
-
-    Args:
-        check: raises RanksDisagreeError.
-        checks_offload: whether to compare reports of offloaded blocks: all workers then make their outputs at the same
-            point.
-    """
-
-    def __init__(self, check: StepCheck, checks_offload: bool) -> None:
-        self._check = check
-        self._checks_offload = checks_offload
-
-    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        self._check.begin(scheduler_output)
-
-    def before_forward(self, division: Division) -> None:
-        self._check.shape(division.shape, division.plan.selection)
-
-    def before_sampling(self, step: ComputedStep) -> None:
-        if step.logits is not None:
-            self._check.logits(step.logits)
-
-    def after_sampling(self, step: ComputedStep, tokens: Callable[[], list[list[int]]]) -> None:
-        self._check.tokens(tokens())
-
-    def before_output(self, step: ComputedStep, output: ModelRunnerOutput) -> None:
-        if self._checks_offload:
-            self._check.offload(output)
 
 
 class TransferSteps(WorkerPart):

@@ -105,10 +105,10 @@ class WaitingRequests(SchedulerPart):
         self._connector = connector
 
     def next_input(self, session: Request) -> None:
-        self._connector.next_input(session)
+        self._connector.scheduler.next_input(session)
 
     def before_schedule(self, reset: Collection[str]) -> None:
-        self._connector.plan_prefetch(
+        self._connector.scheduler.plan_prefetch(
             request for request in self._scheduler.waiting if request.status in _WITHOUT_BLOCKS
         )
 

@@ -69,7 +69,8 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
         return (SparseStepsAhead if decides_late(scheduler.vllm_config) else SparseSteps)(scheduler, method)
     # combined with other connectors, ours makes only its own loads, so that no blocks are left in its store
     connector = scheduler.connector if isinstance(scheduler.connector, UcmConnector) else None
-    on_wanted = None if connector is None else connector.wanted_by_query
+    # its side opens below
+    on_wanted = None if connector is None else lambda *wanted: connector.scheduler.wanted_by_query(*wanted)
     offload = offload_role(config, block_size, scheduler.kv_cache_manager, on_wanted)
     # with blocks off the device, a step that chooses nothing would not be exact
     method = scheduler_role(config, block_size, max_model_len, has_gaps=offload.has_gaps)
@@ -77,7 +78,7 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
     if connector is None:
         return OffloadedSteps(scheduler, method, offload)
     connector.open_scheduler_side(offload)
-    return OffloadedSteps(scheduler, method, offload, connector.fetch)
+    return OffloadedSteps(scheduler, method, offload, connector.scheduler.fetch)
 
 
 def _log_where_choosing_pays(scheduler: Scheduler, method: UcmSparseBase) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.config.exclusions import policies_give_orders
 from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
+from vllm_gaudi_ucm.observability.room_metrics import MemoryMetrics
 from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
         allocated.kv_caches,
         allocated.block_size,
         model.device,
-        metrics=allocated.metrics.memory(),
+        metrics=MemoryMetrics(allocated.metrics.file),
         least=model.ranks.least,
         host_slots=_host_slots(allocated) if model.config.preemption.swaps else None,
         summaries=summaries,

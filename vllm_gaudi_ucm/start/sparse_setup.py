@@ -20,6 +20,7 @@ from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
+from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics, SparseMetrics
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
@@ -81,7 +82,7 @@ def offload_worker(
     scorer = selection.selector.scorer
     assert scorer is not None, "made with the queries that it keeps"
     copies = open_copies(config, num_rows, blocks, metrics)
-    series = None if metrics is None else metrics.memory_mode()
+    series = None if metrics is None else MemoryModeMetrics(metrics.file)
     worker = OffloadWorker(table, selection.state, scorer, blocks, copies, stored=stored, metrics=series, ranks=ranks)
     worker.warm_up()
     return worker
@@ -159,7 +160,7 @@ def make_sparse_worker(
         for name, implementation in implementations.items()
     }
     method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
-    series = None if metrics is None else metrics.sparse()
+    series = None if metrics is None else SparseMetrics(metrics.file)
     choosing, offloads = method.selecting_method, config.memory_mode.enabled
     late = _make_late_decisions(config.ucm_sparse_method, config, vllm_config, block_size)
     if not isinstance(choosing, BlockSparse):

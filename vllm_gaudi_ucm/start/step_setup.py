@@ -13,7 +13,6 @@ from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
 from vllm_gaudi_ucm.runner.parts import (
     AheadSteps,
-    CheckedSteps,
     LockstepSteps,
     MemorySteps,
     SparseSteps,
@@ -103,7 +102,7 @@ def _make_parts(
 ) -> tuple[WorkerPart, ...]:
     """Makes the parts in the order of a step: each hook is called on one part after the other, in this order."""
     sparse, transfer = allocated.sparse, allocated.transfer
-    lockstep, check = allocated.model.decoder.lockstep, _make_check(allocated.model)
+    lockstep = allocated.model.decoder.lockstep
     in_flight: Sized = () if ahead is None else ahead
     outputs_together = ahead is None or ahead.verifies_at_once
     parts = (
@@ -113,7 +112,7 @@ def _make_parts(
         None if sparse is None else SparseSteps(sparse),
         None if memory is None else MemorySteps(memory, sparse),
         # behind the parts that choose and report, before the drafts
-        None if check is None else CheckedSteps(check, checks_offload=sparse is not None and outputs_together),
+        _make_check(allocated.model, checks_offload=sparse is not None and outputs_together),
         drafts,
         # behind the drafts, which read and write blocks, too
         None if transfer is None else TransferSteps(transfer, sparse, in_flight),
@@ -124,10 +123,10 @@ def _make_parts(
     return tuple(part for part in parts if part is not None)
 
 
-def _make_check(model: LoadedModel) -> StepCheck | None:
+def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:
     if model.ranks.size == 1 or not model.config.distributed.check_ranks:
         return None
-    return StepCheck(model.ranks, Ranks.of_layer())
+    return StepCheck(model.ranks, Ranks.of_layer(), checks_offload)
 
 
 def _make_ahead(allocated: AllocatedModel, static: StaticShapes | None) -> StepsAhead | None:

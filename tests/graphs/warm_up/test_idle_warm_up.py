@@ -127,22 +127,6 @@ def test_many_steps_never_meet_a_graph(setting: Setting) -> None:
     assert setting.finished.wait(TIMEOUT)
 
 
-def test_pause_waits_for_the_graph_and_resume_goes_on(setting: Setting) -> None:
-    setting.idle.start()
-    setting.gate.wait_until_entered()
-    pause = setting.waits_in(setting.idle.pause, "_paused")
-    setting.open()
-    pause.join(TIMEOUT)
-    assert not pause.is_alive()
-    assert len(setting.gate.ran) == 1
-    with setting.idle.step():
-        pass
-    assert not setting.finished.wait(0.2)
-    assert len(setting.gate.ran) == 1
-    setting.idle.resume()
-    assert setting.finished.wait(TIMEOUT)
-
-
 def test_stop_waits_for_the_graph_and_start_goes_on(setting: Setting) -> None:
     setting.idle.start()
     setting.gate.wait_until_entered()
@@ -161,14 +145,11 @@ def test_stop_waits_for_the_graph_and_start_goes_on(setting: Setting) -> None:
 
 
 def test_stop_ends_a_thread_that_waits(setting: Setting) -> None:
-    """For a step, for the end of a pause, or for a gap."""
+    """For a step, or for a gap."""
     setting.idle.begin_step()
     setting.idle.start()
     setting.idle.stop()
     setting.idle.end_step()
-    setting.idle.pause()
-    setting.idle.start()
-    setting.idle.stop()
     waiting = Setting(IdleRule(least=1000.0, most=1000.0))
     waiting.idle.start()
     waiting.idle.stop()

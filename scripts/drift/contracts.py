@@ -2,7 +2,7 @@
 
 A row is a name that is imported, or a member of a class that is overridden, called, read or written, with its signature
 or type in each supported version and the files that use it. `make contracts` writes the rows; people review the
-changes. `make drift` compares them with another version. Servers do not read this module.
+changes. `make drift` compares them with another version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).with_name("contracts.toml")
+TABLE = Path(__file__).parents[2] / "vllm_gaudi_ucm" / "vllm_api" / "contracts.toml"
 
 CONDITIONS: dict[str, str] = {
     "vllm.v1.outputs.AsyncModelRunnerOutput.get_kv_connector_output": (
