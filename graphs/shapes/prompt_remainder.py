@@ -39,7 +39,6 @@ class RemainderShapes:
     graphs (Llama 3.1 8B, blocks of 128, Gaudi 2; modelled, without the scores).
 
     Args:
-        limits: limits of the server's steps.
         rows: rows of the longest prompt remainder.
         live_blocks: most blocks of a request that are always attended.
         most_selected: selected blocks of the longest request.

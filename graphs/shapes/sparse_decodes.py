@@ -29,9 +29,7 @@ def sparse_decodes(limits: Limits, cost: Cost, live_blocks: int, most: int, leve
     Args:
         limits: limits of the server. If the unique part is a slice of the cache, its size does not tell its blocks, and
             there are no such shapes.
-            cost: cost of steps.
         live_blocks: most blocks of a request that are always attended; 0: unknown.
-        most: the most shapes.
         levels: how sizes are divided.
     """
     rows, selected = limits.max_decode_rows, limits.max_selected_blocks

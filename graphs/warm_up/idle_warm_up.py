@@ -25,7 +25,6 @@ class IdleWarmUp:
         warm_up: a warm-up whose skeleton is warm.
         rule: how long the device must have been idle.
         finished: called in the thread once no graph is cold.
-        clock: seconds.
     """
 
     def __init__(

@@ -97,7 +97,6 @@ class WarmUpOrder:
     """Weighs buckets by steps x seconds saved against what is warm; live steps change the weights.
 
     Args:
-        buckets: all buckets.
         usage: steps that are expected, e.g. those of a phase log.
     """
 

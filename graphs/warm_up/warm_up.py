@@ -46,11 +46,9 @@ class WarmUp:
 
     Args:
         ready: the buckets; their state changes as graphs become warm.
-        runs: the functions that run graphs.
         free_memory: free bytes of the device; the difference over a run is the memory of its graph.
         report: called as graphs start and end.
         memory_budget: bytes for all graphs together; None: bounded by the memory of the device.
-        clock: seconds.
         agreement: the agreement of several workers, which all warm the same graphs. If a graph fails or does not fit on
             one worker, all drop it, so that they choose the same graph for a step.
     """

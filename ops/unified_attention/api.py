@@ -60,8 +60,6 @@ def prepare(
 def plan_of(implementation: str) -> Plan | None:
     """Returns the function with which `prepare` plans a step, for a compiled region of its own; None if torch.compile
     cannot trace the implementation.
-
-    implementation: a name in `ATTENTION`.
     """
     chosen = ATTENTION.make(implementation)
     return chosen.plan if chosen.traceable else None

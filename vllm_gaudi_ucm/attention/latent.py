@@ -213,12 +213,8 @@ class LatentAttention(nn.Module, AttentionLayerBase):
     Its forward uses no layer name, so all layers of a model are one region; see `NamelessAttention`.
 
     Args:
-        sizes: sizes of the heads on this device.
-        scale: scale of the scores.
         projection: `kv_b_proj`, from latents to keys and values; its weight moves to this layer once it is loaded.
-        vllm_config, cache_config: the config of the engine; the config of the cache.
         quant_config: the model's, which has the scale of a cache of 8-bit floats; if None, the scale is 1.
-        prefix: the layer's name.
     """
 
     weights: LatentWeights

@@ -155,8 +155,6 @@ def plan_batch(
 
     Args:
         batch: one entry per scheduled request.
-        block_size: tokens per cache block.
-        causal_slice: query rows per causal slice.
         selection: the blocks from which a sparse method chooses; they are neither shared nor unique.
         window: how far back the rows see; cannot be combined with a selection or with a slot for each token. Blocks
             that no row sees are not read from the tables. A step from which the window hides nothing is planned as if
@@ -222,8 +220,6 @@ class SteadyPlanner:
     Successive plans share the unchanged arrays, so a plan is read-only.
 
     Args:
-        block_size: tokens per cache block.
-        causal_slice: query rows per causal slice.
         batches: batches in flight, which have different requests and take turns.
         window: how far back the rows see.
     """
@@ -263,7 +259,6 @@ class _SteadyDecode:
     Args:
         plan: the plan to begin with.
         block_tables: [requests, width] of its batch; this object writes to it later.
-        block_size: tokens per cache block.
     """
 
     def __init__(self, plan: UnifiedPlan, block_tables: NDArray[np.int32], block_size: int) -> None:

@@ -47,7 +47,6 @@ def context_pairs(
         context: [requests] cached tokens that the rows of a request see, in flat order.
         requests: [requests] row of `block_tables` for each request in flat order.
         block_tables: [requests, width] physical block ids.
-        block_size: tokens per cache block.
         skip: number of leading blocks to leave out; every context contains them in full.
         left_out: [requests, width] blocks to leave out, in the order of `block_tables`; not together with `skip`.
         lowest: [requests] first position that is seen, under a window; not together with either.

@@ -33,8 +33,6 @@ class AttentionPlanner:
     """Plans attention groups; see GroupPlanner.
 
     Args:
-        group: an attention group.
-        causal_slice: query rows per causal slice.
         batches: batches in flight, see SteadyPlanner.
     """
 

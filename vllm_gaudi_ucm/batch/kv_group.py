@@ -14,9 +14,7 @@ class KvGroup(NamedTuple):
 
     number: number of vLLM's group whose block ids it reads. With `--disable-hybrid-kv-cache-manager`, layers of several
         windows share one table, and several groups have the same number.
-    block_size: tokens per block.
     window: how far back its rows see; None for their whole context.
-    layers: names of the layers.
     """
 
     number: int

@@ -90,10 +90,8 @@ class RequestTable:
     Args:
         max_num_seqs: number of rows to begin with; the table grows if preempted requests still occupy rows.
         max_model_len: tokens of the longest request.
-        block_size: tokens per cache block.
         by_token: whether each token has its own slot; operations then read `block_size` slots as a block.
         groups: groups of the KV cache; the first one has `block_size`. Empty for one group with all layers.
-        inputs: inputs of the model for each row.
         draft: groups and inputs of a draft model, whose blocks are in tables of the same requests.
         keepers: are notified when requests lose their place on the device.
     """

@@ -100,7 +100,6 @@ def plan_selection(
         requests: [requests] index into the BatchInput for each request in flat order.
         query_start: [requests + 1] first row of each request in flat order.
         block_tables: [requests, table width] of the BatchInput.
-        block_size: tokens per block.
     """
     flat = np.flatnonzero(selection.modes[requests] != DENSE)
     if not len(flat):

@@ -227,7 +227,6 @@ def common_prefix(context: NDArray[np.int64], block_tables: NDArray[np.int32], b
     Args:
         context: [requests] cached tokens that the rows of a request see, in any order; at least one request.
         block_tables: [requests, width] physical block ids.
-        block_size: tokens per cache block.
     """
     if block_tables.item(0, 0) != block_tables.item(
         len(context) - 1, 0
@@ -309,7 +308,6 @@ class CachedContexts(NamedTuple):
     block_tables: int32 [requests, width] physical block ids.
     query_start: int64 [requests + 1] first row of each request.
     num_single: requests [0, num_single) have one row, the others more.
-    block_size: tokens per cache block.
     left_out: bool [requests, width] blocks of `block_tables` that are attended by choice (or not at all), if any.
     window: window of the rows, if it hides a token from one of them.
     """

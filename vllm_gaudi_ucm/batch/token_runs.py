@@ -48,7 +48,6 @@ def run_pairs(
     Args:
         context: [requests] cached tokens that the rows of a request see, in flat order.
         requests, runs: see `run_slots`.
-        tile: slots of a tile.
     """
     cut = _cut(np.zeros_like(context), context, requests, runs)
     lowest = np.where(cut.step < 0, cut.first - cut.length + 1, cut.first)

@@ -33,8 +33,6 @@ class Turn(NamedTuple):
     """A request that asks for slots.
 
     Args:
-        manager: the manager of the blocks.
-        request: the request that asks.
         begins: whether it has no blocks yet.
         hits: blocks that were found for it.
         found: number of its first tokens that the prefix cache has.

@@ -75,8 +75,6 @@ class OptionExclusion(NamedTuple):
 
     Args:
         refused: the option that the refusal names.
-        excluded_by: the option that excludes it.
-        why: the reason.
     """
 
     refused: Option

@@ -46,7 +46,6 @@ class SaveQueue:
         capacity: most blocks that are queued or being stored.
         patience: seconds; 0: entries do not wait.
         activity: activity of the engine.
-        clock: seconds, for `patience`.
     """
 
     def __init__(
@@ -179,9 +178,7 @@ class BlockSaver:
 
     Args:
         store: may be slow, and may raise: then the block is not stored.
-        blocks: blocks of the device.
         waiting: bounds the blocks in host memory, and decides when they are stored.
-        workers: threads that store.
     """
 
     def __init__(self, store: KvStore, blocks: DeviceBlocks, waiting: SaveQueue, workers: int) -> None:

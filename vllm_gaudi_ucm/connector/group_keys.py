@@ -25,7 +25,6 @@ class GroupKeys:
 
     Args:
         windows: for each group, the most tokens that the next one sees; None: all.
-        block_size: tokens per block.
     """
 
     def __init__(self, windows: Sequence[int | None], block_size: int) -> None:

@@ -52,7 +52,6 @@ class LookupThread:
     Args:
         store: may be slow, and may raise: then it counts as empty.
         deadline: seconds after which a look-up is not made any more.
-        clock: seconds.
     """
 
     def __init__(
@@ -118,12 +117,7 @@ SAVE_SECONDS = 5.0
 
 
 class KnownKeys:
-    """The last keys that were sent or found, up to a number; forgetting one costs an unnecessary save.
-
-    Args:
-        most: keys.
-        clock: seconds.
-    """
+    """The last keys that were sent or found, up to a number; forgetting one costs an unnecessary save."""
 
     def __init__(self, most: int = MOST_KEYS, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most

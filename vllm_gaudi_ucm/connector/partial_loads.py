@@ -25,8 +25,6 @@ class PartialLoads:
 
     Args:
         offload: memory mode's side of the scheduler.
-        block_size: tokens per block.
-        record_blocks: blocks of a record.
         order: by use.
     """
 
@@ -68,7 +66,6 @@ class PartialLoads:
         is whole.
 
         Args:
-            request_id: of the request.
             keys: of all its blocks.
             first: the first one to be loaded.
             block_ids: physical ids of all blocks.

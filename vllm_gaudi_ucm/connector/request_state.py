@@ -90,7 +90,6 @@ class RequestKeys:
     Args:
         request: a request whose tokens only grow.
         namespace: digest of everything else that the KV depends on.
-        block_size: tokens per block.
     """
 
     def __init__(self, request: Request, namespace: bytes, block_size: int) -> None:
@@ -129,7 +128,6 @@ class SavePlan:
 
     Args:
         known: keys that the store has, or will have soon.
-        block_size: tokens per block.
         groups: keys in each KV-cache group.
         block_tables: of a live request.
         keys: of the first n blocks of a request, None if it has none.

@@ -40,7 +40,6 @@ class SchedulerSide:
     """Follows every request from its arrival to its end. Never raises for the content of a request (such as its salt).
 
     Args:
-        setup: of the engine.
         block_tables: of a live request.
         cached_tokens: leading tokens of a request that the device's prefix cache holds.
         offload: KV offload, with which loads may leave blocks in the store.

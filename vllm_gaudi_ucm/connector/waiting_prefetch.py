@@ -28,7 +28,6 @@ class WaitingPrefetch:
 
     Args:
         options: prefetch_ahead and prefetch_cache_size.
-        batch_size: requests of a batch.
         lookups: asks the store, without waiting here.
         keys: keys of a request.
         part: the part of them that is loaded, if the store has all.

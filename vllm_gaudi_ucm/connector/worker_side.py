@@ -68,7 +68,6 @@ class BlockLoads:
 
     Args:
         engine: loads blocks; the caller stops it.
-        blocks: of the device.
         deadline: seconds that a request waits.
         summaries: the target of records, None without KV offload.
     """
@@ -221,11 +220,9 @@ class WorkerSide:
     """The worker's side, made once the cache is allocated, and with KV offload once blocks have summaries.
 
     Args:
-        setup: of the engine.
         caches: by layer; they stay where they are until the end.
         selection: the selection of the method that chooses blocks, with KV offload: loads may then leave blocks in the
             store.
-        method: the method's options.
     """
 
     def __init__(

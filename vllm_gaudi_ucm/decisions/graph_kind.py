@@ -18,8 +18,6 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
     """The kind of graphs.
 
     Args:
-        config: the plugin's options.
-        device: `cpu`, `cuda` or `hpu`.
         lazy: Gaudi's lazy mode (PT_HPU_LAZY_MODE), in which its bridge does not compile; irrelevant elsewhere.
         enforce_eager: `--enforce-eager`, which decides if the mode is `auto`. Gaudi still needs static shapes then:
             every new one is compiled.

@@ -10,10 +10,7 @@ IDLE_SECONDS = 0.01
 
 
 class StepActivity:
-    """The thread that runs steps calls `begin` and `end`; any thread may call `is_idle`.
-
-    clock: seconds.
-    """
+    """The thread that runs steps calls `begin` and `end`; any thread may call `is_idle`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -24,7 +24,6 @@ class Ranks:
 
     Args:
         rank: number of this worker, from 0.
-        size: how many there are.
         output_rank: the one whose output the engine reads, which also keeps the log and the metrics.
         group: gloo; None with one rank.
     """

@@ -41,7 +41,6 @@ class Stage:
         count: of stages, at least 2.
         before, behind: ranks of the neighbours in the world; a stage at an end has the other end there.
         group: that carries the tensors.
-        device: of this worker.
     """
 
     def __init__(

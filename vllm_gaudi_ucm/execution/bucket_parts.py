@@ -37,11 +37,9 @@ class BucketParts:
 
     Args:
         number: the group's place among the groups.
-        group: an attention group.
         limits: limits of the steps; `contiguous` decides whether the first group's unique part reads a slice of the
             cache or gathers.
         causal_slice: rows per slice of the causal part.
-        device: device of the tensors.
     """
 
     def __init__(self, number: int, group: KvGroup, limits: Limits, causal_slice: int, device: torch.device) -> None:

@@ -100,9 +100,7 @@ class BucketedExecution:
     A stage of a pipeline receives before a replay, and sends after it; only the last stage computes logits.
 
     Args:
-        decoder: the model.
         ready: the buckets, and which of them are warm.
-        device: device of the model.
         capture: settings for the capture of graphs.
         sparse: a sparse method, if one is on.
         carried: tokens that the host may not know yet when a step is copied to the device; None if it knows all.

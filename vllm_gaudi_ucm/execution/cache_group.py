@@ -50,9 +50,6 @@ class CacheGroup(ABC):
 
     spec: vLLM's class of the KV-cache specs of its layers.
     layer_classes: the exact classes of its layers, without subclasses, which may compute something else.
-
-    Args:
-        kv: layers and blocks of the group.
     """
 
     spec: ClassVar[type[KVCacheSpec]]

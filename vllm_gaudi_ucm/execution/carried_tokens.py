@@ -14,7 +14,6 @@ class CarriedTokens:
 
     Args:
         most: number of tokens of a step.
-        device: device on which tokens are sampled.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:

@@ -81,12 +81,8 @@ class Decoder:
     """A model with the context that its attention layers read.
 
     Args:
-        model: vLLM's model.
-        vllm_config: the engine's config.
         stage: the part of the model's layers on this worker; None for all layers.
         lockstep: the engines that share out its experts; None if this engine has all of them.
-
-    inputs: the model's inputs for each row.
     """
 
     def __init__(

@@ -67,9 +67,6 @@ class DividedLogits:
 
     Args:
         execution: computes the logits.
-        device: device of the logits.
-        stage: context around device work.
-        region: compiles the copies as regions.
     """
 
     def __init__(

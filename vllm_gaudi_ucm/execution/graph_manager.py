@@ -186,11 +186,8 @@ class BucketTensors:
     Args:
         limits: limits of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
         causal_slice: rows per slice of the causal part.
-        device: device of the model.
         pin_memory: whether host buffers are pinned, so that the host continues while they are copied.
         choices: sizes of the choices of a sparse method, if one is on.
-        groups: groups of the KV cache.
-        inputs: inputs of the model for each row.
         cut: `cut_views`, or `cut_copies` as a compiled region.
         rows_each: rows of a request whose logits may be requested at once.
     """
@@ -281,9 +278,6 @@ class ForwardGraphs:
     """Forward graphs by shape. Kinds differ in the room of their inputs; one shape may have a graph in each kind.
 
     Args:
-        inputs: inputs of the steps of this kind.
-        make_runner: makes the runner that captures and replays.
-        compute: runs the forward over the inputs of a shape.
         stage: context around device work.
     """
 

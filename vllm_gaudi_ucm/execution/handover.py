@@ -20,9 +20,7 @@ class Handover:
     recipes. Sending and receiving are not part of a graph, so a graph is captured without the neighbours.
 
     Args:
-        decoder: the layers of this stage.
         stage: its neighbours.
-        device: device of the tensors.
     """
 
     def __init__(self, decoder: Decoder, stage: Stage, device: torch.device) -> None:

@@ -36,8 +36,6 @@ class RecipeStages:
     """A context for device work; call the object with a label.
 
     Args:
-        device: device whose recipes are cut.
-        check: `ucm.graphs.recipe_check`.
         device_type: torch's name of the device of the tensors.
         on_new: called for each recipe that was first seen after warm-up.
     """

@@ -202,12 +202,7 @@ class _InBuckets:
 
 
 class StatePlanner:
-    """Plans reads and writes of states, and gives running requests their slots.
-
-    Args:
-        block_size: tokens per block.
-        places: places of the states.
-    """
+    """Plans reads and writes of states, and gives running requests their slots."""
 
     def __init__(self, block_size: int, places: StatePlaces) -> None:
         self._block_size = block_size

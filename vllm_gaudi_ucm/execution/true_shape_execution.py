@@ -36,12 +36,8 @@ class TrueShapeExecution:
     """Runs steps at their true shapes; see Execution.
 
     Args:
-        decoder: the model.
         config: kernels of attention, and how the unique part reads the cache.
-        block_size: tokens per cache block.
-        device: device of the model.
         sparse: a sparse method, if one is on.
-        graphs: graphs of small steps, on a CPU.
         carried: tokens that the host may not know yet when a step is copied to the device; None if it knows all.
         groups: groups of the KV cache; None for one group with all layers.
 

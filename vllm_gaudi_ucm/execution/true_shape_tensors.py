@@ -40,12 +40,9 @@ class TrueShapeTensors:
     """The tensors of steps at their true shapes, each copied separately; on a CPU they are not copied.
 
     Args:
-        device: device of the model.
         contiguous_pa: read the unique blocks as one contiguous slice of the cache (True), gather them by id (False), or
             choose by bytes ("auto"), so that prefix caching and contiguous KV work together.
         choices: sizes of the choices of a sparse method, if one is on.
-        groups: groups of the KV cache.
-        inputs: inputs of the model for each row.
     """
 
     def __init__(

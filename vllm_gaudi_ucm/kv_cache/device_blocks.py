@@ -31,8 +31,6 @@ class DeviceBlocks:
 
     Args:
         caches: cache of each layer, in the order in which a stored block holds them.
-        block_size: tokens of a block.
-        device: device of the caches.
     """
 
     def __init__(self, caches: Mapping[str, LayerCache], block_size: int, device: Device) -> None:

@@ -115,7 +115,6 @@ class CopyLoads:
 
     Args:
         engine: loads; the caller's to stop.
-        block_bytes: of a block.
         allocate: (bytes) -> host memory.
     """
 
@@ -181,9 +180,7 @@ class CopyStore:
 
     Args:
         store: where copies are; closed with this. It must not evict: a copy may be the only one of its block.
-        block_bytes: of a block.
         allocate: (bytes) -> host memory.
-        options: of the engine that loads.
         folder: that the store lies in, if it does; removed with this.
         metrics: where figures of the store and of the engine go; None: nowhere.
     """

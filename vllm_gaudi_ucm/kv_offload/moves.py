@@ -43,9 +43,7 @@ class Moves:
     """Carries out the moves that scores call for, step by step.
 
     Args:
-        blocks: tables and free blocks.
         num_rows: blocks that may have a copy.
-        totals: takes what happens.
     """
 
     def __init__(self, blocks: RequestBlocks, num_rows: int, totals: OffloadTotals) -> None:

@@ -30,8 +30,6 @@ def wanted_blocks(scores: NDArray[np.float64], block_size: int, options: BlockOp
 
     Args:
         scores: [full blocks of the context]; below 0 for a block without a score.
-        block_size: tokens per block.
-        options: of the method.
     """
     budget = block_budget(len(scores) * block_size, block_size, options)
     if budget is None:
@@ -62,10 +60,8 @@ def choose_moves(
     Args:
         scores: [full blocks of the context]; below 0 for a block without a score.
         offloaded: blocks that are not on the device. lost: offloaded blocks that cannot come back.
-        block_size: tokens per block.
         on_device_ratio: part of the full blocks that may be on the device.
         max_swaps: most blocks that come back.
-        options: options of the method.
     """
     full = len(scores)
     budget = block_budget(full * block_size, block_size, options)
@@ -93,9 +89,7 @@ def dispensable_blocks(
     Args:
         full: blocks of the context; up to a block of tokens more is to be computed, maybe in several steps.
         missing: blocks that are not on the device, most wanted first.
-        block_size: tokens per block.
         on_device_ratio: part of the full blocks that may be on the device.
-        options: options of the method.
     """
     # windows only move away from what is missing as tokens are added, and by the block that a full tail block adds to
     # the budget there is one more on the device to choose from
@@ -113,9 +107,6 @@ class ScoreBook:
     """Turns the scores of requests into blocks to evict and blocks to load.
 
     Args:
-        options: of KV offload.
-        method: options of the method that chooses blocks.
-        block_size: tokens per block.
         totals: takes what was missed.
     """
 

@@ -20,10 +20,6 @@ class RequestBlocks:
 
     Blocks are those of the one KV-cache group that keeps whole contexts. Groups with windows have blocks of the same
     pool, and free them on their own.
-
-    Args:
-        manager: vLLM's.
-        block_size: tokens per block.
     """
 
     def __init__(self, manager: KVCacheManager, block_size: int) -> None:

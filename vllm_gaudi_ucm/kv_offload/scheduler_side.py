@@ -40,10 +40,6 @@ class OffloadScheduler:
     on the place of each block, and a late or lost block simply stays offloaded.
 
     Args:
-        options: of KV offload.
-        method: options of the method that chooses blocks.
-        block_size: tokens per block.
-        blocks: tables and free blocks.
         num_rows: blocks that may have a copy.
         num_ahead: most blocks that are brought to host memory before it is their turn to come back.
         on_wanted: called with the blocks that a request's query would choose among all, whenever it is scored.

@@ -21,8 +21,6 @@ def summary_bytes(options: BlockOptions, block_size: int, kv_heads: int, head_si
     """Bytes of a block's summaries in one layer.
 
     Args:
-        options: of the method that scores them.
-        block_size: tokens per block.
         kv_heads, head_size: of the layer.
         key_bytes: of an element of a key.
     """
@@ -37,7 +35,6 @@ class SummaryRecords:
 
     Args:
         scorer: has the summaries, and places for those of offloaded blocks.
-        ready: which blocks have a summary.
         record_blocks: most blocks of a record.
         device: its recipes end before and after a copy.
     """

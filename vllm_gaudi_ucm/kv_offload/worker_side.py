@@ -46,12 +46,8 @@ class OffloadWorker:
     Args:
         table: block tables of the live requests, which orders change.
         state: which blocks have a summary, and which requests chose in a step.
-        scorer: scores of blocks.
-        blocks: of the KV cache.
-        copies: where blocks go.
         device: its recipes end before and after a copy.
         stored: brings back blocks that a connector has left in its store; None: it leaves none.
-        metrics: where the scheduler's figures go; None: nowhere.
         ranks: the ranks that have a part of each block, and get the same orders. Their reports are valid for all.
     """
 

@@ -38,9 +38,6 @@ class MemoryWorker:
 
     Args:
         caches: caches by layer. A block spans all layers of its KV-cache group, whichever group that is.
-        block_size: tokens per block.
-        device: the device with the caches.
-        metrics: takes the scheduler's figures.
         least: returns the smallest value of all workers; all call it at the same point.
         host_slots: number of slots for blocks of preempted requests; None: these are computed again.
         summaries: [blocks, ...] other data of each block, which moves with it.

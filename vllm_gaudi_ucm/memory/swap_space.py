@@ -47,8 +47,6 @@ class SwapSpace:
 
     Args:
         caches: the device's caches.
-        device: the device with the caches.
-        count: number of slots.
     """
 
     def __init__(self, caches: Caches, device: Device, count: int) -> None:

@@ -16,7 +16,6 @@ class LogFile:
     """Opens a new file, whose first line is the header, and keeps earlier files.
 
     Args:
-        path: of the newest file.
         header: first line of each file.
         most_bytes: length at which a new file begins; None: there is no bound.
         generations: number of files to keep, of this run and earlier ones. The oldest is removed first.

@@ -102,7 +102,6 @@ class PhaseLog:
     """Appends steps to a file (when there is one) and to `summary`; memory use does not grow with steps.
 
     Args:
-        path: of the file; None: only the summary is kept.
         header: fields of its first line, behind the schema.
         emit: takes the table at the end.
         most_bytes, generations: see `LogFile`.
@@ -154,7 +153,6 @@ class PhaseLogReader:
     """Reads a log line by line: memory does not grow with its length. A context manager, for one pass.
 
     Args:
-        path: path of the log.
         report: called now and then with the fraction of the file that has been read.
         given: limits from another source: headers may differ in them.
 

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 
 
 class StartStages:
-    """Seconds of each stage, in the order in which they ended.
-
-    clock: seconds.
-    """
+    """Seconds of each stage, in the order in which they ended."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -41,7 +41,6 @@ class WarmUpReport:
         logger: gets the lines; one immediately for every bucket that is dropped or fails.
         console: where a bar is drawn if it is a terminal; stderr if None.
         line_seconds: least time between two lines of progress.
-        clock: seconds.
     """
 
     def __init__(

@@ -110,9 +110,7 @@ class KvTransfer:
 
     Args:
         vllm_config: the engine's config, with a `kv_transfer_config`.
-        kv_cache_config: config of the worker.
         in_layers: whether the layers call the connector.
-        ranks: all workers of the engine, of which this is one.
         ahead: whether a step is planned before the scheduler gets the report of the previous one.
     """
 

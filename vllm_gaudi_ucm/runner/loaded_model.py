@@ -71,11 +71,8 @@ class AllocatedModel:
     """A loaded model with its KV cache, and the objects used around steps. An object is None if its feature is
     disabled.
 
-    model: the loaded model.
     kv_cache_config: vLLM's config, in blocks as attention reads them.
-    kv_caches: caches by layer name.
     groups, draft_groups: groups of the KV cache, with the layers of either model.
-    requests: the live requests.
     transfer: a KV connector. sparse: a sparse method.
     metrics: receives figures. host: counts the waits of steps, and their work on the host.
     carried, drafts_ahead: with async scheduling, tokens and drafts that the host may not know yet.

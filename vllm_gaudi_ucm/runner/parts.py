@@ -107,7 +107,6 @@ class StaticSteps(WorkerPart):
     """Warms graphs between steps, and counts steps that do not run in one graph.
 
     Args:
-        static: the graphs.
         in_flight: the steps that the engine has not read yet.
     """
 
@@ -190,7 +189,6 @@ class MemorySteps(WorkerPart):
     """Moves, copies and swaps blocks as ordered by the scheduler.
 
     Args:
-        memory: moves the blocks.
         sparse: the worker whose summaries become invalid for restored blocks; None without a sparse method.
     """
 
@@ -220,7 +218,6 @@ class TransferSteps(WorkerPart):
     """Calls a KV connector in every step.
 
     Args:
-        transfer: the connector's lifecycle in this worker.
         sparse: the worker whose summaries become invalid for loaded blocks; None without a sparse method.
         in_flight: the steps that the engine has not read yet.
     """
@@ -259,7 +256,6 @@ class LockstepSteps(WorkerPart):
     """Takes part in the steps of engines that share out experts with this one.
 
     Args:
-        lockstep: these engines.
         follow: takes part in a forward of theirs.
     """
 
@@ -283,9 +279,7 @@ class StepRecords(WorkerPart):
     """Writes a record of each step to the phase log and the metrics. Must follow the parts that add figures.
 
     Args:
-        phase_log, metrics: receive every step.
         host: counts the waits of steps, and their work on the host.
-        block_size: tokens per cache block.
     """
 
     def __init__(self, phase_log: PhaseLog, metrics: StepMetrics, host: HostWork, block_size: int) -> None:

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepEnd:
-    """Samples steps and makes their output within one call.
-
-    Args:
-        sampler: samples the steps.
-        parts: the work around steps.
-    """
+    """Samples steps and makes their output within one call."""
 
     def __init__(self, sampler: NoSampler, parts: Sequence[WorkerPart]) -> None:
         self._sampler = sampler

@@ -28,17 +28,7 @@ if TYPE_CHECKING:
 
 
 class StepRunner:
-    """Runs steps with the objects of an engine after its KV cache is allocated.
-
-    Args:
-        requests: the live requests.
-        planner: plans their rows.
-        execution: computes a plan.
-        sampler: computes and samples logits.
-        drafts: drafts of the steps.
-        end: makes the output.
-        parts: the work around steps, in this order.
-    """
+    """Runs steps with the objects of an engine after its KV cache is allocated."""
 
     def __init__(
         self,

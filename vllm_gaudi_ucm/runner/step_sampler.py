@@ -68,11 +68,9 @@ class LogitsSource:
     """The source of the logits of steps.
 
     Args:
-        execution: computes the logits.
         divided: the logits of divided steps.
         at_once: whether logits of all positions are computed in one call, and gathered; static shapes have no graph for
             this.
-        prompt_logprobs: scores prompts.
         bypassed: called with a reason if work runs outside the graphs.
     """
 
@@ -87,10 +85,7 @@ class StepSampler(NoSampler):
     """Samples the slots of the requests that yield tokens.
 
     Args:
-        slots: samples rows of logits.
         nans: counts NaNs in them.
-        source: source of the logits.
-        drafts: drafts of the engine's steps.
         verification: compares drafts with tokens; None without speculative decoding.
     """
 

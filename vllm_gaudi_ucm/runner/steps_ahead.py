@@ -71,7 +71,6 @@ class StepOutput(AsyncModelRunnerOutput):
     step is queued; in a worker process it does so from another thread than the one that runs steps.
 
     Args:
-        tokens: tokens of the sampler's slots.
         finish: ends the step; called once.
         read: called before the engine gets the output.
         step: the step of the output, with the report of a KV connector.
@@ -132,9 +131,7 @@ class StepsAhead:
     tokens are known before a step is planned.
 
     Args:
-        table: the request table.
         carried: the last sampled tokens on the device.
-        host: counts early waits.
         static: static shapes, notified when the engine has read every step.
         drafts: drafts of an engine with speculative decoding. The next step's rows depend on the number of accepted
             drafts, so that it is scheduled while a step runs, and planned when the tokens of that step are read.

@@ -25,7 +25,6 @@ class HostSampling:
     Args:
         logprobs_mode: vLLM's.
         use_fp64_gumbel: draw with float64 noise, which not every device has.
-        host: counts waits.
     """
 
     def __init__(self, logprobs_mode: LogprobsMode, use_fp64_gumbel: bool, host: HostWork) -> None:

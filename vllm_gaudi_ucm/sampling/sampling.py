@@ -338,9 +338,6 @@ class SlotSampler:
     """One token for each slot, written to the request table.
 
     Args:
-        batch: the slots.
-        sampler: of the engine.
-        table: takes the tokens.
         observe: called with the logits before they are sampled.
     """
 

@@ -61,13 +61,8 @@ class StaticSampler:
     processor sees all requests at once, or with float64 noise.
 
     Args:
-        vllm_config: the engine's.
-        device: where logits are.
         max_num_seqs: most logits rows of a step.
-        stage: entered around each stage of device work.
         bypassed: called with the reason for each step that samples some rows on the host.
-        host: counts waits, and the stages that run on the host.
-        region: makes regions of the stages.
         carried: with async scheduling, the tokens of the previous step.
     """
 

@@ -46,8 +46,6 @@ class TokensInFlight:
 
     Args:
         sampled: result of a sampler; tokens that are on the host already are not in flight, and are in the table.
-        slots: requests by slot.
-        table: learns the tokens.
         carried: has them for the next step.
     """
 

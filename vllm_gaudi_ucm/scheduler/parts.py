@@ -94,10 +94,6 @@ class SchedulerPart:
 class WaitingRequests(SchedulerPart):
     """Tells our connector which requests wait, so that their blocks are prefetched before their turn. Requests whose
     blocks did not arrive reserve no room.
-
-    Args:
-        scheduler: vLLM's scheduler.
-        connector: our connector.
     """
 
     def __init__(self, scheduler: Scheduler, connector: UcmConnector) -> None:
@@ -117,12 +113,7 @@ class WaitingRequests(SchedulerPart):
 
 
 class MemorySteps(SchedulerPart):
-    """Sends each worker its orders for blocks with every step.
-
-    Args:
-        scheduler: vLLM's scheduler.
-        policies: the policies of the KV cache's blocks.
-    """
+    """Sends each worker its orders for blocks with every step."""
 
     def __init__(self, scheduler: Scheduler, policies: BlockPolicies) -> None:
         super().__init__(scheduler)
@@ -148,10 +139,6 @@ class SparseSteps(SchedulerPart):
 
     Only this part reads from the parameters of a request whether it may be sparse. It reads them once for each input:
     keys of blocks follow from the mark of `isolate_blocks`, steps from the method's state, here or in the workers.
-
-    Args:
-        scheduler: vLLM's scheduler.
-        method: the method in the role SCHEDULER.
     """
 
     def __init__(self, scheduler: Scheduler, method: UcmSparseBase) -> None:
@@ -253,8 +240,6 @@ class OffloadedSteps(SparseSteps):
     our connector leaves blocks of prompts in its store.
 
     Args:
-        scheduler: vLLM's scheduler.
-        method: the method in the role SCHEDULER.
         offload: decides which blocks leave and come back.
         fetch: our connector's function; None without our connector.
     """

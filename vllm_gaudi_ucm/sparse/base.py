@@ -159,8 +159,6 @@ class WrappingSparse(UcmSparseBase):
 
     Args:
         role: the process in which both objects live.
-        config: the subclass's options.
-        base_sparse: the inner method.
     """
 
     def __init__(

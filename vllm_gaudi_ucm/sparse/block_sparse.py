@@ -33,7 +33,6 @@ class BlockSparse(UcmSparseBase):
     In the worker, a separate `BlockSelector` makes the choice and calls the method's `block_scores`.
 
     Args:
-        role, config: see `UcmSparseBase`.
         has_gaps: returns which contexts have blocks off the device, in the scheduler with KV offload.
     """
 
@@ -86,7 +85,6 @@ class BlockSparse(UcmSparseBase):
         specifies.
 
         Args:
-            layer_idx: index of the layer.
             query: [rows, heads, dim].
             candidates: `vllm_gaudi_ucm.sparse.selection.layer_selector.CandidateBlocks`.
         """

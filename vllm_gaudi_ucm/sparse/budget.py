@@ -33,7 +33,6 @@ def block_budget(context_tokens: int, block_size: int, options: BlockOptions) ->
 
     Args:
         context_tokens: certain tokens, including the new one, excluding drafts.
-        block_size: tokens per block.
         options: ratio, windows and minima. `min_blocks` and the ratio count full blocks, including sinks and window;
             the tail block is attended in addition.
     """

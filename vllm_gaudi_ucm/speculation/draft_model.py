@@ -46,12 +46,10 @@ class DraftModelProposer:
         execution: the draft model's execution. The rows of a pass are within the limits of its shapes: for each
             request, vLLM's scheduler schedules a token less than fits
             (`SpeculativeConfig.max_num_new_slots_for_drafting`).
-        table: the tokens and block tables.
         max_model_len: of the draft model; a longer request gets no more drafts.
         likeliest: `likeliest_tokens` in the form for the execution's shapes.
         divided: called for each pass that no shape holds as a whole.
         host: counts the passes, each of which ends with a read of its tokens.
-        groups: of the draft model's layers.
         ahead: with async scheduling, takes the drafts, which are then known only on the device: no pass waits for the
             previous one. None: each is read.
 

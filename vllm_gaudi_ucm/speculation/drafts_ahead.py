@@ -26,7 +26,6 @@ class DraftsAhead:
 
     Args:
         carried: memory that forwards read.
-        host: counts waits.
     """
 
     def __init__(self, carried: CarriedTokens, host: HostWork) -> None:

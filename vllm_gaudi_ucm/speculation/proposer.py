@@ -64,8 +64,6 @@ class NgramProposer:
     Source: https://github.com/apoorvumang/prompt-lookup-decoding, as vLLM computes it.
 
     Args:
-        table: the tokens.
-        num_drafts: most drafts per request.
         min_n, max_n: lengths of the n-grams that are looked up.
         host: counts the steps in which n-grams are.
 

@@ -29,7 +29,6 @@ class StepLogits:
 
     Args:
         execution: of the step.
-        drafts: of the step.
         at_once: compute the logits of all positions in one call, up to `max_logits` rows: the output head reads its
             weights once. The rows of a position are then gathered, which static shapes have no graph for.
         greedy: the likeliest tokens are all that is wanted of the logits.

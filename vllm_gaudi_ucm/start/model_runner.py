@@ -83,11 +83,7 @@ class ModelRunner:
     """A decoder model on one device, from loading to the objects that compute its steps (`parts`).
 
     Args:
-        vllm_config: the engine's.
-        config: the plugin's own options.
-        device: the device of model and KV cache.
         kind: the kind of graphs; `off` runs steps at their true shapes.
-        ranks: all workers of the engine, of which this is one.
         stage: the layers of this worker; None: all.
         lockstep: engines that share out the model's experts; None: this one has them.
     """
@@ -238,10 +234,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:
-        """Makes the objects that compute steps, now that the number of blocks is final; see `make_parts`.
-
-        kv_cache_config: the allocated blocks.
-        """
+        """Makes the objects that compute steps, now that the number of blocks is final; see `make_parts`."""
         model = LoadedModel(
             vllm_config=self._vllm_config,
             config=self._config,

@@ -75,7 +75,6 @@ def make_parts(
     After an exception, the objects made before it are closed.
 
     Args:
-        model: the loaded model.
         sampling: slots of the requests that yield tokens.
         kv_cache_config: vLLM's, in blocks as attention reads them.
         phase_log, metrics: take every step.

@@ -69,14 +69,9 @@ def offload_worker(
     """Makes the worker's side of KV offload.
 
     Args:
-        config: the options, with KV offload on.
         selection: the method's selection, which keeps queries.
-        table: block tables of the live requests.
-        blocks: of the KV cache.
         num_rows: blocks that can have a copy.
-        device: device of the cache.
         stored: brings back blocks whose copy is a connector's record.
-        metrics: where figures go; None: nowhere.
         ranks: the ranks that have a part of each block.
     """
     scorer = selection.selector.scorer
@@ -142,12 +137,10 @@ def make_sparse_worker(
     """Makes the worker side of `ucm_sparse_method`; None without one.
 
     Args:
-        config, vllm_config: the engine's.
         kv_caches: by layer name, bound to the layers.
         block_size, num_blocks, static: see ServerSizes.
         table: block tables of the live requests; without it KV offload does not move blocks.
         transfer: a KV connector, which may leave blocks in its store with KV offload.
-        metrics: where figures go; None: nowhere.
         ranks: the engine's ranks, which all have the same requests; not needed for measurements.
     """
     if config.ucm_sparse_method is None:

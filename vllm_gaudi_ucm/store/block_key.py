@@ -76,7 +76,6 @@ def chain_keys(
         parent: key of the block before the first token, None if that begins the sequence. To continue a sequence, pass
             its last key, and only the tokens after that block.
         token_ids: ids from 0 to 2^32 - 1.
-        block_size: tokens per block.
         extra_keys: one entry per full block with everything else that its KV depends on (LoRA, images, cache_salt), as
             vLLM's `generate_block_hash_extra_keys` gives it; None: no block has any.
 

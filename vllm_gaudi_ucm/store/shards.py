@@ -50,7 +50,6 @@ class ShardStore(KvStore):
 
     Args:
         store: holds the worker's parts; closed with this object.
-        shard: the worker's shard.
     """
 
     def __init__(self, store: KvStore, shard: Shard) -> None:
@@ -92,7 +91,6 @@ class ShardLookups:
 
     Args:
         stores: by the bytes of a part; closed with this object.
-        shards: the shards of all workers.
     """
 
     def __init__(self, stores: Mapping[int, KvStore], shards: Sequence[Shard]) -> None:

@@ -208,7 +208,6 @@ def propose_ngram(
         token_ids: [tokens] of the request.
         min_n, max_n: lengths of the n-grams.
         max_model_len: tokens of the longest request.
-        num_drafts: most drafts.
 
     Returns:
         [at most num_drafts].

@@ -25,12 +25,7 @@ logger = plugin_logger(__name__)
 
 
 class GroupBlocks:
-    """Counts blocks in the groups of one engine, which share one pool and one block size.
-
-    Args:
-        manager: vLLM's KV-cache manager.
-        block_size: tokens per block.
-    """
+    """Counts blocks in the groups of one engine, which share one pool and one block size."""
 
     def __init__(self, manager: KVCacheManager, block_size: int) -> None:
         windows = kept_tokens(manager.kv_cache_config.kv_cache_groups)
@@ -76,8 +71,6 @@ class Admission(BlockPolicy):
 
     Args:
         scheduler: vLLM's scheduler; only read.
-        totals: counts the refusals.
-        groups: counts blocks in the groups of the KV cache.
         in_step: see `peak_blocks`.
         steps_ahead: number of steps that are scheduled before the tokens of the previous step are known. An end that
             becomes known that late costs no block: the last token of an answer, which counts here, is never computed.

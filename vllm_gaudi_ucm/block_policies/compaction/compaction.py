@@ -39,8 +39,6 @@ class Compaction(BlockPolicy):
     A block that moves takes the place of an empty block. If there is no empty block below the goal, it takes the place
     of a block in the prefix cache, which moves up first: the only cached blocks that are lost are those that vLLM would
     give away next.
-
-    totals: counts the moves.
     """
 
     name = "compaction"

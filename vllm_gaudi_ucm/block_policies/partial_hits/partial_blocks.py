@@ -62,11 +62,7 @@ def _written(request: Request, start: int, most: int) -> list[int]:
 
 
 class PartialBlocks:
-    """Tracks the content of each block that a request was given, until the block is given to another request.
-
-    Args:
-        block_size: tokens per block.
-    """
+    """Tracks the content of each block that a request was given, until the block is given to another request."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -42,12 +42,9 @@ class PartialHits(BlockPolicy):
     """Finds parts of blocks for requests that begin, and remembers the contents of the blocks of all requests.
 
     Args:
-        block_size: tokens per block.
         root: returns what a request's first block shares only with requests of the same kind, in addition to its
             tokens.
         waits: whether a request may wait a step for a block that is about to be filled.
-        totals: counts copies and waits.
-        groups: number of KV-cache groups.
     """
 
     name = "partial hits"

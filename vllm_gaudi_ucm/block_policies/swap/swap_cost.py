@@ -26,10 +26,8 @@ class SwapCost:
     its blocks.
 
     Args:
-        block_size: tokens of a block.
         block_bytes: bytes of a block in all layers of a KV-cache group on one worker of each stage: workers that share
             a layer copy in parallel.
-        clock: returns seconds.
         queues: whether a step is sent while the previous one is still running, and waits for its end.
     """
 

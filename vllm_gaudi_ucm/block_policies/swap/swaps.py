@@ -30,11 +30,7 @@ Tables = Sequence[Sequence["KVCacheBlock"]]
 
 
 class HostSlots:
-    """The numbers of slots, each for one block of all layers and workers.
-
-    Args:
-        count: number of all slots.
-    """
+    """The numbers of slots, each for one block of all layers and workers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -86,11 +82,8 @@ class Swaps(BlockPolicy):
 
     Args:
         slots: slots in host memory, each for a block of any group.
-        block_size: tokens per block.
         block_bytes: bytes in all layers of a group, on all workers.
-        cost: the measured speeds.
         always: whether a request is swapped at any cost.
-        totals: counts copies and refusals.
         skipped: for each group, maps the number of computed tokens to the number of first tokens that no later token
             sees.
     """

@@ -56,8 +56,6 @@ class TokenSlots(BlockPolicy):
     A request that finds too few empty strips waits, or preempts others, as if there were too few blocks. If no other
     request has any slot, the slots that it has found in the prefix cache are scattered so that too few strips remain:
     then it computes those tokens again, and everything fits.
-
-    sizes: the sizes of the server's buckets.
     """
 
     name = "slots for tokens"

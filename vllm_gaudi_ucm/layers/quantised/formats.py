@@ -319,10 +319,7 @@ def _in_order(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mxfp4Format:
-    """compressed-tensors `mxfp4-pack-quantized`: two 4-bit floats per byte, a power of two for every 32 inputs.
-
-    codes: the parameter's name.
-    """
+    """compressed-tensors `mxfp4-pack-quantized`: two 4-bit floats per byte, a power of two for every 32 inputs."""
 
     group: int = 32
     codes: str = "weight_packed"

@@ -27,9 +27,6 @@ class LogitBias:
     Args:
         max_rows: most logits rows of a step.
         vocab_size: of the logits.
-        device: where they are.
-        stage: entered around the device work.
-        region: makes a region of it.
     """
 
     def __init__(

@@ -32,10 +32,6 @@ class Penalties:
 
     Args:
         max_rows: most logits rows of a step.
-        vocab_size: of the logits.
-        device: where they are.
-        stage: entered around the device work.
-        region: makes a region of it.
         carried: tokens of the previous step, if the host may not know them.
     """
 

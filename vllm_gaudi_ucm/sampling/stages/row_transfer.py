@@ -20,10 +20,6 @@ class RowTransfer:
 
     Args:
         vocab_size: of the logits.
-        device: where they are.
-        stage: entered around the device work.
-        host: counts waits.
-        region: makes regions of the device work.
     """
 
     def __init__(

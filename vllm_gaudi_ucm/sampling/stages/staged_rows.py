@@ -20,7 +20,6 @@ class StagedRows:
         shape: (rows,) or (rows, width).
         dtype: of the values.
         pad: content of rows without a request.
-        device: the device that reads them.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, pad: float, device: torch.device) -> None:

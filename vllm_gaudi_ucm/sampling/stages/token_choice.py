@@ -45,10 +45,7 @@ class TokenChoice:
     Args:
         max_rows: most logits rows of a step.
         vocab_size: the top-k of rows without one.
-        device: where the logits are.
-        stage: entered around the device work.
         returns_logits: random stages return the logits that they drew from.
-        region: makes regions of the stages.
     """
 
     def __init__(

@@ -38,10 +38,6 @@ class TokenCounts:
 
     Args:
         max_rows: most logits rows of a step.
-        vocab_size: of the logits.
-        device: where they are.
-        stage: entered around the device work.
-        region: makes a region of it.
         carried: tokens of the previous step, of which the host knows only the slots.
     """
 

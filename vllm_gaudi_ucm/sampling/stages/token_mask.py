@@ -35,8 +35,6 @@ class TokenMask:
     Args:
         max_rows: most logits rows of a step.
         vocab_size: tokens that a bitmask covers.
-        device: where the logits are.
-        stage: entered around the device work.
         mask: `mask_logits`, or a region of it; several masks share one.
     """
 

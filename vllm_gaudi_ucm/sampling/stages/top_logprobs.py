@@ -20,8 +20,6 @@ class TopLogprobs:
     Args:
         width: scores per row in addition to the sampled token's.
         as_logits: logits instead of logprobs (`--logprobs-mode` raw_logits and processed_logits).
-        stage: entered around the device work.
-        region: makes a region of the device work.
     """
 
     def __init__(self, width: int, as_logits: bool, stage: Stage, region: Compile = uncompiled) -> None:

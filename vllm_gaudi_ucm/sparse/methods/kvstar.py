@@ -203,7 +203,6 @@ class KVStar(WrappingSparse):
     `lock_selection`, `unlock_selection` and `get_selection` are for selections that the host makes.
 
     Args:
-        role, config: see `UcmSparseBase`.
         parts: further arguments of the base method's constructor.
     """
 

@@ -34,8 +34,6 @@ class BlockScorer:
     Scoring runs outside graphs; its shapes do not depend on the request.
 
     Args:
-        layers: the layers that choose.
-        kind: kind of the summaries.
         num_slots: number of slots for choices, including the pads' slot.
         num_rows: number of blocks that can have a copy.
         width: logical blocks of the longest request.
@@ -149,9 +147,6 @@ class SummaryQueue:
 
     Blocks wait because a graph has room for a fixed number of summaries; a block without one is always attended, so
     waiting costs work but never changes a token.
-
-    Args:
-        num_blocks: number of blocks of the KV cache.
 
     changes: how often a block was written, moved or copied in, or has become full.
     """

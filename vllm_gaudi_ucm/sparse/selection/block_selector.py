@@ -71,8 +71,6 @@ class BlockSelector:
 
     Args:
         layers: this worker's layers, in the model's order; none on a pipeline stage that has only windows.
-        kind: kind of the summaries.
-        limits: sizes of choices.
         choosing: which of the layers choose.
         scoring: how they score and rank blocks.
         kept: queries to keep of each step; None: none.

@@ -163,7 +163,6 @@ class LayerSelector:
 
     Args:
         summaries: [blocks, vectors, kv heads, width] for the blocks of the layer's KV cache.
-        kind: kind of the summaries.
     """
 
     def __init__(self, summaries: torch.Tensor, kind: SummaryKind) -> None:

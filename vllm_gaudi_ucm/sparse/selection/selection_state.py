@@ -81,7 +81,6 @@ class SelectionState:
 
     Args:
         num_blocks: number of blocks of the KV cache.
-        limits: sizes of choices.
         bounded: whether a step has room only for `limits.summaries`; at true shapes it has as much as it needs.
         some_offloaded: whether block tables have the dummy block for blocks that are not on the device.
     """
@@ -119,7 +118,6 @@ class SelectionState:
 
         Args:
             request_ids: ids of the scheduled requests, in the order of `batch`.
-            batch: their tokens and blocks.
             num_drafts: [requests] how many of a request's new tokens may turn out wrong.
             decisions: the scheduler's decisions for sparse requests.
         """
@@ -314,10 +312,8 @@ class SelectionLimits:
     live_blocks: the most blocks of a request that are always attended: sinks, local window and the tail block.
     most: blocks chosen for the longest request.
     width: logical blocks of the longest request.
-    max_num_seqs: requests of a step.
     max_rows: rows of a request with a choice: one, and its drafts.
     max_selected_blocks: blocks chosen in a step; a request that would exceed it is dense in that step.
-    block_size: tokens per block.
     remainder_rows: rows of a prompt remainder that choose together in a separate graph; 0: there is no such graph.
     max_spans: requests with a choice for which a graph has room; None: all of a step.
     """

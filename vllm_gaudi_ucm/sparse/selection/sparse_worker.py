@@ -164,8 +164,6 @@ class SparseWorker:
     Args:
         method: in the role WORKER, with its KV caches registered.
         selection: for a method that chooses blocks.
-        offload: moves blocks off the device and back, with KV offload.
-        metrics: takes the figures; None: they are dropped.
         late: decides what the scheduler could not know yet; None: the scheduler has decided.
     """
 

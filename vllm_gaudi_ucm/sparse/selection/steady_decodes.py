@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 class SteadyDecodes:
     """Recognises steps that only write the next token of each request of the previous step, in the block that the
     previous step wrote last: no block begins or becomes full in them, so that no summary is added or lost.
-
-    Args:
-        block_size: tokens per block.
     """
 
     def __init__(self, block_size: int) -> None:
