@@ -1,7 +1,5 @@
 """Finds the bucket of a step: the cheapest one that dominates it. Within the limits, one always exists."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import product

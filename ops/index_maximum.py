@@ -1,7 +1,5 @@
 """The maximum of the values of each row: the only reduction by index that Gaudi has."""
 
-from __future__ import annotations
-
 import warnings
 
 from torch import Tensor

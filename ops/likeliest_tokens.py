@@ -1,7 +1,5 @@
 """The likeliest token of each row of logits."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """8-bit floats (e4m3) of KV caches and block summaries: converting to them, from them, and writing them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

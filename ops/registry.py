@@ -4,8 +4,6 @@ chosen.
 Uses the standard library only: the configuration asks for the names, which must not import anything heavy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial

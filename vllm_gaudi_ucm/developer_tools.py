@@ -3,8 +3,6 @@
 A server runs without that package, and this one imports it only when a command or an option needs it.
 """
 
-from __future__ import annotations
-
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, version
 from typing import Any
 

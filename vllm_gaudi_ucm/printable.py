@@ -1,7 +1,5 @@
 """Text for outputs that cannot encode every character: a look-alike replaces a missing character."""
 
-from __future__ import annotations
-
 import codecs
 import io
 import sys

@@ -1,7 +1,5 @@
 """Checks that only its owner may write to a folder or a file whose content is executed or trusted."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -4,8 +4,6 @@ A thing is registered as an object, or as `"package.module:name"`, which is impo
 add theirs by entry points. Standard library only, so that `ops` and `graphs` may use it.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

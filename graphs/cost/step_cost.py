@@ -1,7 +1,5 @@
 """The modelled cost of a step on a device: the roofline of its parts. Look-up, strategies, tune and plan share it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """`torch.compile` with static shapes: `hpu_backend` on Gaudi, inductor or any other of dynamo's backends elsewhere."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The shapes of a server with fewer graphs than a grid needs: first those that keep decodes out of prompts' graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from vllm_gaudi_ucm.graphs.lookup import BucketSet

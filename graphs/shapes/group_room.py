@@ -4,8 +4,6 @@ The sizes in a bucket belong to the first group. A group that sees less needs le
 so there is one graph for each bucket whatever the number of groups.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string

@@ -5,8 +5,6 @@ with the same number of rows. A prompt remainder has many more rows, but a singl
 own, in one of three graphs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

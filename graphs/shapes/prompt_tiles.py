@@ -6,8 +6,6 @@ tiles look back on `j` tiles or more; with shorter requests there are never more
 that look back furthest first, fit one by one into places of a fixed depth, and the work follows the requests' lengths.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Size levels of buckets that are chosen without knowing the traffic, and which shapes are worth a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 

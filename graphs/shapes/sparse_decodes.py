@@ -3,8 +3,6 @@
 A grid over the limits has no such shapes: its smallest unique part is sized for dense requests, many times more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Cost

@@ -1,7 +1,5 @@
 """The interface of bucket strategies, and the request that they answer."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

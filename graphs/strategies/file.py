@@ -1,7 +1,5 @@
 """Reads buckets from a YAML file, and writes such files. The schema is described in docs/guides/buckets.md."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

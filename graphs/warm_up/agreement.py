@@ -1,7 +1,5 @@
 """The values that workers warming the same graphs must agree on."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 

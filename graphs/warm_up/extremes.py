@@ -1,7 +1,5 @@
 """Chooses the graphs to execute after a warm-up that only compiled: the smallest and the largest of each phase."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 

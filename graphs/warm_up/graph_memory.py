@@ -1,7 +1,5 @@
 """Predicts the memory of graphs from measured ones, and drops buckets until the others fit a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 

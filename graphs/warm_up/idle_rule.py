@@ -1,7 +1,5 @@
 """Decides when the device has been idle for long enough to warm a graph."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

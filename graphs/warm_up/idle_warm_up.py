@@ -1,7 +1,5 @@
 """Warms the rest of the buckets in idle gaps, in a thread that never runs while a step does."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

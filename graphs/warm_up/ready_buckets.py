@@ -1,7 +1,5 @@
 """Tracks which buckets are warm, cold or dropped, while some are still being warmed."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection
 

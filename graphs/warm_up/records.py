@@ -1,7 +1,5 @@
 """Records of a warm-up: duration and memory of each graph, and what is left to do."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Warms graphs by running them: skeleton and prompt remainders before serving, the rest before or during it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ for the current query, `choose_blocks` by score, and `keep_or_replace` to compar
 All of them may run inside a captured graph.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Operations on the KV cache: writing the new keys and values of a step, and copying blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Routing is up to the model: this operation gets the experts that each row takes, and their shares.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

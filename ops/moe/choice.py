@@ -3,8 +3,6 @@
 On CUDA this is one launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

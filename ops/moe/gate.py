@@ -1,7 +1,5 @@
 """The gate between an expert's two products, by torch's operators: shared by the implementations without a kernel."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

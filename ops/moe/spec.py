@@ -1,7 +1,5 @@
 """Specifies what an expert computes between its two products, and the form of its weights; standard library only."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import Literal

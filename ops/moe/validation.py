@@ -1,7 +1,5 @@
 """Checks of the tensors of a mixture of experts: errors name the tensor, what was found and what was expected."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

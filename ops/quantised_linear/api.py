@@ -4,8 +4,6 @@ A device without a form of its own gets plain weights. `dequantise` defines the 
 `rounding.multiply_rounded` defines products of rounded rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """Lays out codes in memory: whole bytes, or two codes of 4 bits in each."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """A quantised weight, the form into which every checkpoint's format is read, defined alike for all implementations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

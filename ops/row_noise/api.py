@@ -6,8 +6,6 @@ request depends neither on other rows, nor on their number, nor on the device.
 Source: the murmur3 hash and the uniform numbers of vLLM's `vllm/v1/worker/gpu/sample/gumbel.py`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """Unified Attention of one layer: validates the tensors of a step, chooses the implementation and calls it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

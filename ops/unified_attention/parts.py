@@ -5,8 +5,6 @@ The planner decides which rows see which tokens; this module defines the tensors
 Source: seed 001 (Unified Attention), design.md 3.1 and 3.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple

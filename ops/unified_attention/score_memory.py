@@ -5,8 +5,6 @@ A graph has few products whatever its sizes, so their operands grow with the buc
 refused, and its steps are divided. Does not import torch, so that plans are quick.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # Chunks of a causal step: 1.25 times the necessary products; each chunk adds some ten operators to the graph.

@@ -1,7 +1,5 @@
 """Checks the tensors of Unified Attention without reading their values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The block tables of the live requests in one KV-cache group, with a row per request."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Divides requests into groups whose blocks fit the largest bucket, if those of a whole step do not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The causal part of a step: new tokens of a request that see each other."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

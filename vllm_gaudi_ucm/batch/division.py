@@ -1,7 +1,5 @@
 """Divides a step into parts that fit the largest bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import groupby
 from typing import NamedTuple

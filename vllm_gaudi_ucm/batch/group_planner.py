@@ -1,7 +1,5 @@
 """Plans a step once for each KV-cache group; all layers of a group read its plan."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol, cast
 

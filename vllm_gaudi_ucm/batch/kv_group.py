@@ -1,7 +1,5 @@
 """A KV-cache group: layers that read the same blocks, and see equally far back."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from vllm_gaudi_ucm.batch.window import Window

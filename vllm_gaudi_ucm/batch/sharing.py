@@ -1,7 +1,5 @@
 """Divides a step's cached blocks: shared ones, in groups with the same users, and blocks that only one row uses."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

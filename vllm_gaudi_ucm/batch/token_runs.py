@@ -1,7 +1,5 @@
 """Slots and cached contexts of a step in which each token has its own slot, from the runs of `TokenTable`."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The token tables of the live requests, as runs of consecutive slots: reading them costs runs, not tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """A set of block ids, stored as runs, which finds the run to take ids from by binary search."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 

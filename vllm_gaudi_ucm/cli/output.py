@@ -1,7 +1,5 @@
 """Output of commands: the console for lists with sentences, and the check of a file's place before the work."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

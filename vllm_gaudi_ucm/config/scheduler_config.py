@@ -1,7 +1,5 @@
 """The section `ucm.scheduler`, which decides which waiting requests begin."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

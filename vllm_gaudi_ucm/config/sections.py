@@ -1,7 +1,5 @@
 """Sections of the configuration that no room registers: attention, CPU, several workers, KV cache, preemption."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

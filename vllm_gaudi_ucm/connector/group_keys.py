@@ -1,7 +1,5 @@
 """Keys of blocks in each KV-cache group."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Looks up keys in the store in a separate thread, so the scheduler never waits for a slow store."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -3,8 +3,6 @@
 Other implementations never have scores of a whole step in memory. Imports no torch, so that plans are quick.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec

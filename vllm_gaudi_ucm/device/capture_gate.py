@@ -1,7 +1,5 @@
 """Keeps threads that copy to and from a card apart from one that captures or compiles a graph."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Chooses how many threads a worker computes with on the CPU, and how idle ones wait."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from vllm_gaudi_ucm.device.host_limits import Cores

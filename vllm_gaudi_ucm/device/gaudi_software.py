@@ -1,7 +1,5 @@
 """Releases of Gaudi's software that this plugin knows, and the torch that each ships."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version

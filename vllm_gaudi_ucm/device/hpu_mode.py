@@ -1,7 +1,5 @@
 """The execution mode of Gaudi's bridge: eager with torch.compile, or lazy, and the build of torch that it needs."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from vllm_gaudi_ucm import envs

@@ -1,7 +1,5 @@
 """Measures in a tenth of a second whether other programs compute on this machine's cores."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tracks whether the engine is running steps: background work waits until it is idle."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Source: vLLM's `DeviceCommunicatorBase`; `HpuCommunicator` of vllm-gaudi for the needs of lazy mode.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gaudi_ucm.device import get_device

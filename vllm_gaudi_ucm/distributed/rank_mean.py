@@ -1,7 +1,5 @@
 """Means over the ranks that share out a model's heads."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_gaudi_ucm.vllm_api.distributed import tensor_model_parallel_all_reduce

@@ -1,7 +1,5 @@
 """The parts of attention at the static shapes of a bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Tokens that a step passes to the next one on the device; the next one is planned before the host knows them."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """The interface that computes a planned step: at its true shape, or padded to a bucket and replayed as a graph."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import numpy as np

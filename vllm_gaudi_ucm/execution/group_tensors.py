@@ -1,7 +1,5 @@
 """The tensors of a step for all KV-cache groups."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Sizes of the tensors of a step in a bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The tensors of steps at their true shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The KV cache of one layer: keys and values in two tensors with separate memory, or both in one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple, overload

@@ -1,7 +1,5 @@
 """The number of slots that attention reads at once."""
 
-from __future__ import annotations
-
 # Gaudi's vectors are 128 bf16 wide, and fewer blocks make planning cheaper on every device.
 DEFAULT_BLOCK_SIZE = 128
 

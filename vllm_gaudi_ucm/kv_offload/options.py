@@ -1,7 +1,5 @@
 """Options of memory mode (`ucm.memory_mode`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Replacements of vLLM's layers for a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from vllm_gaudi_ucm.registry import Registry, those_installed

@@ -1,7 +1,5 @@
 """Mixtures of experts of vLLM's models: vLLM does the routing, and `ops/moe` computes the experts, on any device."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Counts what steps with static shapes wait for, and what they do on the host although a device could."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reports progress of compiling kernels: a bar on a terminal, otherwise lines in the log."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

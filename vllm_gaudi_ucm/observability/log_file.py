@@ -1,7 +1,5 @@
 """The file of a phase log: lines are appended, its size is bounded, and files of runs before are kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TextIO
 

@@ -1,7 +1,5 @@
 """Every metric that the plugin exports: name, kind, labels and help text."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 

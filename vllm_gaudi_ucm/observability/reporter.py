@@ -1,7 +1,5 @@
 """Totals that other threads keep, brought to /metrics once a second: steps do not pay for them, and idle time shows."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Measures how a worker's start spends its time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Times the stages of a step."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 

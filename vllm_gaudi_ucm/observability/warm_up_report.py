@@ -1,7 +1,5 @@
 """Reports progress of a warm-up: a bar on a terminal while the start waits for it, otherwise lines in the log."""
 
-from __future__ import annotations
-
 import io
 import logging
 import time

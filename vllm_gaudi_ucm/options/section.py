@@ -1,7 +1,5 @@
 """Base of every section of options."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin

@@ -1,7 +1,5 @@
 """Types of option values: byte sizes, names out of a registry, texts that no log shows."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any
 

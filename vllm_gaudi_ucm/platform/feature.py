@@ -1,7 +1,5 @@
 """A feature that an engine refuses: a row of the tables in `features` and `speculation_features`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 

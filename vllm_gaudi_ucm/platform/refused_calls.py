@@ -1,7 +1,5 @@
 """Calls to a running worker that this plugin refuses by name, one row each (`REFUSED`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 

@@ -1,7 +1,5 @@
 """Blocks in host memory by key: a bounded number of buffers, reused, the least recently used first."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """State that the engine's threads and callers share: requests, blocks being loaded, and which block is next."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

@@ -1,7 +1,5 @@
 """GSA's prefetch engine: loads KV blocks during computation, each request within a deadline."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

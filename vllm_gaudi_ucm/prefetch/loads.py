@@ -1,7 +1,5 @@
 """The work of an engine thread: reads blocks, and delivers each to the requests that wait for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 

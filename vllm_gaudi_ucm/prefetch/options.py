@@ -1,7 +1,5 @@
 """Options of the prefetch engine, by the seed's names. Source: seed 000 (GSA), 7."""
 
-from __future__ import annotations
-
 from typing import Annotated, Self
 
 from pydantic import Field

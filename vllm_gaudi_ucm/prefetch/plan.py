@@ -1,7 +1,5 @@
 """Plans which requests to prefetch for, and how urgently, from their places in the queue. Source: seed 000, 5.1."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 

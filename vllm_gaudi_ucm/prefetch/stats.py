@@ -1,7 +1,5 @@
 """Totals of the prefetch engine since it was made, and its current content."""
 
-from __future__ import annotations
-
 import msgspec
 
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority

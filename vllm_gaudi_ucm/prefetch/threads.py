@@ -1,7 +1,5 @@
 """The engine's threads: started, ended, and replaced if one dies."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

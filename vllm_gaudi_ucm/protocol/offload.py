@@ -1,7 +1,5 @@
 """Messages between scheduler and worker about offloaded blocks: plain data."""
 
-from __future__ import annotations
-
 import msgspec
 
 

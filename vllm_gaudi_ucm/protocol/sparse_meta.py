@@ -1,7 +1,5 @@
 """The scheduler's decisions about sparse requests in a step: plain data that travels with the SchedulerOutput."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import msgspec

@@ -1,7 +1,5 @@
 """Copies of tensors to the host that nothing waits for until they are read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Logprobs of prompt tokens: collected chunk by chunk, returned with a request's first token."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The sections of `ucm_sparse_config`: one per method, each checked by the method's own options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

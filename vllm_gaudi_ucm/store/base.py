@@ -1,7 +1,5 @@
 """The interface of a store: KV blocks by key. A failing store misses; it never raises into a step."""
 
-from __future__ import annotations
-
 import struct
 import threading
 from abc import ABC, abstractmethod

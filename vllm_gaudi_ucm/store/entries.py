@@ -1,7 +1,5 @@
 """Handles files and folders of a store: named relative to a descriptor, no links followed, private to their owner."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

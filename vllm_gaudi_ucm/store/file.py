@@ -5,8 +5,6 @@ be exceeded by what the others write in between. Order of use is kept in the fil
 engine does not evict blocks that another has just used.
 """
 
-from __future__ import annotations
-
 import errno
 import shutil
 import threading

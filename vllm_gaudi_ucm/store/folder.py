@@ -1,7 +1,5 @@
 """The folder of the file store: opened, checked to be private, indexed, and made again if it is gone."""
 
-from __future__ import annotations
-
 import os
 import stat
 import threading

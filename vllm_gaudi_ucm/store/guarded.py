@@ -1,7 +1,5 @@
 """A store on top of a medium: deadline, circuit breaker, checksums and counters, the same for every medium."""
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import abstractmethod

@@ -5,8 +5,6 @@ blocks/<bytes of a block>/ab/c/<key>.kv     one record each; ab, c: the key's fi
 tmp/                                        records that are being written, locked by their writer
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

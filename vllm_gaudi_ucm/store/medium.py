@@ -1,7 +1,5 @@
 """The interface of a medium outside the process: records by key, without protection from its faults."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple

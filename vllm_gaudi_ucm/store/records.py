@@ -1,7 +1,5 @@
 """Reusable buffers of one record each, and reading records into them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from vllm_gaudi_ucm.logger import plugin_logger

@@ -1,7 +1,5 @@
 """The store `redis`: one value per record in a Redis or Valkey server, which bounds itself."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ do.
 All parts of a block have the block's key. The key in the store is a digest of it and of the part.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 An engine that has died is reported to callers that still wait for it. Imports nothing of vLLM.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import threading

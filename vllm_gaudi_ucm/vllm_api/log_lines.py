@@ -1,7 +1,5 @@
 """Lines of vLLM's log that are untrue here, and one that it lacks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import NamedTuple

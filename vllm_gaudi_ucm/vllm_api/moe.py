@@ -5,8 +5,6 @@ which routes, by subclasses. `MoEActivation` names gates.
 Internal: `RoutedExperts`, which holds the weights; the routers, whose choices stay vLLM's; `ForwardContext.is_padding`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext

@@ -3,8 +3,6 @@
 Imports nothing of vLLM.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import multiprocessing.util

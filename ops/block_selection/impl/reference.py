@@ -1,7 +1,5 @@
 """Block selection in plain torch, which defines the semantics. It reads no tensor on the host; shapes are static."""
 
-from __future__ import annotations
-
 from math import log
 
 import torch

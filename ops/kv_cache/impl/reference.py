@@ -1,7 +1,5 @@
 """KV-cache operations in plain torch, on any device; except for a check on the CPU it reads nothing on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Static shapes, and nothing is read on the host, so it may be captured and traced. It costs all experts for all rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

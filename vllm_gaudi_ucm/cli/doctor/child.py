@@ -1,7 +1,5 @@
 """A child process of the doctor, which may crash or hang: its output, and how it ended."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Run as a module it is one of the workers: a process of its own, as an engine's workers are.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

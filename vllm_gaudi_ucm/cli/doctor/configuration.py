@@ -1,7 +1,5 @@
 """Doctor's section on the configuration: every problem of the one given, or its values."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

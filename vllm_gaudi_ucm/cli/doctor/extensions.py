@@ -1,7 +1,5 @@
 """Doctor's section on extensions: the content of each registry, and additions by packages and plugins."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable

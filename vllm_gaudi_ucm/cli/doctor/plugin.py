@@ -3,8 +3,6 @@
 Run as a module it is the child process of a `Probe`: a question to vLLM or to another plugin, which may crash.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

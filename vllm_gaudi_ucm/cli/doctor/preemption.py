@@ -1,7 +1,5 @@
 """Doctor's section on preemption: the link to host memory, measured with blocks of a usual size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vllm_gaudi_ucm.cli.doctor.check import Check

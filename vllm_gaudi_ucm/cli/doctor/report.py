@@ -1,7 +1,5 @@
 """The doctor's report as text: the verdict and what to do first, then the findings of each section."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType

@@ -1,7 +1,5 @@
 """Doctor's section on a store: the round trip of a block, and the limits of the store."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

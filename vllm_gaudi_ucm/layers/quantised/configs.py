@@ -4,8 +4,6 @@ vLLM decides what a checkpoint's configuration means, and which layers it applie
 `register_quantization_config`, before any configuration of an engine is made.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

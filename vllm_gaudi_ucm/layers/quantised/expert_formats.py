@@ -4,8 +4,6 @@ The formats are the same as for linear layers (`formats.py`). Names, shapes and 
 vLLM's own methods, which `RoutedExperts` reads: scales to divide among ranks, and tensors with inputs first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import gcd

@@ -1,7 +1,5 @@
 """Quantised experts of a model: loaded in the checkpoint's format, then kept as codes or dequantised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -6,8 +6,6 @@ when they are loaded. Scales are kept in float32, whatever the model's dtype is:
 other parameters (`expert_formats.py`) with the same meaning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast

@@ -1,7 +1,5 @@
 """A quantised linear layer of a model: loaded in the checkpoint's format, then given the device's form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """One value, or one line of values, per logits row: rendered on the host, read on the device from a static tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 
 import numpy as np

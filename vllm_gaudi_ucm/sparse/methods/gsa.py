@@ -1,7 +1,5 @@
 """GSA: gather-scatter attention over the highest scoring blocks; ESA is GSA without reuse. Sources: seed 000."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, cast
 
 from pydantic import Field

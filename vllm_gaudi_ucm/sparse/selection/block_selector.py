@@ -1,7 +1,5 @@
 """Block selection on the device: summaries for the KV cache's blocks, and each layer's choice for the step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
