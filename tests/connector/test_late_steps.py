@@ -127,7 +127,7 @@ def offloading() -> list[float]:
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    from vllm_gaudi_ucm.connector.offloading_spec import SwappingWorker
+    from vllm_gaudi_ucm.connector.offloading_connector import SwappingWorker
 
     card = Card()
     pages = SimpleNamespace(tensor=card.cache.view(BLOCKS, 6).view(torch.int8))

@@ -17,7 +17,7 @@ from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.engine.window_models import WINDOW, window_config
-from vllm_gaudi_ucm.connector.offloading_spec import SwappingWorker
+from vllm_gaudi_ucm.connector.offloading_connector import SwappingWorker
 
 pytestmark = pytest.mark.slow  # starts engines
 

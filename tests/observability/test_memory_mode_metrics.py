@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.observability.exposition import scrape
+from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.protocol.offload import OffloadTotals
 
 
 def test_totals_of_the_scheduler(folder: Path) -> None:
-    metrics = StepMetrics(folder).memory_mode()
+    metrics = MemoryModeMetrics(StepMetrics(folder).file)
     totals = OffloadTotals(
         scored=4,
         missed=0.5,

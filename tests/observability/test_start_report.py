@@ -8,8 +8,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from vllm_gaudi_ucm.observability.kernel_report import kernel_report
 from vllm_gaudi_ucm.observability.start_stages import StartStages
+from vllm_gaudi_ucm.start.kernel_compilation import kernel_report
 
 
 def test_a_stage_does_not_count_those_within() -> None:

@@ -9,6 +9,7 @@ from tests.observability.exposition import scrape
 from tests.observability.step_metrics import total
 from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, eventually, keys
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
+from vllm_gaudi_ucm.observability.room_metrics import PrefetchMetrics, StoreMetrics, TransferMetrics
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
@@ -18,7 +19,7 @@ from vllm_gaudi_ucm.store.base import StoreStats
 
 def test_figures_of_a_store(folder: Path) -> None:
     """covers: D4"""
-    series = StepMetrics(folder).store("file")
+    series = StoreMetrics(StepMetrics(folder).file, "file")
     counts = {"hits": 5, "misses": 4, "saves": 3, "evictions": 2, "corrupt": 1, "errors": 7, "timeouts": 8}
     counts["untouched"] = 9
     sums = {"bytes_loaded": 640, "bytes_saved": 320, "load_seconds": 0.5, "save_seconds": 0.25, "bytes": 192}
@@ -36,7 +37,7 @@ def test_figures_of_a_store(folder: Path) -> None:
 
 
 def test_figures_of_an_engine(folder: Path) -> None:
-    series = StepMetrics(folder).prefetch("connector")
+    series = PrefetchMetrics(StepMetrics(folder).file, "connector")
     store = ScriptedStore(range(4))
     engine = PrefetchEngine(store, BLOCK_BYTES, PrefetchOptions(prefetch_workers=1, max_pending_prefetch=2))
     engine.start()
@@ -68,7 +69,7 @@ def test_figures_of_an_engine(folder: Path) -> None:
 
 
 def test_figures_of_a_connector(folder: Path) -> None:
-    series = StepMetrics(folder).transfer()
+    series = TransferMetrics(StepMetrics(folder).file)
     series.set(loaded=4, recomputed=3, saved=2, unsaved=1)
     series.set_lookups(requests=9, timeouts=2, hit_blocks=7, missed_blocks=6)
     seen = scrape(folder)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.row_noise.api import token_mixes
+from vllm_gaudi_ucm.sampling.stages.penalties import CountedRows, count_tokens, read_lines, write_lines
 from vllm_gaudi_ucm.sampling.stages.token_choice import RandomRows, draw, draw_from_top
-from vllm_gaudi_ucm.sampling.stages.token_counts import CountedRows, count_tokens, read_lines, write_lines
 
 
 class IntegerWheres(TorchDispatchMode):

@@ -26,10 +26,9 @@ from vllm_gaudi_ucm.execution.divided_logits import put_rows, take_rows
 from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
 from vllm_gaudi_ucm.sampling.stages.logit_bias import add_biases
-from vllm_gaudi_ucm.sampling.stages.penalties import penalised
+from vllm_gaudi_ucm.sampling.stages.penalties import penalised, write_lines
 from vllm_gaudi_ucm.sampling.stages.row_transfer import put_row, take_row
 from vllm_gaudi_ucm.sampling.stages.token_choice import draw, draw_from_top
-from vllm_gaudi_ucm.sampling.stages.token_counts import write_lines
 from vllm_gaudi_ucm.sampling.stages.token_mask import mask_logits
 from vllm_gaudi_ucm.sampling.stages.top_logprobs import score_tokens
 

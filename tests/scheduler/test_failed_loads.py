@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from vllm.v1.request import RequestStatus
 
@@ -15,7 +16,8 @@ from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler
 def test_a_request_that_begins_anew_keeps_no_room_from_others(tmp_path: Path) -> None:
     """One whose load has brought a part goes on with it, and its room stays reserved."""
     scheduler = make_scheduler(vllm_config(tmp_path, {}), UcmScheduler)
-    scheduler.parts = (WaitingRequests(scheduler, SimpleNamespace(plan_prefetch=lambda waiting: None)),)
+    connector: Any = SimpleNamespace(scheduler=SimpleNamespace(plan_prefetch=lambda waiting: None))
+    scheduler.parts = (WaitingRequests(scheduler, connector),)
     requests = {name: request(name, 90, start=at) for at, name in enumerate(("lost", "shorter", "loading"))}
     for one in requests.values():
         scheduler.requests[one.request_id] = one

@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_gaudi_ucm.vllm_api.engine_death import WaitingCallers
+from vllm_gaudi_ucm.vllm_api.child_watch import WaitingCallers
 
 
 def client_of(*engines: Process) -> Any:

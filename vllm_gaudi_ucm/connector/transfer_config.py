@@ -90,9 +90,9 @@ logger = plugin_logger(__name__)
 
 OURS, OFFLOADING = "UcmConnector", "OffloadingConnector"
 _MULTI = "MultiConnector"
-_OFFLOADING_SPEC = {"spec_name": "UcmOffloadingSpec", "spec_module_path": "vllm_gaudi_ucm.connector.offloading_spec"}
 _VLLMS, _OF_ANY_LAYER = "vllm.distributed.kv_transfer.", (".base", ".multi_connector", ".offloading_connector")
 _MODULE, _OFFLOADING_MODULE = "kv_connector_module_path", "vllm_gaudi_ucm.connector.offloading_connector"
+_OFFLOADING_SPEC = {"spec_name": "UcmOffloadingSpec", "spec_module_path": _OFFLOADING_MODULE}
 
 
 class ConfiguredConnector(NamedTuple):

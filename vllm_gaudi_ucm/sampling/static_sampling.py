@@ -17,13 +17,13 @@ from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
 from vllm_gaudi_ucm.sampling.allowed_tokens import AllowedTokens, reads_tokens
 from vllm_gaudi_ucm.sampling.host_rows import (
     HostRows,
+    HostSampling,
     RowScores,
     has_processors_of_batches,
     host_rows,
     score_row,
     with_scores,
 )
-from vllm_gaudi_ucm.sampling.host_sampling import HostSampling
 from vllm_gaudi_ucm.sampling.sampling import nothing_to_settle
 from vllm_gaudi_ucm.sampling.stages.logit_bias import LogitBias
 from vllm_gaudi_ucm.sampling.stages.penalties import Penalties, has_penalty

@@ -4,31 +4,44 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.batch.request_table import DraftModelRows, RequestTable
+from vllm_gaudi_ucm.config.exclusions import policies_give_orders
 from vllm_gaudi_ucm.connector.transfer_config import OURS
+from vllm_gaudi_ucm.decisions.bucket_choice import choose_buckets, reads_own_blocks, server_limits, step_memory
 from vllm_gaudi_ucm.device.step_activity import STEPS
+from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
+from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
+from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
 from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.observability.room_metrics import MemoryMetrics
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel, LoadedModel
 from vllm_gaudi_ucm.runner.other_groups import allocate_others, refuse_uneven_stages
 from vllm_gaudi_ucm.runner.parts import StepRecords
+from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
-from vllm_gaudi_ucm.start.memory_setup import make_memory
 from vllm_gaudi_ucm.start.sparse_setup import make_sparse_worker
-from vllm_gaudi_ucm.start.static_setup import make_static
 from vllm_gaudi_ucm.start.step_setup import StepObjects, make_steps
+from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
+from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 
 if TYPE_CHECKING:
+    import torch
+
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.drafts import Drafts
+    from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
@@ -186,3 +199,89 @@ def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTr
     if transfer is not None:
         transfer.register(kv_caches)
     return kv_caches
+
+
+def make_static(allocated: AllocatedModel) -> StaticShapes:
+    """Makes static shapes for a model with a KV cache, and room for the logits of divided steps."""
+    model, sparse = allocated.model, allocated.sparse
+    limits, choices = _limits(allocated), None if sparse is None else sparse.limits
+    remainders = remainder_shapes(limits, choices)
+    buckets, usage = choose_buckets(
+        model.config.graphs,
+        model.vllm_config,
+        limits,
+        model.device,
+        0 if remainders is None else len(remainders.keys),
+        *((0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)),
+    )
+    static = StaticShapes(allocated, buckets, usage, partial(_refill, allocated))
+    static.divided_logits.reserve(model.vllm_config.num_speculative_tokens)
+    if sparse is not None and model.device.kind == "hpu":
+        # kernels on other devices skip pads
+        sparse.send_buckets(static.execution.ready.buckets)
+    return static
+
+
+def _limits(allocated: AllocatedModel) -> Limits:
+    model, block_size = allocated.model, allocated.block_size
+    config, vllm_config, sparse = model.config, model.vllm_config, allocated.sparse
+    if model.by_token:
+        # the scheduler bounds the ranges of these
+        assert tile_of_slots(vllm_config) == block_size, (tile_of_slots(vllm_config), block_size)
+    return server_limits(
+        vllm_config,
+        block_size,
+        allocated.kv_cache_config.num_blocks,
+        # a graph has one form, and even with compaction a step may find a block in use that has not moved down yet: a
+        # graph that reads a slice would need a second one that gathers, so `auto` gathers
+        config.attention.contiguous_pa is True,
+        config.graphs.max_shared_blocks,
+        0 if sparse is None or sparse.limits is None else sparse.limits.max_selected_blocks,
+        memory=step_memory(vllm_config, config, model.device.kind),
+        by_token=model.by_token,
+        window=allocated.groups.kv[0].window,
+        own_blocks=reads_own_blocks(config, model.device.kind),
+    )
+
+
+def _refill(allocated: AllocatedModel) -> None:
+    """Resets tensors to their initial values, before any request."""
+    sparse = allocated.sparse
+    for rows in chain.from_iterable(allocated.kv_caches.values()):
+        rows.zero_()
+    for group in allocated.groups.groups:
+        group.refill()
+    if sparse is not None and sparse.selector is not None:
+        sparse.selector.refill()
+
+
+def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
+    """Makes the worker of block orders; None if the scheduler sends no orders."""
+    model, sparse = allocated.model, allocated.sparse
+    if not policies_give_orders(model.config):
+        return None
+    summaries: list[torch.Tensor] = []
+    followers = [allocated.requests.moved]
+    if sparse is not None and sparse.selector is not None and sparse.state is not None:
+        summaries = sparse.selector.summaries
+        followers.append(sparse.state.summaries.moved)
+    memory = MemoryWorker(
+        allocated.kv_caches,
+        allocated.block_size,
+        model.device,
+        metrics=MemoryMetrics(allocated.metrics.file),
+        least=model.ranks.least,
+        host_slots=_host_slots(allocated) if model.config.preemption.swaps else None,
+        summaries=summaries,
+        followers=followers,
+    )
+    memory.warm_up()
+    return memory
+
+
+def _host_slots(allocated: AllocatedModel) -> int:
+    """Returns the same number of host slots as the scheduler counts."""
+    caches, vllm_config = distinct(allocated.kv_caches.values()), allocated.model.vllm_config
+    block_bytes = sum(blocks[0].nbytes for pair in caches for blocks in in_blocks(pair, allocated.block_size))
+    engine_bytes = engine_block_bytes(block_bytes, allocated.kv_cache_config.kv_cache_groups, vllm_config)
+    return allocated.model.config.preemption.host_memory // engine_bytes
