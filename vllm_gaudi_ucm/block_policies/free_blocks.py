@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from vllm_gaudi_ucm.vllm_api.scheduling import FreeKVCacheBlockQueue
-
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+from vllm_gaudi_ucm.vllm_api.scheduling import FreeKVCacheBlockQueue, KVCacheBlock
 
 
 class FreeBlocks(FreeKVCacheBlockQueue):

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_gaudi_ucm.config import exclusions
-from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.registry import Registry, those_installed
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
-    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
 
     Make = Callable[[Scheduler, UcmConfig, MemoryTotals], BlockPolicy | None]

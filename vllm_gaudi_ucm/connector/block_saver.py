@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_gaudi_ucm.device.step_activity import StepActivity
-from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
+from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY, DeviceBlocks
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.metadata import BlockSave
-    from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.store.base import KvStore
 
 POLL_SECONDS = 0.02

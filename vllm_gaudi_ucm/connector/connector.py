@@ -12,6 +12,7 @@ from vllm_gaudi_ucm.connector.setup import ConnectorSetup
 from vllm_gaudi_ucm.connector.worker_side import WorkerSide
 from vllm_gaudi_ucm.vllm_api.kv_transfer import (
     KVConnectorBase_V1,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     MultiConnector,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
-    from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorMetadata
     from vllm_gaudi_ucm.vllm_api.model import ForwardContext
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks
     from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput, Request, SchedulerOutput

@@ -22,6 +22,7 @@ from vllm_gaudi_ucm.vllm_api.kv_offload import (
     CanonicalKVCacheTensor,
     CPUOffloadingSpec,
     GPULoadStoreSpec,
+    LoadStoreSpec,
     OffloadingConnectorWorker,
     OffloadingWorker,
     TransferResult,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
-    from vllm_gaudi_ucm.vllm_api.kv_offload import CanonicalKVCaches, LoadStoreSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorRole
 
 

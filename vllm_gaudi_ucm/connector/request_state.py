@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.connector.metadata import BlockSave, RecordSave
+from vllm_gaudi_ucm.connector.metadata import BlockLoad, BlockSave, RecordSave
 from vllm_gaudi_ucm.store.block_key import chain_keys
 from vllm_gaudi_ucm.vllm_api.scheduling import generate_block_hash_extra_keys
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.group_keys import GroupKeys, Tables
     from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup
-    from vllm_gaudi_ucm.connector.metadata import BlockLoad
     from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
     from vllm_gaudi_ucm.vllm_api.steps import Request
 

@@ -14,12 +14,12 @@ from vllm_gaudi_ucm.connector.group_keys import GroupKeys
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
-from vllm_gaudi_ucm.prefetch.options import EngineOptions
+from vllm_gaudi_ucm.prefetch.options import EngineOptions, PrefetchOptions
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import lasting_kinds, open_store
 from vllm_gaudi_ucm.store.shards import Part, Shard, ShardLookups, ShardStore
 from vllm_gaudi_ucm.vllm_api.distributed import get_pp_indices
-from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, kept_tokens, layer_specs
+from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheConfig, kept_tokens, layer_specs
 from vllm_gaudi_ucm.vllm_api.stage_layers import block_layers
 
 if TYPE_CHECKING:
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.store.base import KvStore
-    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
 
 
 # options of the prefetch engine: they decide when a block comes, not its content

@@ -22,14 +22,13 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.observability.room_metrics import PrefetchMetrics, StoreMetrics, TransferMetrics, TransferTotals
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
+from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine, PrefetchHandle
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.store.base import KvStore
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
-    from vllm_gaudi_ucm.prefetch.engine import PrefetchHandle
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata
-from vllm_gaudi_ucm.attention.latent import LatentAttention
-from vllm_gaudi_ucm.batch.batch_plan import GroupPlan, PlanOfGroup, UnifiedPlan
+from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, PlanOfGroup, UnifiedPlan
 from vllm_gaudi_ucm.batch.division import divide_batch
 from vllm_gaudi_ucm.batch.group_planner import AttentionPlanner
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
@@ -46,19 +46,17 @@ from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     CANDIDATE_ARRAYS,
     CHOICE_ARRAYS,
     SPAN_ARRAYS,
+    SelectionTensors,
     pad_values,
 )
 from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
 from vllm_gaudi_ucm.vllm_api.model import Attention, ChunkedLocalAttention
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.attention.latent import LatentSizes
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.block_use import Room
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
-    from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 StepMetadata = UnifiedAttentionMetadata | GroupedMetadata

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.batch.block_use import Room
 from vllm_gaudi_ucm.batch.division import divide_batch
 from vllm_gaudi_ucm.execution.agreed_bucket import agreed_bucket
-from vllm_gaudi_ucm.execution.attention_group import step_metadata
-from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep
+from vllm_gaudi_ucm.execution.attention_group import StepMetadata, step_metadata
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, Decoder, DecoderStep
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import (
     BucketTensors,
@@ -34,12 +34,9 @@ from vllm_gaudi_ucm.ops.registry import has_kernels
 from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.batch.planned_step import PlannedStep
     from vllm_gaudi_ucm.distributed.stage import StageTensors
-    from vllm_gaudi_ucm.execution.attention_group import StepMetadata
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
-    from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits

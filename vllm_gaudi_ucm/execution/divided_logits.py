@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
-    from vllm_gaudi_ucm.execution.graph_manager import Stage
 
 
 def put_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata, GroupStep
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
-from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
+from vllm_gaudi_ucm.execution.attention_group import AttentionGroup, StepMetadata
 from vllm_gaudi_ucm.graphs.shapes.group_room import with_groups
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.batch.block_use import Room
     from vllm_gaudi_ucm.batch.window import Window
-    from vllm_gaudi_ucm.execution.attention_group import StepMetadata
     from vllm_gaudi_ucm.execution.cache_group import CacheGroup
     from vllm_gaudi_ucm.execution.step_tensors import StepInputs
     from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket

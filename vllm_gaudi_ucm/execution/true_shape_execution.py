@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata
-from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput
 from vllm_gaudi_ucm.execution.attention_group import StepMetadata, step_metadata
-from vllm_gaudi_ucm.execution.decoder import HIDDEN, DecoderStep
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, Decoder, DecoderStep
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs
@@ -20,13 +20,11 @@ from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.planned_step import PlannedStep
     from vllm_gaudi_ucm.config.sections import AttentionConfig
     from vllm_gaudi_ucm.distributed.stage import Stage
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
-    from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
     from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker

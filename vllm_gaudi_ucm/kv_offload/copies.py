@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.observability.room_metrics import PrefetchMetrics, StoreMetrics
-from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
+from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine, PrefetchHandle
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.private_folder import make_folders
 from vllm_gaudi_ucm.store.entries import create_file, entries, open_file, remove_file
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.prefetch.engine import PrefetchHandle
     from vllm_gaudi_ucm.prefetch.loads import Allocate
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
     from vllm_gaudi_ucm.store.base import KvStore

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders, TablePatch
+from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders, OffloadTotals, TablePatch
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.offload_state import OffloadState
     from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
-    from vllm_gaudi_ucm.protocol.offload import OffloadTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
     from vllm_gaudi_ucm.vllm_api.steps import Request
 

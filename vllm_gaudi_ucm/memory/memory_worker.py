@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.kv_cache.pair import alike, distinct, in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import LayerCache, alike, distinct, in_blocks
 from vllm_gaudi_ucm.memory.swap_space import SwapSpace
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks
-from vllm_gaudi_ucm.protocol.memory_orders import attach_link_speed, memory_orders_of
+from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed, attach_link_speed, memory_orders_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
 
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.observability.room_metrics import MemoryMetrics
-    from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 MOST_TOGETHER = 16

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.config.exclusions import OF_ENGINE as EXCLUDED
+from vllm_gaudi_ucm.config.exclusions import Option
 from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
-    from vllm_gaudi_ucm.config.exclusions import Option
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 

@@ -8,7 +8,7 @@ import torch
 from vllm.platforms import Platform, PlatformEnum
 
 from vllm_gaudi_ucm.config.exclusions import POLICIES, TOKEN_SLOTS
-from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
 from vllm_gaudi_ucm.decisions.bucket_choice import step_memory
 from vllm_gaudi_ucm.decisions.graph_kind import graph_kind
@@ -71,7 +71,6 @@ from vllm_gaudi_ucm.vllm_api.versions import check_versions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.vllm_api.attention import AttentionBackendEnum, AttentionSelectorConfig
 
 logger = plugin_logger(__name__)

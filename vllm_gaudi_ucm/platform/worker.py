@@ -53,12 +53,7 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     watch_parent,
 )
 from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
-from vllm_gaudi_ucm.vllm_api.worker import (
-    CompilationTimes,
-    WorkerBase,
-    model_loading,
-    set_random_seed,
-)
+from vllm_gaudi_ucm.vllm_api.worker import CompilationTimes, SupportedTask, WorkerBase, model_loading, set_random_seed
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -66,7 +61,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
-    from vllm_gaudi_ucm.vllm_api.worker import SupportedTask
 
 
 logger = plugin_logger(__name__)

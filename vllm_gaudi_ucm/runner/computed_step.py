@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, StepSelection
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.execution import StepShape
     from vllm_gaudi_ucm.observability.step_clock import StepClock

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.runner.parts import WorkerPart
 from vllm_gaudi_ucm.speculation.proposer import DraftProposer, SampledStep, wanted_drafts
-from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, drafts_to_propose
+from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, SchedulerOutput, drafts_to_propose
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.runner.computed_step import ComputedStep
     from vllm_gaudi_ucm.sampling.sampling import Grammar
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
-    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
 
 class Drafts(WorkerPart):

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.other_groups import other_groups
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
-from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens, tokens_kept
+from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec, KVCacheSpec, kept_tokens, tokens_kept
 from vllm_gaudi_ucm.vllm_api.model import has_attention
 from vllm_gaudi_ucm.vllm_api.stage_layers import names_whole_contexts
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.execution.decoder import Decoder
-    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec, KVCacheSpec
 
 
 def kv_groups(

@@ -20,6 +20,7 @@ from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.vllm_api.attention import AttentionMetadata
 from vllm_gaudi_ucm.vllm_api.kv_transfer import (
+    KVConnectorBase_V1,
     KVConnectorFactory,
     KVConnectorRole,
     ensure_kv_transfer_initialized,
@@ -27,7 +28,7 @@ from vllm_gaudi_ucm.vllm_api.kv_transfer import (
     get_kv_transfer_group,
 )
 from vllm_gaudi_ucm.vllm_api.model import get_forward_context, set_forward_context
-from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput
+from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
-    from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorBase_V1
-    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
 NOTHING = TransferTotals()
 

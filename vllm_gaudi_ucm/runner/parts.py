@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS
-from vllm_gaudi_ucm.observability.phase_log import StepRecord
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog, StepRecord
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
-from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput
+from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.execution import StepShape
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.observability.host_work import HostWork
-    from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_clock import StepClock
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.computed_step import ComputedStep, Division
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
-    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
 TOO_MANY_BLOCKS = (
     "more shared blocks than ucm.graphs.max_shared_blocks, more ranges than the largest bucket holds, or a state that "

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.graphs.warm_up.extremes import extremes
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
+from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey, GraphState, WarmUpProgress, WarmUpSummary
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import GraphRuns, WarmUp
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport, summary_line, warm_up_text
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
     from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-    from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey, WarmUpProgress, WarmUpSummary
     from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 

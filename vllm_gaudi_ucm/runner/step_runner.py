@@ -10,7 +10,7 @@ import torch
 from vllm_gaudi_ucm.observability.step_clock import StepClock
 from vllm_gaudi_ucm.runner.computed_step import ComputedStep, Division
 from vllm_gaudi_ucm.sampling.sampling import Grammar
-from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, ModelRunnerOutput
+from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.step_end import StepEnd
     from vllm_gaudi_ucm.runner.step_sampler import NoSampler
     from vllm_gaudi_ucm.runner.steps_ahead import StepOutput
-    from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
 
 
 class StepRunner:

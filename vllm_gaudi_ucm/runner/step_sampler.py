@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,6 @@ from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens, TokensInFlig
 from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification, grammar_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from vllm_gaudi_ucm.device.step_activity import STEPS
-from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
-    from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput, SchedulerOutput
 
 REASON = "tokens of the step before"
 

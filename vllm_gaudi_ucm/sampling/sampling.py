@@ -30,12 +30,11 @@ from vllm_gaudi_ucm.vllm_api.sampling import (
     drawing_sampler,
     raise_if_nan_logits,
 )
-from vllm_gaudi_ucm.vllm_api.steps import LogprobsTensors
+from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsTensors, SchedulerOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
-    from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
     from vllm_gaudi_ucm.vllm_api.worker import InputBatch
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
 from vllm_gaudi_ucm.sampling.allowed_tokens import AllowedTokens, reads_tokens
@@ -24,7 +24,7 @@ from vllm_gaudi_ucm.sampling.host_rows import (
     score_row,
     with_scores,
 )
-from vllm_gaudi_ucm.sampling.sampling import nothing_to_settle
+from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle, nothing_to_settle
 from vllm_gaudi_ucm.sampling.stages.logit_bias import LogitBias
 from vllm_gaudi_ucm.sampling.stages.penalties import Penalties, has_penalty
 from vllm_gaudi_ucm.sampling.stages.row_transfer import RowTransfer
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
-    from vllm_gaudi_ucm.execution.graph_manager import Stage
-    from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle
 
 # Scores per row if `--max-logprobs -1` sets no limit: vLLM's default limit.
 _DEFAULT_WIDTH = 20

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 from vllm_gaudi_ucm.block_policies.free_blocks import FreeBlocks
 from vllm_gaudi_ucm.block_policies.policy import BlockPolicy, Hit, Turn
 from vllm_gaudi_ucm.vllm_api.blocks import replace_free_blocks
-from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
+from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheBlocks, KVCacheManager
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 

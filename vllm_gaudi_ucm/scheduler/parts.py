@@ -29,7 +29,7 @@ from vllm_gaudi_ucm.vllm_api.blocks import (
     share_blocks,
     wait_for_blocks_again,
 )
-from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
+from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.block_policies.policies import BlockPolicies
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
-    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
 
 logger = plugin_logger(__name__)
 

@@ -8,12 +8,11 @@ from vllm_gaudi_ucm.block_policies.policies import make_policies
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 from vllm_gaudi_ucm.scheduler.setup import make_parts
 from vllm_gaudi_ucm.vllm_api.blocks import drop_steps_in_flight, forget_uncomputed_blocks
-from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, Scheduler
+from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, EngineCoreOutputs, Scheduler
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-    from vllm_gaudi_ucm.vllm_api.scheduling import EngineCoreOutputs
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
 
 

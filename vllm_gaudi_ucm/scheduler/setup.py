@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.config.ucm_config import block_options, blocks_ahead, idle_options, resolve_config
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, block_options, blocks_ahead, idle_options, resolve_config
 from vllm_gaudi_ucm.connector.connector import UcmConnector, our_connector
 from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
@@ -31,7 +31,6 @@ from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.block_policies.policies import BlockPolicies
-    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheManager, Scheduler
 
 logger = plugin_logger(__name__)

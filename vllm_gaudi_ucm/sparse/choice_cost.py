@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
+from vllm_gaudi_ucm.sparse.budget import Budget, block_budget, shortest_sparse_context
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.sparse.budget import Budget
     from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -14,21 +14,18 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
 from vllm_gaudi_ucm.batch.group_planner import make_planner
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
 from vllm_gaudi_ucm.vllm_api.loading import get_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
     from vllm_gaudi_ucm.execution.execution import Execution
-    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.speculation.proposer import SampledStep

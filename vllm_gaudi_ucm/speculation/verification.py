@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.observability.host_work import HostWork
-from vllm_gaudi_ucm.sampling.sampling import Grammar
+from vllm_gaudi_ucm.sampling.sampling import Grammar, SlotSampler
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
 from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsLists, first_grammar_rows
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.divided_logits import LogitsOfParts
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-    from vllm_gaudi_ucm.sampling.sampling import SlotSampler
 
 
 class StepLogits:

@@ -31,7 +31,7 @@ from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.other_groups import allocate_others
 from vllm_gaudi_ucm.start.kernel_compilation import KernelCompilation, compile_kernels
 from vllm_gaudi_ucm.start.sparse_setup import make_sparse_worker
-from vllm_gaudi_ucm.vllm_api.kv_cache import groups_of, in_blocks_of
+from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec, groups_of, in_blocks_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
-    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
 
 logger = plugin_logger(__name__)
 

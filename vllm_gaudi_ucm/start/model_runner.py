@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.start.kernel_compilation import compile_kernels
 from vllm_gaudi_ucm.start.setup import WorkerParts, make_parts
-from vllm_gaudi_ucm.vllm_api.kv_cache import in_blocks_of, in_tiles
+from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec, in_blocks_of, in_tiles
 from vllm_gaudi_ucm.vllm_api.loading import get_model
 from vllm_gaudi_ucm.vllm_api.model import (
     ChunkedLocalAttention,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
 
 logger = plugin_logger(__name__)
 

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
-from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import LayerCache, distinct, in_blocks
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.observability.room_metrics import MemoryMetrics
@@ -36,13 +36,9 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
-    from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.drafts import Drafts
-    from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel
-    from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch

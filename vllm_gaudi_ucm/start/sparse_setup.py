@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
-from vllm_gaudi_ucm.config.ucm_config import block_options, memory_mode_prefetch
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, block_options, memory_mode_prefetch
 from vllm_gaudi_ucm.connector.transfer_config import loads_partly
-from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device import Device, get_device
 from vllm_gaudi_ucm.distributed.rank_mean import RankMean
 from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import remainder_rows
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
-from vllm_gaudi_ucm.kv_cache.pair import in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import LayerCache, in_blocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
-from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
+from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker, StoredCopies
 from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics, SparseMetrics
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
@@ -38,21 +38,16 @@ from vllm_gaudi_ucm.sparse.selection.sparse_worker import (
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
 from vllm_gaudi_ucm.store.file import FileStoreOptions
-from vllm_gaudi_ucm.vllm_api.kv_cache import groups_of
+from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheSpec, groups_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
-    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
-    from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
-    from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.store.base import KvStore
-    from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheSpec
 
 
 def offload_worker(

@@ -31,7 +31,7 @@ from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
 from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
-from vllm_gaudi_ucm.speculation.proposer import NgramProposer
+from vllm_gaudi_ucm.speculation.proposer import DraftProposer, NgramProposer
 from vllm_gaudi_ucm.speculation.verification import Verification
 from vllm_gaudi_ucm.vllm_api.engine_process import is_worker_process
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel, LoadedModel
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-    from vllm_gaudi_ucm.speculation.proposer import DraftProposer
 
 
 class StepObjects(NamedTuple):

@@ -7,19 +7,17 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.block_policies.admission.future_blocks import UNKNOWN, Footprint, peak_blocks
-from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy, Turn
 from vllm_gaudi_ucm.graphs.shapes.group_room import most_blocks
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_lists, skipped_tokens
 from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens
-from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
+from vllm_gaudi_ucm.vllm_api.steps import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.block_policies.policy import Turn
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheManager, Scheduler
-    from vllm_gaudi_ucm.vllm_api.steps import Request
 
 logger = plugin_logger(__name__)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.block_policies.compaction.free_runs import NO_BLOCK, FreeRuns
-from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy, Turn
 from vllm_gaudi_ucm.vllm_api.blocks import blocks_to_be_freed, exchange_block_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm_gaudi_ucm.block_policies.policy import Turn
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.protocol.memory_orders import BlockMoves, MemoryTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import (

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.block_policies.partial_hits.partial_blocks import PartialBlocks
-from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy, Hit, Turn
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.vllm_api.blocks import is_isolated
-from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks
+from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheBlocks, KVCacheManager, Scheduler
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.block_policies.policy import Hit, Turn
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 logger = plugin_logger(__name__)

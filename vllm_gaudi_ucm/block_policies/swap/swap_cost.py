@@ -5,13 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.protocol.memory_orders import MemoryRates
-
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed
+from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed, MemoryRates
 
 logger = plugin_logger(__name__)
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy, Hit, Turn
 from vllm_gaudi_ucm.block_policies.swap.swap_cost import SwapCost
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.options.values import show_bytes
-from vllm_gaudi_ucm.protocol.memory_orders import link_speed_of
+from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals, link_speed_of
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, skipped_tokens
 from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.block_policies.policy import Hit, Turn
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
-    from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
 

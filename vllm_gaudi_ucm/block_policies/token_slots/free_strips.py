@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.block_policies.id_runs import IdRuns
-from vllm_gaudi_ucm.vllm_api.scheduling import FreeKVCacheBlockQueue
-
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+from vllm_gaudi_ucm.vllm_api.scheduling import FreeKVCacheBlockQueue, KVCacheBlock
 
 _IN_USE, _EMPTY, _CACHED, _RESERVED = range(4)
 # This fraction of the strips is kept empty while the prefix cache has any. Otherwise each token would take a slot that

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_gaudi_ucm.block_policies.policy import BlockPolicy
+from vllm_gaudi_ucm.block_policies.policy import BlockPolicy, Hit, Turn
 from vllm_gaudi_ucm.block_policies.token_slots.free_strips import FreeStrips
 from vllm_gaudi_ucm.graphs.shapes.limits import most_ranges, strip_size
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -15,7 +15,6 @@ from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_gaudi_ucm.block_policies.policy import Hit, Turn
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import FreeKVCacheBlockQueue, KVCacheBlock, KVCacheManager, Scheduler

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
-    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 
 MOST_BIASES = 1024

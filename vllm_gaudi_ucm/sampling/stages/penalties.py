@@ -10,17 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.request_table import UNKNOWN_TOKEN
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.batch.request_table import UNKNOWN_TOKEN, LiveRequest
+from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 from vllm_gaudi_ucm.vllm_api.sampling import apply_penalties
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
-    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 
 

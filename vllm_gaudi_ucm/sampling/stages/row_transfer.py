@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.observability.host_work import HostWork
 
 

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens, within
 from vllm_gaudi_ucm.ops.row_noise.api import exponential_noise, token_mixes
 from vllm_gaudi_ucm.sampling.slot_noise import noise_keys
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 
 # vLLM's own bound between greedy and random rows

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
-
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.execution.graph_manager import Stage
 
 
 class TopLogprobs:

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.selection_plan import DENSE, SelectionInput
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.observability.room_metrics import SelectionTotals
-from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
+from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
 from vllm_gaudi_ucm.sparse.selection.steady_decodes import SteadyDecodes
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
-    from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection
 
 
 class ChoiceSlots:

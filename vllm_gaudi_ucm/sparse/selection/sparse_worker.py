@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.narrow_floats import has_e4m3
 from vllm_gaudi_ucm.ops.registry import AUTO
@@ -25,20 +25,18 @@ from vllm_gaudi_ucm.sparse.selection.block_selector import (
     Region,
     SelectionLayer,
 )
-from vllm_gaudi_ucm.sparse.selection.layer_selector import Scoring
+from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, OverRanks, Scoring
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionLimits, SelectionState, StepSelection
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.observability.room_metrics import SparseMetrics
     from vllm_gaudi_ucm.protocol.offload import OffloadOrders, OffloadReport
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sparse.late_decisions import LateDecisions
     from vllm_gaudi_ucm.sparse.options import BlockOptions
-    from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, OverRanks
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
