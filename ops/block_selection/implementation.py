@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
@@ -47,7 +46,7 @@ Prepared = PreparedSpans | CandidateRanges | TicketedRanges
 """Data that an implementation computes once for the spans of a step, for its own use."""
 
 
-class BlockSelectionImplementation(Implementation[None], ABC):
+class BlockSelectionImplementation(Implementation[None]):
     """The operations of `block_selection.api`, on validated tensors. None leaves the work to the reference."""
 
     ranks_and_takes: ClassVar[bool] = False
@@ -109,7 +108,6 @@ class BlockSelectionImplementation(Implementation[None], ABC):
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    @abstractmethod
     def scores(
         self,
         query: Tensor,
@@ -124,8 +122,8 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         prepared: Prepared | None = None,
     ) -> Tensor | None:
         """Like `block_scores`. prepared: the result of `prepare` of the same implementation, if it was called."""
+        return None
 
-    @abstractmethod
     def choose(
         self,
         scores: Tensor,
@@ -136,6 +134,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         prepared: Prepared | None = None,
     ) -> Tensor | None:
         """Like `choose_blocks`."""
+        return None
 
     def keep_or_replace(
         self,

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import (
     query_features,
     summarise,
 )
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, Prepared
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow, put
 
@@ -30,33 +30,7 @@ TILE = 1 << 24
 
 
 class ReferenceBlockSelection(BlockSelectionImplementation):
-    """The reference: computes any tensors on any device."""
-
-    def scores(
-        self,
-        query: Tensor,
-        summaries: Tensor,
-        blocks: Tensor,
-        spans: Tensor,
-        first_rows: Tensor,
-        num_rows: Tensor,
-        max_rows: int,
-        scale: float,
-        kind: SummaryKind,
-        prepared: Prepared | None = None,
-    ) -> Tensor:
-        return scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
-
-    def choose(
-        self,
-        scores: Tensor,
-        places: Tensor,
-        num_spans: int,
-        width: int,
-        most: int,
-        prepared: Prepared | None = None,
-    ) -> Tensor:
-        return choose(scores, places, num_spans, width, most)
+    """The reference: leaves all to the functions below, which compute any tensors on any device."""
 
 
 def write(key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> None:
