@@ -33,6 +33,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import selection as cuda
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import REUSE
+from vllm_gaudi_ucm.ops.block_selection.implementation import ChoosingSpans
 from vllm_gaudi_ucm.ops.narrow_floats import narrow
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 
@@ -71,9 +72,8 @@ class Layers:
 
         def take(layer: int) -> Tensor:
             total = chosen * load.requests
-            return take_choice(
-                rankings[layer], stored, *of_spans, self.width, self.table, total, checks, implementation="cuda"
-            )[1]
+            choosing = ChoosingSpans(stored, *of_spans, self.width, self.table, total, checks)
+            return take_choice(rankings[layer], choosing, implementation="cuda")[1]
 
         fused_ready = prepare_spans(
             self.owners, self.spans, self.ones, 1, count, 0 * count, chosen, implementation=FUSED
@@ -82,8 +82,8 @@ class Layers:
         def rank_and_hand_over(layer: int) -> Tensor:
             total = chosen * load.requests
             rest = self.width, self.table, total, checks
-            given = kept[layer], self.places, stored, *of_spans
-            return rank_and_take(*given, *rest, implementation=FUSED, prepared=fused_ready)[1]
+            choosing = ChoosingSpans(stored, *of_spans, *rest)
+            return rank_and_take(kept[layer], self.places, choosing, implementation=FUSED, prepared=fused_ready)[1]
 
         nobody = 0 * self.ones
         reused = prepare_spans(self.owners, self.spans, nobody, 1, count, nobody + REUSE, chosen, implementation=FUSED)
@@ -95,7 +95,8 @@ class Layers:
             scores = self._scores(layer, reused, FUSED, nobody)
             of = self.spans, count, nobody + REUSE, nobody
             rest = self.width, self.table, chosen * load.requests, checks
-            return rank_and_take(scores, self.places, stored, *of, *rest, implementation=FUSED, prepared=reused)[1]
+            choosing = ChoosingSpans(stored, *of, *rest)
+            return rank_and_take(scores, self.places, choosing, implementation=FUSED, prepared=reused)[1]
 
         ids = [take(layer).clone() for layer in range(LAYERS)]
         for layer in range(LAYERS):

@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.ops.block_selection.impl import reference
 from vllm_gaudi_ucm.ops.block_selection.implementation import (
     BLOCK_SELECTION,
     BlockSelectionImplementation,
+    ChoosingSpans,
     Prepared,
 )
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
@@ -197,20 +198,7 @@ def hands_over(most: int, device_type: str, *, implementation: str = AUTO) -> bo
     return _choose(implementation, device_type).hands_over(most)
 
 
-def take_choice(
-    fresh: Tensor,
-    stored: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    modes: Tensor,
-    thresholds: Tensor,
-    width: int,
-    block_table: Tensor,
-    selected: int,
-    checks: Tensor,
-    *,
-    implementation: str = AUTO,
-) -> tuple[Tensor, Tensor]:
+def take_choice(fresh: Tensor, spans: ChoosingSpans, *, implementation: str = AUTO) -> tuple[Tensor, Tensor]:
     """Does `keep_or_replace` on the table of stored rankings, and returns the blocks that attention reads.
 
     Returns the new rankings, int64 [spans, most], also written to the table, and int64 [selected] physical blocks: the
@@ -218,22 +206,16 @@ def take_choice(
     true.
 
     fresh: int64 [spans, most] contiguous, from `choose_blocks`.
-    stored: int64 [slots, most] contiguous, the table, updated in place. slots: int64 [spans] rows of it. Spans that
-        share a row must have `counts` of 0; the content of that row is then undefined.
-    counts, modes, thresholds, width: as in `keep_or_replace`; `counts` add up to at most `selected`.
-    block_table: int64 [spans * width + 1] physical block of each place.
-    checks: int64 [2] counters: how many checks kept the stored ranking, and how many replaced it.
     Raises ValueError if shapes, dtypes or devices do not match.
     """
-    operation, spans, device = "take_choice", fresh.shape[0], fresh.device
+    operation, device = "take_choice", fresh.device
     _check(operation, "fresh", fresh, (None, None), (torch.int64,), device)
-    _check(operation, "stored", stored, (None, fresh.shape[1]), (torch.int64,), device)
-    _check(operation, "counts", counts, (spans,), (torch.int64,), device)
+    _check(operation, "stored", spans.stored, (None, fresh.shape[1]), (torch.int64,), device)
+    _check(operation, "counts", spans.counts, fresh.shape[:1], (torch.int64,), device)
     if not fresh.is_contiguous():
         raise ValueError(f"{operation}: fresh has strides {fresh.stride()}, expected a contiguous tensor")
-    _check_taken(operation, stored, slots, counts, modes, thresholds, width, block_table, checks)
-    chosen = _choose(implementation, device.type)
-    return chosen.take_choice(fresh, stored, slots, counts, modes, thresholds, width, block_table, selected, checks)
+    _check_taken(operation, spans)
+    return _choose(implementation, device.type).take_choice(fresh, spans)
 
 
 def ranks_and_takes(most: int, device_type: str, *, implementation: str = AUTO) -> bool:
@@ -245,15 +227,7 @@ def ranks_and_takes(most: int, device_type: str, *, implementation: str = AUTO) 
 def rank_and_take(
     scores: Tensor,
     places: Tensor,
-    stored: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    modes: Tensor,
-    thresholds: Tensor,
-    width: int,
-    block_table: Tensor,
-    selected: int,
-    checks: Tensor,
+    spans: ChoosingSpans,
     *,
     implementation: str = AUTO,
     prepared: Prepared | None = None,
@@ -261,7 +235,7 @@ def rank_and_take(
 ) -> tuple[Tensor, Tensor]:
     """`choose_blocks` and `take_choice` in one call: the new rankings, and the blocks that attention reads.
 
-    scores, places: as in `choose_blocks`. stored and all that follow: as in `take_choice`.
+    scores, places: as in `choose_blocks`. spans: as in `take_choice`.
     prepared: the result of `prepare_spans` for the same implementation.
     target: the blocks are also written there. If the implementation did so, the returned blocks are a view of it.
     Raises ValueError if shapes, dtypes or devices do not match.
@@ -269,37 +243,23 @@ def rank_and_take(
     operation, device = "rank_and_take", scores.device
     _check(operation, "scores", scores, (None,), _FLOATS, device)
     _check(operation, "places", places, tuple(scores.shape), (torch.int64,), device)
-    _check(operation, "stored", stored, (None, None), (torch.int64,), device)
-    _check_taken(operation, stored, slots, counts, modes, thresholds, width, block_table, checks)
+    _check(operation, "stored", spans.stored, (None, None), (torch.int64,), device)
+    _check_taken(operation, spans)
     if target is not None:
         _check(operation, "target.blocks", target.blocks, (None,), (torch.int64,), device)
-        _check(operation, "target.places", target.places, (selected,), (torch.int64,), device)
-    of_spans = slots, counts, modes, thresholds
-    chosen = _choose(implementation, device.type)
-    return chosen.rank_and_take(
-        scores, places, stored, *of_spans, width, block_table, selected, checks, prepared, target
-    )
+        _check(operation, "target.places", target.places, (spans.selected,), (torch.int64,), device)
+    return _choose(implementation, device.type).rank_and_take(scores, places, spans, prepared, target)
 
 
-def _check_taken(
-    operation: str,
-    stored: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    modes: Tensor,
-    thresholds: Tensor,
-    width: int,
-    block_table: Tensor,
-    checks: Tensor,
-) -> None:
+def _check_taken(operation: str, taken: ChoosingSpans) -> None:
     """Checks the tensors of spans that `take_choice` and `rank_and_take` read and write."""
-    device, spans = stored.device, counts.shape[0]
-    of_spans = {"slots": slots, "counts": counts, "modes": modes, "thresholds": thresholds}
+    device, spans = taken.stored.device, taken.counts.shape[0]
+    of_spans = {name: getattr(taken, name) for name in ("slots", "counts", "modes", "thresholds")}
     for name, tensor in of_spans.items():
         _check(operation, name, tensor, (spans,), (torch.int64,), device)
-    _check(operation, "block_table", block_table, (spans * width + 1,), (torch.int64,), device)
-    _check(operation, "checks", checks, (2,), (torch.int64,), device)
-    for name, tensor in {"stored": stored, **of_spans, "block_table": block_table}.items():
+    _check(operation, "block_table", taken.block_table, (spans * taken.width + 1,), (torch.int64,), device)
+    _check(operation, "checks", taken.checks, (2,), (torch.int64,), device)
+    for name, tensor in {"stored": taken.stored, **of_spans, "block_table": taken.block_table}.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{operation}: {name} has strides {tensor.stride()}, expected a contiguous tensor")
 

@@ -46,6 +46,28 @@ Prepared = PreparedSpans | CandidateRanges | TicketedRanges
 """Data that an implementation computes once for the spans of a step, for its own use."""
 
 
+class ChoosingSpans(NamedTuple):
+    """The spans of a step that take a choice.
+
+    stored: int64 [slots, most] contiguous, the table of rankings, updated in place. slots: int64 [spans] rows of it.
+        Spans that share a row must have `counts` of 0; the content of that row is then undefined.
+    counts, modes, thresholds, width: as in `keep_or_replace`; `counts` add up to at most `selected`.
+    block_table: int64 [spans * width + 1] physical block of each place.
+    selected: number of blocks that attention reads.
+    checks: int64 [2] counters: how many checks kept the stored ranking, and how many replaced it.
+    """
+
+    stored: Tensor
+    slots: Tensor
+    counts: Tensor
+    modes: Tensor
+    thresholds: Tensor
+    width: int
+    block_table: Tensor
+    selected: int
+    checks: Tensor
+
+
 class BlockSelectionImplementation(Implementation[None]):
     """The operations of `block_selection.api`, on validated tensors. None leaves the work to the reference."""
 
@@ -75,34 +97,14 @@ class BlockSelectionImplementation(Implementation[None]):
         """True if there is a `take_choice` for rankings of this length."""
         return False
 
-    def take_choice(
-        self,
-        fresh: Tensor,
-        stored: Tensor,
-        slots: Tensor,
-        counts: Tensor,
-        modes: Tensor,
-        thresholds: Tensor,
-        width: int,
-        block_table: Tensor,
-        selected: int,
-        checks: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def take_choice(self, fresh: Tensor, spans: ChoosingSpans) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def rank_and_take(
         self,
         scores: Tensor,
         places: Tensor,
-        stored: Tensor,
-        slots: Tensor,
-        counts: Tensor,
-        modes: Tensor,
-        thresholds: Tensor,
-        width: int,
-        block_table: Tensor,
-        selected: int,
-        checks: Tensor,
+        spans: ChoosingSpans,
         prepared: Prepared | None = None,
         target: SelectedList | None = None,
     ) -> tuple[Tensor, Tensor]:

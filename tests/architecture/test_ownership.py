@@ -26,7 +26,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/vllm_api/attention.py": "the weight of a linear layer of vLLM's",
     "vllm_gaudi_ucm/vllm_api/blocks.py": "requests of vLLM's scheduler",
     "vllm_gaudi_ucm/vllm_api/engine_process.py": "vLLM's configuration",
-    "vllm_gaudi_ucm/vllm_api/loading.py": "methods of a loader, models and weights, which it gives back; configurations",
+    "vllm_gaudi_ucm/vllm_api/loading.py": "methods of loaders, models and weights, which it gives back; configurations",
     "vllm_gaudi_ucm/vllm_api/model.py": "the class of vLLM's attention layers",
     "vllm_gaudi_ucm/vllm_api/moe.py": "the class of vLLM's routers",
     "vllm_gaudi_ucm/vllm_api/platforms.py": "vLLM's configuration",

@@ -22,7 +22,7 @@ from tests.ops.rounded import ROUNDINGS, weight_of
 from tests.ops.sass import never_written, uses_local
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
-from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.impl.cuda.choice import cuda_choose
@@ -165,7 +165,7 @@ def select(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
     fresh = cuda.choose(scores, ids, 3, 256, 77)
     assert fresh is not None
     table, per_span = torch.zeros(3 * 256 + 1, dtype=torch.int64), 4 * [ids[:3]]
-    cuda.take_choice(fresh, fresh.clone(), *per_span, 256, table, 154, ids[:2])
+    cuda.take_choice(fresh, ChoosingSpans(fresh.clone(), *per_span, 256, table, 154, ids[:2]))
     cuda.keep_or_replace(fresh, fresh, *per_span[:3], 256)
 
 
@@ -182,7 +182,8 @@ def select_fused(dtype: torch.dtype, summary_dtype: torch.dtype | None = None) -
         scores = fused.scores(query, summaries, ids, ids, spans, spans, rows, 0.1, kind, ready)
         assert scores is not None
     stored, target = torch.zeros(4, 77, dtype=torch.int64), SelectedList(ids, ids[:154])
-    fused.rank_and_take(scores, ids, stored, *4 * [spans], 256, table, 154, ids[:2], ready, target)
+    choosing = ChoosingSpans(stored, *4 * [spans], 256, table, 154, ids[:2])
+    fused.rank_and_take(scores, ids, choosing, ready, target)
 
 
 def experts(dtype: torch.dtype) -> None:

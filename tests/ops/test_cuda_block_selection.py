@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import selection as cuda
-from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, TicketedRanges
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans, TicketedRanges
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
@@ -261,11 +261,11 @@ def test_a_choice_is_handed_over_as_the_operations_one_by_one_do(
     ids = block_table[owners * width + ranking[owners, ranks].clamp(min=0)]
     pads = data.draw(st.integers(0, 20))
     table, checks = stored.clone().to(DEVICE), torch.tensor([3, 4], device=DEVICE)
-    tensors = (fresh, table, slots, *of_spans)
-    chosen, found = take_choice(
-        *(one.to(DEVICE) for one in tensors[:1]), table, *(one.to(DEVICE) for one in tensors[2:]), width,
-        block_table.to(DEVICE), len(ids) + pads, checks, implementation="cuda",
-    )  # fmt: skip
+    tensors = (slots, *of_spans)
+    choosing = ChoosingSpans(
+        table, *(one.to(DEVICE) for one in tensors), width, block_table.to(DEVICE), len(ids) + pads, checks
+    )
+    chosen, found = take_choice(fresh.to(DEVICE), choosing, implementation="cuda")
     assert torch.equal(chosen.cpu(), ranking)
     assert torch.equal(found.cpu(), torch.cat((ids, torch.zeros(pads, dtype=torch.int64))))
     assert checks.tolist() == [3 + int(kept.sum()), 4 + int(replaced.sum())]
@@ -304,9 +304,10 @@ def test_a_choice_in_one_launch_is_that_of_two(data: st.DataObject, counts: list
         places[torch.randint(0, spans * width, (3,), generator=random)] = spans * width
         fresh = choose_blocks(given_scores, places, spans, width, most, implementation="reference")
         rest = width, block_table.to(DEVICE), selected
-        expected = take_choice(fresh, tables[0], *of_spans, *rest, checks[0], implementation="cuda")
+        expected = take_choice(fresh, ChoosingSpans(tables[0], *of_spans, *rest, checks[0]), implementation="cuda")
         one_launch = {"implementation": "cuda_fused", "prepared": ready if layer else None, "target": target}
-        found = rank_and_take(given_scores, places, tables[1], *of_spans, *rest, checks[1], **one_launch)
+        choosing = ChoosingSpans(tables[1], *of_spans, *rest, checks[1])
+        found = rank_and_take(given_scores, places, choosing, **one_launch)
         for one, other in zip((*found, checks[1]), (*expected, checks[0]), strict=True):
             assert torch.equal(one, other)
         assert torch.equal(tables[0][slots[torch.tensor(counts) > 0]], tables[1][slots[torch.tensor(counts) > 0]])
@@ -340,7 +341,7 @@ def test_launches_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     table, stored = torch.zeros(2 * 300 + 1, dtype=torch.int64), torch.zeros(3, 7, dtype=torch.int64)
     target = SelectedList(ids, ids[:9])
-    one.rank_and_take(found, ids, stored, ones, ones, ones, ones, 300, table, 9, ones, ready, target)
+    one.rank_and_take(found, ids, ChoosingSpans(stored, *4 * [ones], 300, table, 9, ones), ready, target)
     queued = {name: len(kernel.grids) - before[name] for name, kernel in launches.items()}
     assert {name: count for name, count in queued.items() if count} == {
         "stream_boxes": 1,
@@ -352,19 +353,20 @@ def test_launches_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_choice_in_one_launch_refuses() -> None:
     ids = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     table, scored = torch.zeros(9, dtype=torch.int64, device=DEVICE), torch.zeros(2, device=DEVICE)
-    rest = (*4 * [ids], 4, table, 0, ids)
+    choosing = ChoosingSpans(ids.new_zeros(2, 4), *4 * [ids], 4, table, 0, ids)
     with pytest.raises(ValueError, match=r"rank_and_take: places is torch\.int64"):
-        rank_and_take(scored, table, ids.new_zeros(2, 4), *rest, implementation="cuda_fused")
+        rank_and_take(scored, table, choosing, implementation="cuda_fused")
     target = SelectedList(ids, ids)
     with pytest.raises(ValueError, match=r"rank_and_take: target.places is torch.int64 \(2,\)"):
-        rank_and_take(scored, ids, ids.new_zeros(2, 4), *rest, implementation="cuda_fused", target=target)
+        rank_and_take(scored, ids, choosing, implementation="cuda_fused", target=target)
 
 
 def test_what_a_hand_over_refuses() -> None:
     ids = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     fresh, table = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE), torch.zeros(9, dtype=torch.int64, device=DEVICE)
+    rest = (*4 * [ids], 4, table, 0, ids)
     with pytest.raises(ValueError, match=r"take_choice: stored is torch.int64 \(2, 4\)"):
-        take_choice(fresh, ids.new_zeros(2, 4), *4 * [ids], 4, table, 0, ids, implementation="cuda")
+        take_choice(fresh, ChoosingSpans(ids.new_zeros(2, 4), *rest), implementation="cuda")
     strided = ids.new_zeros(3, 2).T
     with pytest.raises(ValueError, match=r"take_choice: fresh has strides .*, expected a contiguous tensor"):
-        take_choice(strided, fresh, *4 * [ids], 4, table, 0, ids, implementation="cuda")
+        take_choice(strided, ChoosingSpans(fresh, *rest), implementation="cuda")

@@ -25,7 +25,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared
+from vllm_gaudi_ucm.ops.block_selection.implementation import ChoosingSpans, Prepared
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.sparse.selection.block_scorer import ScoredLayer, keep_queries
@@ -295,17 +295,18 @@ class ChoosingLayer(LayerSelector):
         """Sets `selection.chosen`, and stores the choice, with fewer operations than one for each of its steps."""
         t, name = selection.tensors, self._implementation
         of_spans = t.choice_slots, t.counts, t.modes, t.thresholds
-        rest = (self.stored, *of_spans, t.width, selection.block_table, t.choice_spans.shape[0], self._checks)
+        selected = t.choice_spans.shape[0]
+        spans = ChoosingSpans(self.stored, *of_spans, t.width, selection.block_table, selected, self._checks)
         if self._at_once:
             scores = self._scores_over_ranks(query, selection)
             target = None if selection.parts is None else selection.parts.selected_list(query.shape[0])
             prepared = self._ranked(selection).prepared
             found = rank_and_take(
-                scores, t.candidate_places, *rest, implementation=name, prepared=prepared, target=target
+                scores, t.candidate_places, spans, implementation=name, prepared=prepared, target=target
             )
         else:
             scores, fresh = self._fresh(query, selection)
-            found = take_choice(fresh, *rest, implementation=name)
+            found = take_choice(fresh, spans, implementation=name)
         selection.scores, (selection.ranking, selection.chosen) = scores, found
 
     def _fresh(self, query: torch.Tensor, selection: LayerSelection) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda.selection import (
     ranges_of,
 )
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
-from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared, TicketedRanges
+from vllm_gaudi_ucm.ops.block_selection.implementation import ChoosingSpans, Prepared, TicketedRanges
 from vllm_gaudi_ucm.ops.cuda.early_start import follows, starts_early
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
@@ -121,25 +121,17 @@ class CudaFusedBlockSelection(CudaBlockSelection):
         self,
         scores: Tensor,
         places: Tensor,
-        stored: Tensor,
-        slots: Tensor,
-        counts: Tensor,
-        modes: Tensor,
-        thresholds: Tensor,
-        width: int,
-        block_table: Tensor,
-        selected: int,
-        checks: Tensor,
+        choosing: ChoosingSpans,
         prepared: Prepared | None = None,
         target: SelectedList | None = None,
     ) -> tuple[Tensor, Tensor]:
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import selection as kernels
 
+        stored, slots, counts, modes, thresholds, width, block_table, selected, checks = choosing
         spans, (count, most) = counts.shape[0], (scores.shape[0], stored.shape[1])
         if not (spans and count and width and most):
             fresh = self.choose(scores, places, spans, width, most, prepared)
-            of_spans = stored, slots, counts, modes, thresholds
-            return self.take_choice(fresh, *of_spans, width, block_table, selected, checks)
+            return self.take_choice(fresh, choosing)
         scores, places, early = scores.contiguous(), places.contiguous(), _early(prepared, scores.device)
         if isinstance(prepared, TicketedRanges):
             ranges, tickets = prepared

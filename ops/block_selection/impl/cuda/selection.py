@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.block_selection.implementation import (
     BlockSelectionImplementation,
     CandidateRanges,
+    ChoosingSpans,
     Prepared,
     TicketedRanges,
 )
@@ -168,24 +169,13 @@ class CudaBlockSelection(BlockSelectionImplementation):
     def hands_over(self, most: int) -> bool:
         return most <= LONGEST_RANKING
 
-    def take_choice(
-        self,
-        fresh: Tensor,
-        stored: Tensor,
-        slots: Tensor,
-        counts: Tensor,
-        modes: Tensor,
-        thresholds: Tensor,
-        width: int,
-        block_table: Tensor,
-        selected: int,
-        checks: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def take_choice(self, fresh: Tensor, spans: ChoosingSpans) -> tuple[Tensor, Tensor]:
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import selection as kernels
 
-        spans, most = fresh.shape
+        stored, slots, counts, modes, thresholds, width, block_table, selected, checks = spans
+        count, most = fresh.shape
         chosen, ids = torch.empty_like(fresh), block_table.new_empty(selected)
-        kernels.take_choices[(spans,)](
+        kernels.take_choices[(count,)](
             fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids, checks, most, width, selected,
             REUSE=REUSE, CHECK=CHECK, BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED,
         )  # fmt: skip
