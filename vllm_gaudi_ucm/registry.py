@@ -140,9 +140,7 @@ def those_installed(**places: str) -> dict[str, str]:
 
 @lru_cache(maxsize=16)
 def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Returns the entry points of all packages on `path`, which is `sys.path`. They are cached: reading them takes 20
-    ms, and a start needs them often.
-    """
+    """Returns the entry points of all packages on `path`, which is `sys.path`; cached, because it takes 20 ms."""
     return entry_points(group=group)
 
 

@@ -18,9 +18,7 @@ class GroupBlocks(NamedTuple):
 
 
 def most_blocks(window: int, block_size: int) -> int:
-    """Returns the most cached blocks that the rows of one request see at once under a window of `window` tokens, which
-    may begin and end inside a block.
-    """
+    """Returns the most cached blocks that the rows of one request see at once under a window of `window` tokens."""
     return -(-(window - 1) // block_size) + 1
 
 

@@ -55,9 +55,7 @@ def prepare(
 
 
 def plan_of(implementation: str) -> Plan | None:
-    """Returns the function with which `prepare` plans a step, for a compiled region of its own; None if torch.compile
-    cannot trace the implementation.
-    """
+    """Returns the function with which `prepare` plans a step, for a region of its own; None if it cannot be traced."""
     chosen = ATTENTION.make(implementation)
     return chosen.plan if chosen.traceable else None
 

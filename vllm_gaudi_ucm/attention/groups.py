@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 class GroupStep:
-    """The running step of one group. Layers hold this object instead of the number of their group, because compiled
-    layers would need one more graph for each number.
-    """
+    """The running step of one group. Layers hold it, not a number, for which each would need one more graph."""
 
     metadata: Any
 

@@ -195,9 +195,7 @@ class LatentWeights(nn.Module):
         return torch.cat((absorbed, query[..., nope:]), -1)
 
     def expand(self, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys [rows, heads, nope + rotary] and values [rows, heads, value], from latents [rows, latent] and
-        rotary keys [rows, 1, rotary].
-        """
+        """Returns keys [rows, heads, nope + rotary] and values [rows, heads, value] from latents and rotary keys."""
         heads, both = self.uk.shape[0], (self.uk, self.uv)
         key, value = (nn.functional.linear(latent, one.flatten(0, 1)).unflatten(1, (heads, -1)) for one in both)
         return torch.cat((key, rotary.expand(-1, heads, -1)), -1), value

@@ -63,9 +63,7 @@ def block_options(config: UcmConfig) -> BlockOptions | None:
 def check_memory_mode(
     memory_mode: MemoryModeOptions, method: str | None, sparse_config: SparseConfig, key: str
 ) -> None:
-    """Raises `UcmConfigError` for memory mode without a method that chooses blocks, or with room for fewer blocks than
-    the method attends to.
-    """
+    """Raises `UcmConfigError` for memory mode without a method that chooses blocks, or with less room than it needs."""
     if method is None:
         raise UcmConfigError([Problem(f"{key}.enabled", "true", "false without ucm.ucm_sparse_method")])
     options = sparse_config.options(method).selecting
@@ -163,9 +161,7 @@ class UcmConfig(Section):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the resolved values as JSON types; `resolve_config({"ucm": config.to_dict()})` gives an equal object,
-        except for passwords in URLs.
-        """
+        """Returns the values as JSON types; resolving them gives an equal object, but for passwords in URLs."""
         return self.model_dump(mode="json")
 
 

@@ -63,9 +63,7 @@ class UcmMetadata(KVConnectorMetadata):
 
 @dataclass
 class UcmWorkerMetadata(KVConnectorWorkerMetadata):
-    """The message from the worker to the scheduler: keys whose blocks were not stored after all, and requests whose
-    blocks came too late to be loaded again.
-    """
+    """The worker's message to the scheduler: keys that were not stored, and requests whose blocks came too late."""
 
     unsaved: list[bytes] = field(default_factory=list)
     late: list[str] = field(default_factory=list)

@@ -110,9 +110,7 @@ class SwappingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Copies at once. expedited: a step waits for this load; every load has ended when its submission returns. vLLM
-        0.32 does not pass it.
-        """
+        """Copies at once. expedited: a step waits for this load, which has ended on return. vLLM 0.32 lacks it."""
         return self._transfer(job_id, dst_spec, src_spec, to_host=False)
 
     def get_finished(self) -> list[TransferResult]:

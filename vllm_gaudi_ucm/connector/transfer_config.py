@@ -120,9 +120,7 @@ class ConfiguredConnector(NamedTuple):
 
 
 def _saves_in(module: str, name: str) -> str:
-    """Returns the module that says what a connector from outside does with a layer; empty if vLLM will not find the
-    class, and says so itself.
-    """
+    """Returns the module that says what an outside connector does with a layer; empty if vLLM will not find it."""
     try:
         return str(getattr(import_module(module), name).save_kv_layer.__module__)
     except (ImportError, AttributeError):

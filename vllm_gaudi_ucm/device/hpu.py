@@ -126,9 +126,7 @@ class HpuDevice:
 
 
 def bridge() -> Any:
-    """Returns the module `torch.hpu`, which importing the bridge registers. Without the bridge, raises an error that
-    names what is missing.
-    """
+    """Returns the module `torch.hpu`, which the bridge registers. Without it, raises an error that says so."""
     try:
         importlib.import_module("habana_frameworks.torch")
     except ImportError as error:

@@ -33,9 +33,7 @@ class Lockstep:
 
     @classmethod
     def of_engine(cls) -> Lockstep | None:
-        """Returns the lockstep of vLLM's data-parallel group; None with one engine, and for models whose engines are
-        independent. Call it once the group exists.
-        """
+        """Returns the lockstep of vLLM's data-parallel group, once it exists; None for engines that are independent."""
         group = get_dp_group()
         return None if group.world_size == 1 else cls(group, Ranks.of_world())
 

@@ -199,9 +199,7 @@ def attention_tensors(number: int, group: KvGroup) -> tuple[StepTensor, ...]:
 
 
 def _values(number: int) -> Callable[[str], Callable[[StepArrays], NDArray[np.int64]]]:
-    """Returns a function that makes getters of a path in the group's plan. A window's arrays are None in a step from
-    which it hides nothing; then all entries are pads.
-    """
+    """Returns a function that makes getters of a path in the group's plan; a window that hides nothing has pads."""
 
     def get(path: str) -> Callable[[StepArrays], NDArray[np.int64]]:
         found = attrgetter(path)

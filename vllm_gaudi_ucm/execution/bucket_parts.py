@@ -72,9 +72,7 @@ class BucketParts:
         self._row_numbers.copy_(torch.arange(len(self._row_numbers)))
 
     def _causal(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> CausalPart:
-        """Returns the causal part. The rows of a request are data, so a slice sees as many earlier rows as a request
-        can have, or as a window shows.
-        """
+        """Returns the causal part: a slice sees as many earlier rows as a request can have, or as a window shows."""
         q, step, longest = shape.query_len, self._causal_slice, self._limits.max_model_len
         longest = min(longest, self._window or longest)
         if q > longest:

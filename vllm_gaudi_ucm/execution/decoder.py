@@ -201,9 +201,7 @@ class Decoder:
         return found
 
     def _padded_rows(self, step: DecoderStep) -> torch.Tensor | None:
-        """Returns bool, which rows of the layers with experts are pads: pads of a bucket write to the first slot of the
-        dummy block. None if experts need no such mask.
-        """
+        """Returns bool, which rows of layers with experts are pads, in the dummy block's first slot; None: no mask."""
         metadata, longest = step.metadata, step.longest
         if not self._has_experts or (metadata is None and longest is None):
             return None
@@ -232,9 +230,7 @@ class Decoder:
         self.stage.connect(found, self.between(1, device))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns float32 [rows, vocabulary] for some rows of the hidden states or for all; vLLM's sampler and grammar
-        masks compute in float32.
-        """
+        """Returns float32 [rows, vocabulary] of some rows or all; vLLM's sampler and masks compute in float32."""
         return self._head(hidden, rows).float()
 
     def write_logits(self, out: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> None:

@@ -14,9 +14,7 @@ _UNDER_WAY, _FAILED, _DONE = range(3)
 
 
 class EndedMove(NamedTuple):
-    """A move that has ended on all ranks. is_save: off the device, not back. is_done: succeeded on every rank.
-    was_done: succeeded on this one.
-    """
+    """A move that all ranks ended. is_save: off the device. is_done: succeeded on all. was_done: on this one."""
 
     pair: Pair
     is_save: bool

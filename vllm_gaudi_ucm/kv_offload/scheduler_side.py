@@ -119,9 +119,7 @@ class OffloadScheduler:
         return left
 
     def give_up(self, request: Request) -> None:
-        """Handles a failed load of the connector: the request has no blocks any more, and starts again. Its blocks may
-        leave if they could before.
-        """
+        """Handles a failed load of the connector: the request starts again, and its blocks may leave as before."""
         self._blocks.free_all(request)
         if request.request_id in self._states:
             self.begin(request.request_id)

@@ -93,9 +93,7 @@ class ServedMoeRunner(DirectMoERunner):
     def _maybe_dispatch(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathers rows of all engines that share out the experts, one engine after the other, each padded to the
-        longest step. `padded_rows` tells their origin.
-        """
+        """Gathers rows of all engines, one after the other, each padded to the longest step (see `padded_rows`)."""
         if self.moe_config.dp_size == 1:
             return hidden_states, router_logits
         engines, padding, own = get_dp_group(), padded_rows(), len(hidden_states)

@@ -105,9 +105,7 @@ class MemoryWorker:
             self._unsaid = None
 
     def warm_up(self) -> None:
-        """Copies between blocks that hold nothing yet, so that a Gaudi has compiled every size before a request waits;
-        measures copies to the host.
-        """
+        """Copies between empty blocks, so that a Gaudi has compiled every size in time; measures copies to the host."""
         for bit in range((self._most or 1).bit_length()):
             count = 1 << bit
             pairs = [(DUMMY_BLOCK + count + number, DUMMY_BLOCK + number) for number in range(count)]

@@ -241,9 +241,7 @@ def read_phase_log(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
 def different_limit(
     header: Mapping[str, Any], other: Mapping[str, Any], given: Collection[str] = ()
 ) -> tuple[str, Any, Any] | None:
-    """Returns (name, value, other value) of the first limit in which two headers differ; None: they agree, except for
-    those that are given.
-    """
+    """Returns (name, value, other value) of the first limit, not `given`, in which two headers differ; or None."""
     for name, default in LIMITS.items():
         values = header.get(name, default), other.get(name, default)
         if name not in given and values[0] != values[1]:

@@ -361,20 +361,11 @@ class UcmPlatform(Platform):
         src_block_indices: torch.Tensor,
         dst_block_indices: torch.Tensor,
     ) -> None:
-        """Copies blocks from host to device, for connectors with a buffer on the host."""
+        """Copies blocks between host and device, for connectors with a buffer on the host."""
         pairs = torch.stack([src_block_indices.cpu(), dst_block_indices.cpu()], 1)
         swap_blocks([src_cache], [dst_cache], pairs)
 
-    @classmethod
-    def swap_out_blocks_to_host(
-        cls,
-        src_cache: torch.Tensor,
-        dst_cache: torch.Tensor,
-        src_block_indices: torch.Tensor,
-        dst_block_indices: torch.Tensor,
-    ) -> None:
-        """Device to host."""
-        cls.insert_blocks_to_device(src_cache, dst_cache, src_block_indices, dst_block_indices)
+    swap_out_blocks_to_host = insert_blocks_to_device
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:

@@ -62,9 +62,7 @@ class AllowedTokens:
         return np.stack([self._line(request, *found) for request, found in zip(slots, changing, strict=True)])
 
     def within(self, grammar: Words, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
-        """Returns the same combined with a bitmask of grammars, [slots, words]: vLLM lets a structured output end if no
-        other token is left.
-        """
+        """Combines this with a bitmask of grammars, [slots, words]: structured output may end if no token is left."""
         lines = self.of(slots, changing)
         for slot, (request, (begun, _)) in enumerate(zip(slots, changing, strict=True)):
             is_structured = request.sampling_params.structured_outputs is not None

@@ -155,9 +155,7 @@ class SparseSteps(SchedulerPart):
             isolate_blocks(request, "ucm dense")
 
     def next_input(self, session: Request) -> None:
-        """Reads for each input whether its own tokens may be sparse. Blocks count as written by dense requests as long
-        as all inputs were dense.
-        """
+        """Reads for each input whether it may be sparse. Blocks are a dense request's while all inputs were dense."""
         was_sparse, is_sparse = session.request_id in self._sparse, may_be_sparse(session)
         if is_sparse and was_sparse:
             # workers treat it as a new request, for which nothing is stored
@@ -202,9 +200,7 @@ class SparseSteps(SchedulerPart):
 
 
 class SparseStepsAhead(SparseSteps):
-    """Runs sparse steps that are sent before it is known how many drafts of the last step are right: the
-    `LateDecisions` of each worker decides.
-    """
+    """Runs sparse steps sent before accepted drafts are known: the `LateDecisions` of each worker decides."""
 
     def next_input(self, session: Request) -> None:
         if may_be_sparse(session):

@@ -180,9 +180,7 @@ class HeldFolder:
         os.utime(record_name(block), ns=(now, now), dir_fd=self._blocks, follow_symlinks=False)
 
     def put(self, block: StoredBlock, record: memoryview, fsync: bool) -> int:
-        """Writes a record to a temporary file and moves it into place; returns its mtime in ns. Leaves no file after an
-        error.
-        """
+        """Writes a record to a temporary file and moves it into place; returns its mtime in ns. Errors leave none."""
         name = f"{os.getpid()}-{next(_numbers)}-{time.time_ns()}"
         with folder_below(self._root, TMP, make=True) as tmp:
             try:

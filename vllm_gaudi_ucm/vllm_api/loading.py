@@ -191,9 +191,7 @@ def _parts_of_call(given: dict[str, Any]) -> Iterator[Part]:
 
 
 def _has_default(module: nn.Module, name: str, weight: nn.Parameter) -> bool:
-    """True if a checkpoint may lack it: a placeholder without elements, a scale of the KV cache, or biases of experts
-    that only some checkpoints have.
-    """
+    """True if a checkpoint may lack it: an empty placeholder, a scale of the KV cache, or some biases of experts."""
     if isinstance(module, RoutedExperts) and name.endswith("_bias"):
         return not module.moe_config.has_bias
     return weight.numel() == 0 or isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)

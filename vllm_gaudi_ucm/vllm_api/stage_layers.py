@@ -1,6 +1,4 @@
-"""How many layers a block of the KV cache has room for on each stage of a pipeline: every stage has its own layers, and
-does not know the others.
-"""
+"""How many layers a KV-cache block has room for on each stage of a pipeline, which knows only its own layers."""
 
 from __future__ import annotations
 

@@ -54,9 +54,7 @@ class _Held:
 
 
 def _written(request: Request, start: int, most: int) -> list[int]:
-    """Returns tokens that are written. While a step is scheduled, `num_computed_tokens` counts only earlier steps;
-    drafts are not known tokens.
-    """
+    """Returns tokens that are written: `num_computed_tokens` counts earlier steps only; drafts are not known."""
     end = min(start + most, request.num_computed_tokens, request.num_tokens)
     return request.all_token_ids[start:end] if end > start else []
 

@@ -115,9 +115,7 @@ class PartialHits(BlockPolicy):
             self._waiting = None
 
     def passes_over(self, request: Request, seats: int) -> bool:
-        """Returns True if the request that was just looked up waits. It keeps one of the `seats`, which also limits how
-        many are passed over.
-        """
+        """Returns True if the request just looked up waits. It keeps one of the `seats`, which bounds their number."""
         kept = len(self._passed_over)
         self._has_seat = kept < seats
         if self._waiting != request.request_id or kept + 1 >= seats:

@@ -55,9 +55,7 @@ class HostSlots:
 
 
 class _Preempted(NamedTuple):
-    """A preempted request. tokens: number of computed tokens. places: (group, number of the block in its context) ->
-    slot; empty if the blocks were given up.
-    """
+    """tokens: number of computed tokens. places: (group, number in the context) -> slot; empty if given up."""
 
     tokens: int
     places: dict[tuple[int, int], int]

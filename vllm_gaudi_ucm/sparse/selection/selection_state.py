@@ -334,9 +334,7 @@ class SelectionLimits:
         return self.live_blocks + 1
 
     def most_candidates(self, selected: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the most candidates of requests that choose `selected` blocks: chosen and live blocks are
-        `sparse_ratio` of their blocks.
-        """
+        """Returns the most candidates of requests that choose `selected` blocks, `sparse_ratio` with live ones."""
         bound = np.floor((selected + self.live_blocks) / self.sparse_ratio).astype(np.int64)
         return np.minimum(self.width, np.maximum(selected, bound))
 
