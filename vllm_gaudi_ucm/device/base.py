@@ -1,6 +1,6 @@
 """The device protocol: all that code outside this folder may use of a device."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ class Fence(Protocol):
 
 
 class Device(Protocol):
-    """One device of this process. Methods act on the current device of the process (torch's `set_device`)."""
+    """One device of this process. Methods act on the current device of the process (torch's `set_device`).
+
+    By default it runs every operator at once, compiles no recipes, and captures graphs of a thread of its own.
+    """
 
     @property
     def kind(self) -> str:
@@ -77,15 +80,18 @@ class Device(Protocol):
 
     def compilations(self) -> int:
         """Recipes that the device has compiled since the first call; 0 for a device that compiles none."""
+        return 0
 
     def capturing(self) -> AbstractContextManager[None]:
         """A context for capturing or compiling graphs: no other thread launches concurrent work in it."""
+        return nullcontext()
 
     def compile_only(self) -> AbstractContextManager[bool]:
         """A context in which recipes are compiled but not executed: results inside are garbage, including caches.
 
         Yields False on a device that cannot do this, where everything is executed.
         """
+        return nullcontext(False)
 
     @property
     def pins_host_memory(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from vllm_gaudi_ucm.device.base import Fence, Memory
+from vllm_gaudi_ucm.device.base import Device, Fence, Memory
 from vllm_gaudi_ucm.device.host_limits import Cgroup
 
 
@@ -22,7 +22,7 @@ class _Behind:
         return True
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The host's CPU and memory. `torch.accelerator` raises on a CPU-only torch and is never called."""
 
     kind = "cpu"
@@ -63,21 +63,6 @@ class CpuDevice:
     def beside_computation(self, after: Fence) -> AbstractContextManager[None]:
         """Copies run in the calling thread, concurrently with other threads."""
         return nullcontext()
-
-    def end_recipe(self) -> None:
-        """A CPU computes at once."""
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Does nothing: computations of other threads never become a part of a graph."""
-        return nullcontext()
-
-    def compile_only(self) -> AbstractContextManager[bool]:
-        """A CPU executes everything."""
-        return nullcontext(False)
-
-    def compilations(self) -> int:
-        """A CPU has no recipes."""
-        return 0
 
 
 def host_memory(cgroup: Cgroup) -> Memory:

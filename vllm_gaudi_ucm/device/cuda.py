@@ -2,18 +2,18 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
-from vllm_gaudi_ucm.device.base import Fence, Memory
+from vllm_gaudi_ucm.device.base import Device, Fence, Memory
 
 _own = threading.local()
 _taken = 0
 """The index among the visible GPUs of the one that this process drives."""
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """The current CUDA device of this process."""
 
     kind = "cuda"
@@ -78,18 +78,3 @@ class CudaDevice:
                 yield
         finally:
             stream.synchronize()
-
-    def end_recipe(self) -> None:
-        """CUDA accumulates nothing: every kernel is launched at once."""
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Graphs are captured in a mode that looks at their own thread alone."""
-        return nullcontext()
-
-    def compile_only(self) -> AbstractContextManager[bool]:
-        """A GPU executes everything."""
-        return nullcontext(False)
-
-    def compilations(self) -> int:
-        """Kernels are compiled beforehand, graphs only recorded."""
-        return 0
