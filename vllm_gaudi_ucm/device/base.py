@@ -77,6 +77,7 @@ class Device(Protocol):
 
     def end_recipe(self) -> None:
         """Launches accumulated operators as one recipe; does nothing on a device that does not accumulate."""
+        return
 
     def compilations(self) -> int:
         """Recipes that the device has compiled since the first call; 0 for a device that compiles none."""
