@@ -83,7 +83,7 @@ class StoredEngine(Engine):
 
     def end(self) -> None:
         super().end()
-        self.remainders = sum(step.tail for step in read_phase_log(self._log)[1])
+        self.remainders = sum(step.prompt_remainder for step in read_phase_log(self._log)[1])
         self._files.cleanup()
 
     def _forget(self) -> None:
