@@ -242,12 +242,6 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
     Feature("multimodal models", "{model}", "a prompt is token ids alone", lambda c: c.is_multimodal_model),
     Feature(
-        "pooling models",
-        "{model} or --runner",
-        "a step computes tokens",
-        lambda c: c.runner_type not in ("generate", "draft"),
-    ),
-    Feature(
         "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
     ),
     Feature(

@@ -313,7 +313,8 @@ class UcmPlatform(Platform):
         processed_inputs: the prompt. params: `SamplingParams`; pooling models are refused at start.
         """
         try:
-            check_request(params)
+            if hasattr(params, "temperature"):
+                check_request(params)
             check_prompt(processed_inputs, cls._vocab_size)
         except ValueError as error:
             raise client_error(str(error)) from error
