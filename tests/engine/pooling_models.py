@@ -1,4 +1,4 @@
-"""Tiny random models that pool, with a tokenizer of whole words, and what Hugging Face Transformers computes with them."""
+"""Tiny random models that pool, with a tokenizer of words, and what Hugging Face Transformers computes with them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_sentence_pooling(folder: Path, mode: str, *, normalizes: bool = True) -> None:
-    """Writes the files of sentence-transformers from which vLLM takes the way of pooling. mode: such as `mean_tokens`."""
+    """Writes the files of sentence-transformers that tell vLLM how to pool. mode: such as `mean_tokens`."""
     modules = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalizes else [])]
     listed = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}

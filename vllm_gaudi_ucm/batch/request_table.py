@@ -345,7 +345,9 @@ class RequestTable:
             self._tokens.clear(row)
 
     def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Gives a request more blocks. block_ids: for each group, by its number."""
+        """Gives a request more blocks. block_ids: for each group, by its number; empty for an encoder."""
+        if not block_ids:
+            return
         if self._tokens is not None:
             self._tokens.append(row, block_ids[0])
             return

@@ -186,6 +186,8 @@ class BucketedExecution:
         return self._logits.shape[1]
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
+        if not self.ready.buckets.limits.has_cache:
+            return [np.arange(len(batch.num_scheduled))]
         first = self._groups.groups[0]
         whole = batch.of_group(0)
         divisions = divide_batch(whole, first.kv.block_size, self._room, remainders.tolist(), first.kv.window)

@@ -117,6 +117,11 @@ class Decoder:
         return self.is_last and not is_pooling(self._vllm_config)
 
     @property
+    def is_encoder(self) -> bool:
+        """Returns whether rows see both ways."""
+        return any(spec.both_ways for spec in self.specs)
+
+    @property
     def num_layers(self) -> int:
         """Returns the number of attention layers on this stage."""
         return len(self._attention_layers())

@@ -301,6 +301,8 @@ class UcmPlatform(Platform):
             raise UnsupportedFeatureError(f"the attention backend {asked}", "--attention-backend")
         if attn_selector_config.use_sparse:
             raise UnsupportedFeatureError("model-defined sparse attention", "an attention layer of the model")
+        if attn_selector_config.attn_type == "encoder_only":
+            return "vllm_gaudi_ucm.attention.encoder.EncoderAttentionBackend"
         if attn_selector_config.use_mla:
             return "vllm_gaudi_ucm.attention.latent.LatentAttentionBackend"
         return "vllm_gaudi_ucm.attention.backend.UnifiedAttentionBackend"

@@ -196,8 +196,9 @@ def _native_graphs(allocated: AllocatedModel, decoder: Decoder | None) -> Native
     on_cpu = model.tensors_on.type == "cpu" and model.kind == "off" and has_folders("cpu")
     if decoder is None or not on_cpu or allocated.calls_layers or not model.config.cpu.native_graphs:
         return None
-    # of latents, which way new tokens take depends on the parts, and products are no native calls
-    if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None:
+    # of latents, which way new tokens take depends on the parts, and products are no native calls; neither are those of
+    # encoders
+    if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None or decoder.is_encoder:
         return None
     from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
 

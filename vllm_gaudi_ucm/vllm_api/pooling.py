@@ -26,7 +26,6 @@ __all__ = [
     "late_interaction",
     "pooler_of",
     "pooling_tasks",
-    "token_type_range",
 ]
 
 
@@ -60,16 +59,3 @@ def late_interaction(vllm_config: "VllmConfig", on_cuda: bool) -> LateInteractio
     """Returns the state of late-interaction scoring. on_cuda: only there, vLLM's Triton kernel may score."""
     pooler = vllm_config.model_config.pooler_config
     return LateInteractionRunner(enable_flash=on_cuda and bool(getattr(pooler, "enable_flash_late_interaction", False)))
-
-
-def token_type_range(params: PoolingParams | None, num_tokens: int) -> tuple[int, int]:
-    """Returns the first token of a prompt with token type 1, and the first one after these; the others have type 0.
-
-    Reason: vLLM 0.33 sends both, 0.32 sends the first one alone.
-    Remove when: the oldest supported vLLM is 0.33.
-    """
-    found = None if params is None else (params.extra_kwargs or {}).get("compressed_token_type_ids")
-    if found is None:
-        return num_tokens, num_tokens
-    start, end = (found, num_tokens) if isinstance(found, int) else found
-    return start, end
