@@ -36,10 +36,12 @@ _ENCODER: dict[str, Any] = {
 }
 # RoBERTa's positions begin after the padding id
 _ROBERTA = {**_ENCODER, "max_position_embeddings": 512 + PAD + 1, "type_vocab_size": 2}
+# vLLM reads the entry, which checkpoints have, and configurations of newer Transformers do not
+_ABSOLUTE = {"position_embedding_type": "absolute"}
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _ENCODER,
     "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
+    "xlm-roberta": {**_ROBERTA, **_ABSOLUTE},
     "modernbert": {
         **_ENCODER,
         "num_hidden_layers": 4,

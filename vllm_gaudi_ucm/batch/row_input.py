@@ -143,7 +143,8 @@ class TokenTypes(RowInput):
 
     @classmethod
     def is_read_by(cls, model: nn.Module) -> bool:
-        return "token_type_ids" in inspect.signature(model.forward).parameters
+        forward = getattr(model, "forward", None)
+        return forward is not None and "token_type_ids" in inspect.signature(forward).parameters
 
     def add(self, row: int, new: NewRequestData) -> None:
         from vllm_gaudi_ucm.vllm_api.steps import token_types

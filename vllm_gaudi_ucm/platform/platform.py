@@ -236,6 +236,9 @@ class UcmPlatform(Platform):
             tile = cls._tile(vllm_config)
             longest = tile * most_ranges(longest, strip_size(tile))
         rows = memory.rows(asked, scheduler.max_num_seqs, longest)
+        if not scheduler.enable_chunked_prefill:
+            # the longest prompt is one piece
+            rows = max(rows, min(asked, model.max_model_len))
         if rows < asked:
             logger.warning(
                 "Steps have at most %d tokens, not the %d of --max-num-batched-tokens: attention takes %.2f GiB for "
@@ -312,7 +315,7 @@ class UcmPlatform(Platform):
         """Refuses a request with a parameter that would be ignored, or with tokens that the model does not have; its
         client gets the message, others go on.
 
-        processed_inputs: the prompt. params: `SamplingParams`; pooling models are refused at start.
+        processed_inputs: the prompt. params: `SamplingParams`, or `PoolingParams`, which vLLM checks.
         """
         try:
             if hasattr(params, "temperature"):
