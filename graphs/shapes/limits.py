@@ -31,7 +31,7 @@ class Limits:
         a step with more shared blocks then runs in several parts.
     max_selected_blocks: blocks that a sparse method chooses for the requests of a step, counted once for each request.
         0: there is no such method.
-    causal_reach: buckets may bound the max prompt tiles, which saves work in Gaudi's attention.
+    bounds_prompt_tiles: buckets may bound the max prompt tiles, which saves work in Gaudi's attention.
     strip: with a slot for each token, the number of slots that a request gets at once (`strip_size`). Shared and unique
         blocks are then ranges of blocks, and a step with more of them than `max_context_blocks` runs in several parts.
         0: requests get blocks.
@@ -47,7 +47,7 @@ class Limits:
     contiguous: bool = True
     max_shared_blocks: int | None = None
     max_selected_blocks: int = 0
-    causal_reach: bool = False
+    bounds_prompt_tiles: bool = False
     strip: int = 0
     window: int = 0
 

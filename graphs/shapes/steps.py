@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 Shapes = NDArray[np.int64]
 """[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another exactly if no size is
 smaller: a phase has `s` and `u` if their sizes are not 0. [n, 5]: also selected_blocks; [n, 6]: also
-max prompt tiles (`causal_reach`), 0 if there is no causal part.
+max prompt tiles (`max_prompt_tiles`), 0 if there is no causal part.
 """
 
 
@@ -130,4 +130,4 @@ def steps_within(steps: Steps, limits: Limits) -> Steps:
     shapes = steps.shapes
     shapes[:, 2:5] = np.minimum(shapes[:, 2:5], [most.shared_blocks, most.unique_blocks, most.selected_blocks])
     cut = steps.with_shapes(shapes)
-    return cut if limits.causal_reach else cut.without_prompt_tiles()
+    return cut if limits.bounds_prompt_tiles else cut.without_prompt_tiles()

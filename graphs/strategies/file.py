@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,9 +21,12 @@ from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy,
 SCHEMA = "gaudi-ucm.buckets/1"
 KEYS = ("schema", "made_for", "limits", "logits", "forward")
 # Limits that are measured or chosen when a server starts, so they differ between starts; shapes are cut to them.
-MEASURED = ("num_blocks", "contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
+MEASURED = ("num_blocks", "contiguous", "max_shared_blocks", "max_selected_blocks", "bounds_prompt_tiles")
 # Limits that are written only if they differ from the default; files of servers without the feature lack them.
-OPTIONAL = {"max_selected_blocks": 0, "causal_reach": False, "strip": 0, "window": 0}
+BOUNDS = "bounds_prompt_tiles"
+# Files of earlier releases call it so. Reason: they are still served. Remove when: the next release is out.
+EARLIER_BOUNDS = "causal_reach"
+OPTIONAL = {"max_selected_blocks": 0, "bounds_prompt_tiles": False, "strip": 0, "window": 0}
 
 
 MOST_BYTES = 4 << 20
@@ -109,10 +113,10 @@ def _read_yaml(path: Path) -> Any:
 def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:
     """Writes the buckets; `made_for` tells a reader their origin."""
     names, limits = "phase, query_len, shared_blocks, unique_blocks", asdict(buckets.limits)
-    if buckets.limits.max_selected_blocks or buckets.limits.causal_reach:
+    if buckets.limits.max_selected_blocks or buckets.limits.bounds_prompt_tiles:
         names += ", selected_blocks (0 where missing)"
-    if buckets.limits.causal_reach:
-        names += ", causal_reach (no bound where missing)"
+    if buckets.limits.bounds_prompt_tiles:
+        names += ", max_prompt_tiles (no bound where missing)"
     for name, default in OPTIONAL.items():
         if limits[name] == default:
             del limits[name]
@@ -151,16 +155,24 @@ def _cut(shape: ForwardShape, limits: Limits) -> tuple[int, int, int, int, int]:
         min(shape.shared_blocks, maximum.shared_blocks),
         min(shape.unique_blocks, maximum.unique_blocks),
         min(shape.selected_blocks, maximum.selected_blocks),
-        shape.causal_reach if limits.causal_reach else ALL_TILES,
+        shape.max_prompt_tiles if limits.bounds_prompt_tiles else ALL_TILES,
     )
 
 
 def _limits(path: Path, value: Any) -> Limits:
     names = [field.name for field in fields(Limits) if field.name not in OPTIONAL]
-    if not isinstance(value, dict) or set(value) - set(OPTIONAL) != set(names):
+    if not isinstance(value, dict) or set(value) - {*OPTIONAL, EARLIER_BOUNDS} != set(names):
         raise BucketFileError(f"{path}: limits: found {_shown(value)}, expected a mapping with {', '.join(names)}")
+    if EARLIER_BOUNDS in value:
+        warnings.warn(
+            f"{path}: bucket files call limits.{EARLIER_BOUNDS} {BOUNDS} now; the earlier name is read for one more "
+            "release",
+            FutureWarning,
+            stacklevel=1,
+        )
+        value = {BOUNDS if name == EARLIER_BOUNDS else name: found for name, found in value.items()}
     for name, found in value.items():
-        expected = bool if name in ("contiguous", "causal_reach") else int
+        expected = bool if name in ("contiguous", "bounds_prompt_tiles") else int
         if type(found) is not expected and not (name == "max_shared_blocks" and found is None):
             raise BucketFileError(f"{path}: limits.{name}: found {_shown(found)}, expected {expected.__name__}")
         if expected is int and found is not None and found >= MOST:
@@ -188,14 +200,14 @@ def _shape(path: Path, entry: Any, limits: Limits) -> ForwardShape:
     sizes = entry[1:] if isinstance(entry, list) and len(entry) in (4, 5, 6) else [None]
     if any(type(size) is not int or not 0 <= size < MOST for size in sizes):
         expected = (
-            "[phase, query_len, shared_blocks, unique_blocks], selected_blocks where there are any, causal_reach where "
-            "there is a bound"
+            "[phase, query_len, shared_blocks, unique_blocks], selected_blocks where there are any, "
+            "max_prompt_tiles where there is a bound"
         )
         raise BucketFileError(f"{path}: forward: found {_shown(entry)}, expected {expected}")
     shape = ForwardShape(*entry)
     consistent = ForwardShape.of(str(shape.phase)[:1] == "c", *shape.sizes)
-    if shape.causal_reach < 1:
-        raise BucketFileError(f"{path}: forward: found {entry!r}, expected a causal_reach of at least one tile")
+    if shape.max_prompt_tiles < 1:
+        raise BucketFileError(f"{path}: forward: found {entry!r}, expected max_prompt_tiles of at least one tile")
     if shape[:5] != consistent[:5] or shape.query_len < 1:
         raise BucketFileError(
             f"{path}: forward: found {entry!r}, expected at least one row and the phase {consistent.phase!r}"

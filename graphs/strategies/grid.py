@@ -72,7 +72,10 @@ class GridStrategy(BucketStrategy):
             grid_buckets = self.choose(rest)
             forward, logits = [*grid_buckets.forward, *family], grid_buckets.logits
             return BucketSet(forward, logits, request.limits, request.cost)
-        absent = {"selected": not request.limits.max_selected_blocks, "prompt_tiles": not request.limits.causal_reach}
+        absent = {
+            "selected": not request.limits.max_selected_blocks,
+            "prompt_tiles": not request.limits.bounds_prompt_tiles,
+        }
         if not request.limits.has_cache:
             # an encoder's steps have rows alone
             absent |= dict.fromkeys(set(AXES) - {"prompt"}, True)
@@ -138,7 +141,7 @@ def _make(request: BucketRequest, grid: Grid, levels: Levels) -> BucketSet:
     shapes = without_unreachable(_shapes(limits, grid, levels), limits.dense, cost)
     if limits.max_selected_blocks:
         shapes = with_selected_levels(shapes, [0, *levels("selected", limits.max_selected_blocks, grid.selected)], cost)
-    if limits.causal_reach and grid.prompt_tiles:
+    if limits.bounds_prompt_tiles and grid.prompt_tiles:
         shapes = with_prompt_tile_levels(shapes, _prompt_tile_levels(limits, grid.prompt_tiles), cost)
     return BucketSet(shapes, levels("logits", limits.max_num_seqs, grid.logits), limits, cost)
 

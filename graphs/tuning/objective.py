@@ -52,7 +52,7 @@ def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, ND
 
 
 def _dimensions(steps: Steps, limits: Limits) -> int:
-    if limits.causal_reach and steps.has_prompt_tiles:
+    if limits.bounds_prompt_tiles and steps.has_prompt_tiles:
         return 6
     return 5 if limits.max_selected_blocks else 4
 

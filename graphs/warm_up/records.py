@@ -18,7 +18,7 @@ GraphKey = BucketKey | RemainderShape
 def graph_name(key: GraphKey) -> str:
     """Returns the key in words, for a log or an error."""
     if isinstance(key, RemainderShape):
-        return f"tail {' '.join(map(str, key.forward.to_list()))}"
+        return f"prompt remainder {' '.join(map(str, key.forward.to_list()))}"
     if isinstance(key, ForwardShape):
         return f"bucket {' '.join(map(str, key.to_list()))}"
     return f"{key} logits row{'s' if key != 1 else ''}"

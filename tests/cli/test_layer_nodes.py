@@ -39,7 +39,7 @@ UNWANTED = ("nonzero", "masked_select", "index.Tensor", "index_put", "unfold", "
 
 def server(rows: int = 2048, requests: int = 64, contiguous: bool = False) -> Limits:
     shared = default_shared_blocks(8192, BLOCK)
-    return Limits(rows, requests, 8192, BLOCK, BLOCKS, contiguous, shared, causal_reach=True)
+    return Limits(rows, requests, 8192, BLOCK, BLOCKS, contiguous, shared, bounds_prompt_tiles=True)
 
 
 def ids(*shape: int) -> Tensor:

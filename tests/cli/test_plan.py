@@ -415,7 +415,7 @@ def test_what_is_said_of_graphs_for_remainders(log: Path, tmp_path: Path, capsys
     assert "without those for prompt remainders" in capsys.readouterr().out
     path = edited(log, tmp_path / "phases.jsonl", ["cs-", 100, 4, 0, 1, 9], max_selected_blocks=500)
     *lines, last = path.read_text().splitlines()
-    path.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"tail": 1}), ""]))
+    path.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"prompt_remainder": 1}), ""]))
     argv = ("--log", path, "--max-graphs", 16, "--strategy", "padding_aware")
     value = plan(capsys, *argv)
     assert value["tail_steps"] == 1

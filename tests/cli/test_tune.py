@@ -112,7 +112,7 @@ def test_the_file_holds_what_the_report_says(log: Path, tmp_path: Path, capsys: 
     assert value["bound_ratio"] <= value["fitted_ratio"]
     assert set(value["other_strategies"]) == {"exponential", "linear", "padding_aware"}
     limits, forward, logits = read_bucket_file(file)
-    assert limits == replace(MIXES["chat"].limits, causal_reach=True), "of the device that they are for, a Gaudi"
+    assert limits == replace(MIXES["chat"].limits, bounds_prompt_tiles=True), "of the device that they are for, a Gaudi"
     assert [shape.to_list() for shape in forward] == value["forward"]
     assert logits == value["logits"]
 

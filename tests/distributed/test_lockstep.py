@@ -63,7 +63,7 @@ def test_agreements(tmp_path: Path) -> None:
         assert held.forward == found["bucket"]._replace(logits=0).forward
         assert held.phase == HELD.phase
         assert held[1:4] == HELD[1:4]
-        assert all(dominates(held._replace(logits=6, causal_reach=ALL_TILES), step) for step in STEPS)
+        assert all(dominates(held._replace(logits=6, max_prompt_tiles=ALL_TILES), step) for step in STEPS)
         # a graph of logits is each engine's own
         assert held.logits == STEPS[rank].logits
         assert found["one"].forward == STEPS[1].forward

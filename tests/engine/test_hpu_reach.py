@@ -47,7 +47,7 @@ def serve(model: str, files: str) -> dict[str, Any]:
 
     prompt_tiles.TILE_ROWS = TILE
     file, log = Path(files, "buckets.yaml"), Path(files, "phases.jsonl")
-    limits = Limits(512, 16, 512, 16, 200, False, causal_reach=True)
+    limits = Limits(512, 16, 512, 16, 200, False, bounds_prompt_tiles=True)
     shapes = [ForwardShape.of(True, 512, *blocks) for blocks in ((0, 0), (40, 100))]
     shapes = [shape.with_prompt_tiles(reach) for shape in shapes for reach in REACHES]
     cost = CostModel(device_spec("gaudi2"), LLAMA_8B, 16)
@@ -57,7 +57,7 @@ def serve(model: str, files: str) -> dict[str, Any]:
         warm = card.compilations, card.compiled_graphs
         answers = [[asdict(answer) for answer in engine.greedy(prompts_of(lengths), 3)] for lengths in LENGTHS]
         served = card.compilations, card.compiled_graphs
-    ran = [(record.bucket.causal_reach, record.padded.causal_reach) for record in read_phase_log(log)[1]]
+    ran = [(record.bucket.max_prompt_tiles, record.padded.max_prompt_tiles) for record in read_phase_log(log)[1]]
     return {"warm": warm, "served": served, "answers": answers, "ran": ran}
 
 

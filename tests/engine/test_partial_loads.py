@@ -179,7 +179,7 @@ def test_tails_at_static_shapes(tiny_llama: Path, tmp_path: Path) -> None:
     assert {record.requests for record in sparse} == {1}
     assert sorted(record.tokens for record in sparse) == sorted([2, 8, 16, 2, 6, 2, 6, 6, 4])
     assert {record.padded.query_len for record in sparse} == {BLOCK}
-    assert [record for record in read_phase_log(log)[1] if record.tail] == sparse
+    assert [record for record in read_phase_log(log)[1] if record.prompt_remainder] == sparse
 
 
 def test_a_block_that_the_same_step_computes_for_another_request(

@@ -47,7 +47,7 @@ def static_steps(draw: st.DrawFn) -> Static:
         for low, high in zip(true[1:5], most[1:5], strict=True)
     )
     causal = true.phase[0] == "c" or draw(st.booleans())
-    least = 1 if plan.causal is None else true.causal_reach
+    least = 1 if plan.causal is None else true.max_prompt_tiles
     reach = draw(st.one_of(st.just(least), st.integers(least, least + 3), st.just(ALL_TILES)))
     shape = ForwardShape.of(causal, q, s, u, 0, reach)
     return Static(step, plan, shape.step(logits), limits, draw(st.sampled_from([1, 5, 512])), window)

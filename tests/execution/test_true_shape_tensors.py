@@ -60,7 +60,7 @@ def test_the_bucket_is_the_true_shape(step: Step, contiguous_pa: ContiguousPa) -
     unique_blocks = len(unique) if gathers or not unique else max(unique) + 1
     logits = sum(request.behind == 0 for request in step.requests)
     rows = sum(request.new for request in step.requests)
-    reach = shape.causal_reach
+    reach = shape.max_prompt_tiles
     assert reach == ALL_TILES or (causal and is_bounded(rows, reach)), "steps of one tile have no bound"
     assert shape == Bucket(phase, rows, len(shared), unique_blocks, logits, 0, reach)
 

@@ -50,7 +50,7 @@ def limits(draw: st.DrawFn) -> Limits:
         draw(st.integers(2, 200)),
         draw(st.booleans()),
         max_selected_blocks=draw(st.sampled_from([0, 0, 1, 50, 400])),
-        causal_reach=draw(st.booleans()),
+        bounds_prompt_tiles=draw(st.booleans()),
     )
 
 

@@ -29,9 +29,9 @@ def test_no_step_is_lost_and_blocks_fit(data: st.DataObject, there: Limits, here
 def test_steps_within_the_limits_stay_as_they_are(data: st.DataObject, here: Limits) -> None:
     seen = Steps.of(data.draw(st.lists(steps(here), min_size=1, max_size=12)))
     found = steps_within(seen, here)
-    expected = seen if here.causal_reach else seen.without_prompt_tiles()
+    expected = seen if here.bounds_prompt_tiles else seen.without_prompt_tiles()
     assert found.shapes.tolist() == expected.shapes.tolist()
-    assert found.has_prompt_tiles <= here.causal_reach
+    assert found.has_prompt_tiles <= here.bounds_prompt_tiles
     assert found.forward_counts.tolist() == expected.forward_counts.tolist()
     if found.count:
         check_steps(found, here)

@@ -79,18 +79,18 @@ def test_other_sizes_keep_their_graphs_beside_size_levels(strategy: str) -> None
 @pytest.mark.parametrize("strategy", blind_strategies())
 def test_long_steps_of_prompts_have_a_graph_for_short_ones(strategy: str) -> None:
     """Where that is worth a tenth of the step, and only on a device that computes less in it."""
-    within = Limits(8192, 64, 32768, 128, 3400, contiguous=False, max_shared_blocks=512, causal_reach=True)
+    within = Limits(8192, 64, 32768, 128, 3400, contiguous=False, max_shared_blocks=512, bounds_prompt_tiles=True)
     buckets = build_buckets(strategy, BucketRequest(within, COST, 64))
-    plain = build_buckets(strategy, BucketRequest(replace(within, causal_reach=False), COST, 64))
+    plain = build_buckets(strategy, BucketRequest(replace(within, bounds_prompt_tiles=False), COST, 64))
     assert buckets.num_graphs <= 64
     assert_all_reachable(buckets)
     packed, whole = Bucket("c--", 8192, 0, 0, 16, 0, 2), Bucket("c--", 8192, 0, 0, 1)
-    assert buckets.lookup(packed).causal_reach == 4
+    assert buckets.lookup(packed).max_prompt_tiles == 4
     assert 1.1 * COST.step(buckets.lookup(packed)) < COST.step(plain.lookup(packed))
     assert buckets.lookup(whole).forward == plain.lookup(whole).forward == whole.forward
-    assert {shape.causal_reach for shape in plain.forward} == {ALL_TILES}
+    assert {shape.max_prompt_tiles for shape in plain.forward} == {ALL_TILES}
     few = replace(within, max_num_batched_tokens=2048)
-    assert {shape.causal_reach for shape in build_buckets(strategy, BucketRequest(few, COST, 64)).forward} == {
+    assert {shape.max_prompt_tiles for shape in build_buckets(strategy, BucketRequest(few, COST, 64)).forward} == {
         ALL_TILES
     }
 
@@ -183,7 +183,7 @@ def test_a_file_of_as_many_graphs_as_are_allowed_stays_usable(bucket_file: Path,
         ('["csu", 256,', '["csu", 257,', "exceeds the file's own limits"),
         ('["csu", 256,', '["cs-", 256,', "the phase 'csu'"),
         ("119, 120]", "119, 120, 1]", "exceeds the file's own limits [256, 119, 120]"),
-        ("119, 120]", "119, 120, 0, 0]", "expected a causal_reach of at least one tile"),
+        ("119, 120]", "119, 120, 0, 0]", "expected max_prompt_tiles of at least one tile"),
         ('["csu", 256,', '["csu",', "expected [phase, query_len, shared_blocks, unique_blocks]"),
         ("logits: [", "logits: [-4, ", "logits: found -4"),
         ("forward:", "forward: []\nx:", "unknown key 'x'"),
@@ -235,7 +235,7 @@ def test_a_file_of_a_sparse_server(tmp_path: Path, bucket_file: Path) -> None:
 
 def test_a_file_of_a_server_whose_buckets_bound_prompt_tiles(tmp_path: Path, bucket_file: Path) -> None:
     """The last size is written where it is a bound; elsewhere shapes that differ in nothing else become one."""
-    path, within = tmp_path / "reach.yaml", Limits(2048, 16, 2048, 128, 120, causal_reach=True)
+    path, within = tmp_path / "reach.yaml", Limits(2048, 16, 2048, 128, 120, bounds_prompt_tiles=True)
     prompts = ForwardShape("c--", 2048, 0, 0)
     shapes = [prompts.with_prompt_tiles(2), prompts, ForwardShape("c--", 600, 0, 0)]
     written = BucketSet(shapes, [16], within, COST)
@@ -244,13 +244,17 @@ def test_a_file_of_a_server_whose_buckets_bound_prompt_tiles(tmp_path: Path, buc
     assert "reach" not in bucket_file.read_text()
     found = build_buckets("file", BucketRequest(within, COST, path=path))
     assert found.forward == written.forward
-    elsewhere = build_buckets("file", BucketRequest(replace(within, causal_reach=False), COST, path=path))
+    path.write_text(path.read_text().replace("bounds_prompt_tiles:", "causal_reach:"))
+    with pytest.warns(FutureWarning, match=r"limits\.causal_reach bounds_prompt_tiles now"):
+        assert build_buckets("file", BucketRequest(within, COST, path=path)).forward == written.forward
+    path.write_text(path.read_text().replace("causal_reach:", "bounds_prompt_tiles:"))
+    elsewhere = build_buckets("file", BucketRequest(replace(within, bounds_prompt_tiles=False), COST, path=path))
     assert set(elsewhere.forward) == set(written.forward) - {shapes[0]}
     path.write_text(path.read_text().replace("0, 2]", "0, 8]"))
     again = build_buckets("file", BucketRequest(within, COST, path=path))
     assert prompts in again.forward, "the tiles of all rows are no bound"
     path.write_text(path.read_text().replace("0, 8]", "0, 0]"))
-    with pytest.raises(BucketFileError, match="expected a causal_reach of at least one tile"):
+    with pytest.raises(BucketFileError, match="expected max_prompt_tiles of at least one tile"):
         build_buckets("file", BucketRequest(within, COST, path=path))
 
 

@@ -190,18 +190,18 @@ def test_one_count_of_selected_blocks_is_met_exactly() -> None:
 
 def test_steps_of_known_prompt_tiles_are_tuned() -> None:
     """Packed prompts and long ones of as many rows get graphs of their own, where a device computes less in one."""
-    within = Limits(8192, 64, 32768, 128, 3400, contiguous=False, causal_reach=True)
+    within = Limits(8192, 64, 32768, 128, 3400, contiguous=False, bounds_prompt_tiles=True)
     rng = np.random.default_rng(3)
     tiles = [int(most) for most in rng.choice([1, 2, 3, 20], 120)]
     seen = [Bucket("c--", int(rng.integers(7000, 8192)), 0, 0, 4, 0, most) for most in tiles]
     steps = Steps.of(seen)
     assert steps.has_prompt_tiles
     buckets = tune(steps, within, COST, 8)
-    assert len({shape.causal_reach for shape in buckets.forward}) > 2
+    assert len({shape.max_prompt_tiles for shape in buckets.forward}) > 2
     known = measure_padding(buckets, steps)
-    without = replace(within, causal_reach=False)
+    without = replace(within, bounds_prompt_tiles=False)
     plain = tune(steps.without_prompt_tiles(), without, COST, 8)
-    assert {shape.causal_reach for shape in plain.forward} == {ALL_TILES}
+    assert {shape.max_prompt_tiles for shape in plain.forward} == {ALL_TILES}
     assert known.seconds < 0.95 * measure_padding(plain, steps).seconds
     objective = Objective.of(steps, within, COST, 0.05)
     certified = certify(objective, buckets, 8)

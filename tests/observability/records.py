@@ -21,7 +21,9 @@ def step(index: int, phase: str = "csu", ms: float = 10.0, pairs: tuple[int, int
 
 def tail_step(index: int) -> StepRecord:
     """A step that ran in a graph for prompt remainders; no bucket without selected blocks holds it."""
-    return replace(step(index), bucket=Bucket("cs-", 12, 3, 0, 1, 9), padded=Bucket("cs-", 16, 4, 0, 1, 20), tail=1)
+    return replace(
+        step(index), bucket=Bucket("cs-", 12, 3, 0, 1, 9), padded=Bucket("cs-", 16, 4, 0, 1, 20), prompt_remainder=1
+    )
 
 
 def mixed_steps(count: int = 200, seed: int = 7) -> list[StepRecord]:

@@ -120,14 +120,27 @@ def test_a_step_that_ran_in_a_graph_for_remainders(tmp_path: Path) -> None:
     """Buckets are not tuned for it: it runs there whatever they are."""
     path = tmp_path / "phases.jsonl"
     true, padded = Bucket("cs-", 12, 3, 0, 1, 9), Bucket("cs-", 16, 4, 0, 1, 20)
-    tail = StepRecord(1, true, padded, 1, 1, 12, 78, 576, 0, 0.5, 31.5, 2.0, selected_pairs=1728, sparse=1, tail=1)
+    tail = StepRecord(
+        1, true, padded, 1, 1, 12, 78, 576, 0, 0.5, 31.5, 2.0, selected_pairs=1728, sparse=1, prompt_remainder=1
+    )
     write_log(path, [step(0), tail])
     records = read_phase_log(path)[1]
     assert records == [step(0), tail]
     assert list(bucket_shapes(records)) == [step(0).bucket]
     _, ordinary, line = path.read_text().splitlines()
-    assert "tail" not in ordinary
-    assert line.endswith('"sparse":1,"tail":1}')
+    assert "prompt_remainder" not in ordinary
+    assert line.endswith('"sparse":1,"prompt_remainder":1}')
+
+
+def test_a_log_with_the_earlier_name_of_the_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "phases.jsonl"
+    remainder = StepRecord(
+        1, Bucket("cs-", 12, 3, 0, 1), Bucket("cs-", 16, 4, 0, 1), 1, 1, 12, 78, 5, 0, 0.5, 3.0, 2.0, prompt_remainder=1
+    )
+    write_log(path, [remainder])
+    path.write_text(path.read_text().replace('"prompt_remainder":', '"tail":'))
+    with pytest.warns(FutureWarning, match="'tail' 'prompt_remainder' now"):
+        assert read_phase_log(path)[1] == [remainder]
 
 
 def test_a_known_reach_is_read_back(tmp_path: Path) -> None:
@@ -139,7 +152,7 @@ def test_a_known_reach_is_read_back(tmp_path: Path) -> None:
     assert read_phase_log(path)[1] == [packed]
     line = json.loads(path.read_text().splitlines()[1])
     assert (line["bucket"], line["padded"]) == (["c--", 4000, 0, 0, 4, 0, 2], ["c--", 4096, 0, 0, 8])
-    assert padded.causal_reach == ALL_TILES
+    assert padded.max_prompt_tiles == ALL_TILES
 
 
 def test_times_survive_to_a_tenth_of_a_microsecond(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_graph_for_remainders_is_another_one_than_a_bucket_of_its_sizes(folder
     for tail in (True, False, True):
         metrics.step(true, padded, tail)
     shown = scrape(folder)
-    for graph, steps in (("tail", 2), ("forward", 1)):
+    for graph, steps in (("prompt_remainder", 2), ("forward", 1)):
         assert shown[total("bucket_steps_total", graph=graph, bucket="cs- q16 s4 u0 x20")] == steps
     assert shown[total("bucket_steps_total", graph="logits", bucket="l1")] == 3
     assert shown[total("padded_size_total", dimension="selected")] == 60

@@ -142,15 +142,15 @@ def test_graphs_for_remainders_are_lines_of_the_table() -> None:
     records = (GraphRecord(DECODE, GraphState.COLD), GraphRecord(tail, GraphState.WARM, 1.25, 3 * 2**20))
     lines = [line.split() for line in warm_up_text(WarmUpSummary(records, 1, 1.0)).splitlines()]
     assert lines[0][:6] == ["graph", "query", "shared", "unique", "selected", "logits"]
-    assert ["cs-", "tail", "128", "4", "0", "51", "warm", "1.25", "3"] in lines
-    assert graph_name(tail) == "tail cs- 128 4 0 51"
+    assert ["cs-", "prompt", "remainder", "128", "4", "0", "51", "warm", "1.25", "3"] in lines
+    assert graph_name(tail) == "prompt remainder cs- 128 4 0 51"
 
 
-def test_the_table_has_a_column_of_reaches_where_a_graph_bounds_it() -> None:
+def test_the_table_has_a_column_of_prompt_tiles_if_a_graph_bounds_them() -> None:
     prompts = ForwardShape("c--", 8192, 0, 0)
     records = [GraphRecord(shape, GraphState.COLD) for shape in (prompts.with_prompt_tiles(4), prompts)]
     lines = [line.split() for line in warm_up_text(WarmUpSummary((*records,), 1, 1.0)).splitlines()]
-    assert lines[0][:6] == ["graph", "query", "shared", "unique", "reach", "logits"]
+    assert lines[0][:6] == ["graph", "query", "shared", "unique", "tiles", "logits"]
     assert [line[:5] for line in lines[2:4]] == [["c--", "8,192", "0", "0", "4"], ["c--", "8,192", "0", "0", "cold"]]
     assert graph_name(prompts.with_prompt_tiles(4)) == "bucket c-- 8192 0 0 0 4"
 

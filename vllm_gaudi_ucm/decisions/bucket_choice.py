@@ -121,7 +121,7 @@ def choose_buckets(
     """
     cost = cost_model(vllm_config, device, limits.block_size)
     # rows of an encoder look forward, too
-    limits = replace(limits, causal_reach=device.kind == "hpu" and limits.has_cache)
+    limits = replace(limits, bounds_prompt_tiles=device.kind == "hpu" and limits.has_cache)
     usage = None
     if graphs.trace is not None:
         usage = _usage(graphs.trace, limits)

@@ -24,7 +24,7 @@ def step_bytes(shape: ForwardShape, model: ModelSpec, block_size: int, selected_
 
     selected_rows: of a request with chosen blocks.
     """
-    reach = shape.causal_reach
+    reach = shape.max_prompt_tiles
     sizes = AttentionSizes(
         heads=model.heads,
         kv_heads=model.kv_heads,

@@ -31,5 +31,5 @@ def agreed_bucket(lockstep: Lockstep, needed: Bucket = NO_STEP) -> Bucket:
         unique,
         logits=needed.logits,
         selected_blocks=selected,
-        causal_reach=tiles or ALL_TILES,
+        max_prompt_tiles=tiles or ALL_TILES,
     )

@@ -90,7 +90,7 @@ class BucketParts:
         )
         tiles = None
         if "tiles" in tensors:
-            rows, levels = prompt_tiles.TILE_ROWS, prompt_tiles.levels(q, shape.causal_reach)
+            rows, levels = prompt_tiles.TILE_ROWS, prompt_tiles.levels(q, shape.max_prompt_tiles)
             tiles = CausalTiles(tensors["tiles"][0], tensors["tiles"][1], rows, levels)
         return CausalPart(tensors["groups"], tuple(slices), tiles, tensors.get("causal_first_rows"))
 

@@ -39,7 +39,7 @@ def of_causal_rows(sizes: Sizes) -> tuple[int, ...] | None:
 
 
 def of_tiles(sizes: Sizes) -> tuple[int, ...] | None:
-    rows, most = sizes.shape.query_len, sizes.shape.causal_reach
+    rows, most = sizes.shape.query_len, sizes.shape.max_prompt_tiles
     return (2, levels(rows, most)[0]) if is_bounded(rows, most) else None
 
 

@@ -139,7 +139,7 @@ class StepTensor:
 
 def place_tiles(plan: UnifiedPlan | None, shape: ForwardShape) -> NDArray[np.int64]:
     """Returns [2, tiles] the first and last row of each tile."""
-    rows, most = shape.query_len, shape.causal_reach
+    rows, most = shape.query_len, shape.max_prompt_tiles
     return np.stack(row_tiles(plan).places(rows, levels(rows, most)[0]))
 
 
@@ -232,7 +232,7 @@ def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:
         unique_blocks=unique_blocks,
         logits=len(plan.logits_rows),
         selected_blocks=0 if plan.selection is None else len(plan.selection.choice_spans),
-        causal_reach=_least_tiles(plan),
+        max_prompt_tiles=_least_tiles(plan),
     )
 
 

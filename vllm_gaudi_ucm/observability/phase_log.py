@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ SCHEMA = "gaudi-ucm.phase-log/1"
 COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs")
 PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)}
 # Written only if there are any, so that logs of servers without a sparse method do not change.
-SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
+SPARSE_COUNTS = ("selected_pairs", "sparse", "prompt_remainder")
 TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
 MEMORY_COUNTS = tuple(MEMORY)
+# Logs of earlier releases name a count so; reason: they are still read. Remove when: the next release is out.
+EARLIER_COUNTS = {"tail": "prompt_remainder"}
 OPTIONAL_COUNTS = (*SPARSE_COUNTS, *TRANSFER_COUNTS, *MEMORY_COUNTS, "host_reads")
 _BLOCKS = (*TRANSFER_COUNTS, *MEMORY_COUNTS)
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
@@ -77,7 +80,7 @@ class StepRecord:
     """Blocks that it has stored since then."""
     transfer_ms: float = 0.0
     """Duration of its calls in the step since then; not included in the other times."""
-    tail: int = 0
+    prompt_remainder: int = 0
     """1 if it ran in a graph for prompt remainders, not in a bucket."""
     host_reads: int = 0
     """Reads of the device that it waited for, counted at static shapes."""
@@ -252,7 +255,7 @@ def different_limit(
 
 def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:
     """True shapes of the steps that need buckets; one that ran in a graph for prompt remainders needs none."""
-    return (record.bucket for record in records if not record.tail)
+    return (record.bucket for record in records if not record.prompt_remainder)
 
 
 def _create(path: Path, header: Mapping[str, Any], most_bytes: int | None, generations: int) -> LogFile:
@@ -275,8 +278,8 @@ def _line(record: StepRecord) -> str:
         more += f',"selected_pairs":{r.selected_pairs}'
     if r.sparse:
         more += f',"sparse":{r.sparse}'
-    if r.tail:
-        more += f',"tail":{r.tail}'
+    if r.prompt_remainder:
+        more += f',"prompt_remainder":{r.prompt_remainder}'
     for name in _BLOCKS:
         if getattr(r, name):
             more += f',"{name}":{getattr(r, name)}'
@@ -296,10 +299,10 @@ def _line(record: StepRecord) -> str:
 
 
 def _bucket_json(bucket: Bucket) -> str:
-    phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks, causal_reach = bucket
+    phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks, max_prompt_tiles = bucket
     more = f",{selected_blocks}" if selected_blocks else ""
-    if causal_reach != ALL_TILES:
-        more = f",{selected_blocks},{causal_reach}"
+    if max_prompt_tiles != ALL_TILES:
+        more = f",{selected_blocks},{max_prompt_tiles}"
     return f'["{phase}",{query_len},{shared_blocks},{unique_blocks},{logits}{more}]'
 
 
@@ -327,6 +330,15 @@ def _what_else(line: str, value: Any) -> str:
 
 
 def _parse_step(path: Path, number: int, fields: dict[str, Any]) -> StepRecord:
+    for earlier, name in EARLIER_COUNTS.items():
+        if earlier in fields:
+            warnings.warn(
+                f"{path}: phase logs call the field {earlier!r} {name!r} now; the earlier name is read for one more "
+                "release",
+                FutureWarning,
+                stacklevel=1,
+            )
+            fields = fields | {name: fields[earlier]}
     try:
         bucket, padded = _parse_bucket(fields["bucket"]), _parse_bucket(fields["padded"])
         sizes: dict[str, Any] = {name: _number(fields, name, int) for name in COUNTS}
@@ -378,5 +390,5 @@ def _parse_bucket(value: Any) -> Bucket:
             return Bucket(phase, *sizes)
     raise ValueError(
         f"found bucket {value!r}, expected [phase, query_len, shared_blocks, unique_blocks, logits], "
-        "selected_blocks where there are any, causal_reach where it is known"
+        "selected_blocks where there are any, max_prompt_tiles where it is known"
     )

@@ -113,17 +113,17 @@ class StepMetrics:
             logger.warning("No gaudi_ucm metrics on /metrics: %s", error)
             return cls(None, engine)
 
-    def step(self, true: Bucket, padded: Bucket, tail: bool = False) -> None:
+    def step(self, true: Bucket, padded: Bucket, prompt_remainder: bool = False) -> None:
         """One step of shape `true` that ran at `padded`: a bucket, or `true` itself (the same object) without one.
 
-        tail: its forward graph was one for remainders.
+        prompt_remainder: its forward graph was one for remainders.
         """
         self._steps[true.phase].add(1)
         for series, size in zip(self._sizes, true[1:6] + padded[1:6], strict=True):
             series.add(size)
         # Identity, not equality: a step may fill its bucket exactly, and true shapes have no bound on their number.
         if padded is not true:
-            self._graph(RemainderShape(padded.forward) if tail else padded.forward).add(1)
+            self._graph(RemainderShape(padded.forward) if prompt_remainder else padded.forward).add(1)
             self._graph(padded.logits).add(1)
 
     def times(self, plan_ms: float, forward_ms: float, sample_ms: float) -> None:
@@ -194,16 +194,16 @@ class StepMetrics:
 def _graph_labels(graph: GraphKey) -> tuple[str, str]:
     """Its kind, and its sizes."""
     if isinstance(graph, RemainderShape):
-        return "tail", forward_label(graph.forward)
+        return "prompt_remainder", forward_label(graph.forward)
     return ("forward", forward_label(graph)) if isinstance(graph, ForwardShape) else ("logits", f"l{graph}")
 
 
 def forward_label(shape: ForwardShape) -> str:
-    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks; ` x16`: selected blocks, ` r2`: a bounded reach."""
-    phase, query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach = shape
+    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks; ` x16`: selected blocks, ` r2`: prompt tiles."""
+    phase, query_len, shared_blocks, unique_blocks, selected_blocks, max_prompt_tiles = shape
     selected = f" x{selected_blocks}" if selected_blocks else ""
-    reach = f" r{causal_reach}" if causal_reach != ALL_TILES else ""
-    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}{selected}{reach}"
+    tiles = f" r{max_prompt_tiles}" if max_prompt_tiles != ALL_TILES else ""
+    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}{selected}{tiles}"
 
 
 class BucketColumns(NamedTuple):
@@ -218,16 +218,16 @@ class BucketColumns(NamedTuple):
         names = ["query_len", "shared_blocks", "unique_blocks"]
         if selected or (selected is None and any(shape.selected_blocks for shape in listed)):
             names.append("selected_blocks")
-        if any(shape.causal_reach != ALL_TILES for shape in listed):
-            names.append("causal_reach")
+        if any(shape.max_prompt_tiles != ALL_TILES for shape in listed):
+            names.append("max_prompt_tiles")
         return cls(tuple(names))
 
     @property
     def headings(self) -> list[str]:
         """One short word for each column."""
-        return [name.removesuffix("_blocks").removesuffix("_len").removeprefix("causal_") for name in self.names]
+        return [name.removesuffix("_blocks").removesuffix("_len").removeprefix("max_prompt_") for name in self.names]
 
     def cells(self, shape: ForwardShape) -> list[str]:
-        """The sizes of one shape; a reach that is no bound is left empty."""
+        """The sizes of one shape; unbounded prompt tiles are left empty."""
         sizes = (getattr(shape, name) for name in self.names)
         return ["" if size == ALL_TILES else f"{size:,}" for size in sizes]

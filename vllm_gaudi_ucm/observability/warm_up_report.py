@@ -183,7 +183,7 @@ def _shapes(summary: WarmUpSummary) -> Iterator[ForwardShape]:
 
 def _sizes(key: GraphKey, columns: BucketColumns) -> list[Text | str]:
     if isinstance(key, RemainderShape):
-        return [phase_text(key.forward.phase).append(" tail"), *columns.cells(key.forward), ""]
+        return [phase_text(key.forward.phase).append(" prompt remainder"), *columns.cells(key.forward), ""]
     if isinstance(key, ForwardShape):
         return [phase_text(key.phase), *columns.cells(key), ""]
     return ["logits", *[""] * len(columns.names), f"{key:,}"]

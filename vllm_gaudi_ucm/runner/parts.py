@@ -360,6 +360,6 @@ def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape
         sample_ms=sample_ms,
         selected_pairs=0 if chosen is None else int(chosen.counts @ chosen.num_rows) * block_size,
         sparse=0 if chosen is None else len(chosen.counts),
-        tail=int(shape.remainder),
+        prompt_remainder=int(shape.remainder),
         time=time.time(),
     )

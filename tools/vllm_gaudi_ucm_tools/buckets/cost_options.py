@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm_tools.buckets.expert_codes import CodeSpec
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 
-OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach", "strip", "window")
+OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "bounds_prompt_tiles", "strip", "window")
 LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
 LLAMA_NAME = "llama-8b"
 MOST_GRAPHS = 4096  # the same as for the option ucm.graphs.max_graphs
@@ -195,7 +195,7 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
             contiguous=bool(contiguous),
             max_shared_blocks=shared,
             max_selected_blocks=selected,
-            causal_reach=args.device in CHIPS,
+            bounds_prompt_tiles=args.device in CHIPS,
             window=_window_of(args, known, where),
         )
     except LimitsError as error:

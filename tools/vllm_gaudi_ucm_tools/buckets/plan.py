@@ -160,7 +160,7 @@ def _steps_and_remainders(logs: JoinedLogs) -> tuple[Steps, int]:
     def counted() -> Iterator[StepRecord]:
         nonlocal num_remainders
         for record in logs.steps():
-            num_remainders += record.tail
+            num_remainders += record.prompt_remainder
             yield record
 
     return Steps.of(bucket_shapes(counted())), num_remainders

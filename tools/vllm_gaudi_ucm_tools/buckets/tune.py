@@ -220,7 +220,7 @@ def read_steps(logs: Sequence[PhaseLogReader], holdout: float) -> tuple[Steps, S
 
 def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any, limits: Any) -> TuneReport:
     """Tunes on `steps`; `later` are the held-out ones."""
-    if not limits.causal_reach:
+    if not limits.bounds_prompt_tiles:
         steps, later = steps.without_prompt_tiles(), later.without_prompt_tiles()
     with task_progress("tuning") as progress:
         buckets = tune(steps, limits, cost, args.max_graphs, args.margin, progress)

@@ -262,7 +262,7 @@ def batch_rows(
         unique = 0 if plan.unique is None else len(plan.unique.blocks)
         shape, least = true_shape(plan, unique).forward, least_work(plan, model)
         forms = [("step", shape, step_parts(plan)), ("bucket", shape, bucket_parts(shape, limits))]
-        if shape.causal_reach != ALL_TILES:
+        if shape.max_prompt_tiles != ALL_TILES:
             anything = shape.with_prompt_tiles(ALL_TILES)
             forms.append(("unbounded", anything, bucket_parts(anything, limits)))
         for place, ((form, sizes, parts), name) in enumerate(product(forms, IMPLEMENTATIONS)):

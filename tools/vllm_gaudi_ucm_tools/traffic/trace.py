@@ -86,7 +86,7 @@ def write_trace(args: argparse.Namespace) -> tuple[PhaseSummary, dict[str, objec
     name, _ = read_model(args.model)
     header = {"model": name, "device": args.device, "mix": args.mix, "seed": args.seed, "modelled": True}
     header |= asdict(mix.limits)
-    del header["causal_reach"]  # of the device that buckets are for, not of the traffic
+    del header["bounds_prompt_tiles"]  # of the device that buckets are for, not of the traffic
     simulation = Simulation(mix, cost_model(args, mix.limits.block_size), args.seed)
     with written_whole(args.output) as path:
         log = _open(path, header, args.output)
