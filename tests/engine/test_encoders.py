@@ -123,7 +123,7 @@ def test_vectors_of_all_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"enable_chunked_prefill": True}, "part of an encoder's prompt"),
+        ({"enable_chunked_prefill": True}, "prompts in chunks for an encoder"),
         ({"enable_prefix_caching": True}, "prefix caching with an encoder"),
         ({"additional_config": {"ucm": {"kv_cache": {"compaction": True}}}}, "compaction"),
         ({"additional_config": {"ucm": {"ucm_sparse_method": "GSA"}}}, "ucm_sparse_method"),

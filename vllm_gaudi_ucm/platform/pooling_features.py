@@ -17,6 +17,14 @@ def _connects(config: VllmConfig) -> bool:
     return config.kv_transfer_config is not None or config.cache_config.kv_offloading_size is not None
 
 
+def _divides_whole_prompts(config: VllmConfig) -> bool:
+    return config.scheduler_config.enable_chunked_prefill and not config.model_config.is_chunked_prefill_supported
+
+
+def _skips_needed_rows(config: VllmConfig) -> bool:
+    return config.cache_config.enable_prefix_caching and not config.model_config.is_prefix_caching_supported
+
+
 def _if(is_model: Callable[[VllmConfig], bool], asked: Callable[[VllmConfig], object]) -> Callable[[VllmConfig], bool]:
     return lambda config: is_model(config) and bool(asked(config))
 
@@ -35,16 +43,16 @@ OF_POOLING: tuple[Feature[VllmConfig], ...] = (
         _if(is_pooling, _connects),
     ),
     Feature(
-        "a part of an encoder's prompt in a step",
+        "prompts in chunks for an encoder, or for a pooler that needs whole prompts",
         "--enable-chunked-prefill",
-        "rows see the whole prompt; leave the flag out",
-        _if(attends_both_ways, lambda c: c.scheduler_config.enable_chunked_prefill),
+        "the rows of a prompt are needed at once; leave the flag out",
+        _if(is_pooling, _divides_whole_prompts),
     ),
     Feature(
-        "prefix caching with an encoder",
+        "prefix caching with an encoder, or with a pooler that needs whole prompts",
         "--enable-prefix-caching",
-        "it has no KV cache; leave the flag out",
-        _if(attends_both_ways, lambda c: c.cache_config.enable_prefix_caching),
+        "hidden states of a known prefix are not kept; leave the flag out",
+        _if(is_pooling, _skips_needed_rows),
     ),
     Feature(
         "stages of an encoder",
