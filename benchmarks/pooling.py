@@ -109,6 +109,8 @@ def make_sides(model: Path, peer_python: Path | None, dtype: str) -> list[Engine
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # its authors advise 256 tokens, and it has positions for 512
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     }
     own = {**shared, "OMP_NUM_THREADS": str(len(cores))}
     sides = [EngineSide(OURS, Path(sys.executable), engine_args, own, WORKER)]

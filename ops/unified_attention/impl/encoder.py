@@ -19,15 +19,15 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, Attentio
 
 
 class Requests(NamedTuple):
-    """Consecutive requests of the same length: rows [first, first + count * length)."""
+    """Consecutive requests of the same length: rows [first, first + number * length)."""
 
     first: int
-    count: int
+    number: int
     length: int
 
     @property
     def rows(self) -> slice:
-        return slice(self.first, self.first + self.count * self.length)
+        return slice(self.first, self.first + self.number * self.length)
 
 
 class EncoderAttention(AttentionImplementation):
@@ -50,7 +50,7 @@ class EncoderAttention(AttentionImplementation):
         for first, end in pairwise(bounds):
             last = found[-1] if found else None
             if last is not None and last.length == end - first:
-                found[-1] = last._replace(count=last.count + 1)
+                found[-1] = last._replace(number=last.number + 1)
             else:
                 found.append(Requests(first, 1, end - first))
         return found
@@ -74,7 +74,7 @@ class EncoderAttention(AttentionImplementation):
             return False
         grouped = query.shape[1] != key.shape[1]
         for requests in plan:
-            rows, shape = requests.rows, (requests.count, requests.length)
+            rows, shape = requests.rows, (requests.number, requests.length)
             q, k, v = (tensor[rows].unflatten(0, shape).transpose(1, 2) for tensor in (query, key, value))
             mask = near(requests.length, spec.reach, query.device)
             found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=grouped)
