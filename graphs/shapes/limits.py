@@ -22,7 +22,8 @@ class Limits:
     max_num_seqs: requests of a step.
     max_model_len: tokens of a request.
     block_size: tokens of a KV-cache block.
-    num_blocks: blocks of the KV cache; block 0 is the dummy block and never belongs to a request.
+    num_blocks: blocks of the KV cache; block 0 is the dummy block and never belongs to a request. 1: the model has no
+        cache, and every step consists of whole prompts.
     contiguous: the unique part may read the slice `cache[:k]`, so that it spans all blocks up to the largest id, used
         or not.
     max_shared_blocks: distinct shared blocks of a step. None: all blocks that the requests can use, each of several
@@ -58,9 +59,10 @@ class Limits:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):
             if getattr(self, name) < 1:
                 raise LimitsError(f"limit {name} is {getattr(self, name)}, expected at least 1")
-        if self.num_blocks < 2:
+        if self.num_blocks < 1:
             raise LimitsError(
-                f"limit num_blocks is {self.num_blocks}, expected at least 2: the dummy block and one for a request"
+                f"limit num_blocks is {self.num_blocks}, expected at least 2: the dummy block and one for a request "
+                "(1 without a cache)"
             )
         if not 0 <= self.strip <= self.block_size:
             raise LimitsError(
@@ -77,6 +79,11 @@ class Limits:
                 f"limit max_shared_blocks is {self.max_shared_blocks}, expected at least {least}: "
                 f"the {'ranges' if self.strip else 'blocks'} of one request of {self.max_model_len} tokens"
             )
+
+    @property
+    def has_cache(self) -> bool:
+        """Returns whether the model keeps keys and values of requests."""
+        return self.num_blocks > 1
 
     @property
     def dense(self) -> Limits:
@@ -110,7 +117,7 @@ class Limits:
 
     @property
     def max_unique_blocks(self) -> int:
-        return self.num_blocks if self.contiguous else self.max_context_blocks
+        return self.num_blocks if self.contiguous and self.has_cache else self.max_context_blocks
 
     @property
     def max_decode_rows(self) -> int:
@@ -121,7 +128,7 @@ class Limits:
     def maximum(self) -> Bucket:
         """The bucket that dominates every step within the limits."""
         return Bucket(
-            "csu",
+            "csu" if self.has_cache else "c--",
             self.max_num_batched_tokens,
             self.most_shared_blocks,
             self.max_unique_blocks,
@@ -130,7 +137,11 @@ class Limits:
         )
 
     def phase_maximum(self, causal: bool, shared: bool, unique: bool, selected: bool = False) -> ForwardShape:
-        """Returns the largest sizes of steps of one phase; without `c` every row is a request."""
+        """Returns the largest sizes of steps of one phase; without `c` every row is a request. Without a cache there is
+        one phase.
+        """
+        if not self.has_cache:
+            return self.maximum.forward
         return ForwardShape.of(
             causal,
             self.max_num_batched_tokens if causal else self.max_decode_rows,
@@ -148,6 +159,8 @@ class Limits:
         """
         if selected > self.max_selected_blocks:
             return False
+        if not self.has_cache:
+            return causal and not (shared or unique) and 1 <= query_len <= self.max_num_batched_tokens
         top = self.phase_maximum(causal, shared > 0, unique > 0)
         if query_len > top.query_len or shared > top.shared_blocks or unique > top.unique_blocks:
             return False

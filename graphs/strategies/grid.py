@@ -76,10 +76,15 @@ class GridStrategy(BucketStrategy):
             "selected": not request.limits.max_selected_blocks,
             "prompt_tiles": not request.limits.bounds_prompt_tiles,
         }
+        if not request.limits.has_cache:
+            # an encoder's steps have rows alone
+            absent |= dict.fromkeys(set(AXES) - {"prompt"}, True)
         grid, open_axes = Grid(), [axis for axis in AXES if not absent.get(axis)]
+        # without a cache the coarsest grid is the maximum, with which `best` begins
+        is_coarsest = request.limits.has_cache
         while open_axes:
             for axis in list(open_axes):
-                finer = grid.finer(axis) if best.forward[1:] else grid
+                finer = grid if is_coarsest and not best.forward[1:] else grid.finer(axis)
                 made = self._buckets(request, finer)
                 too_many = limit is not None and made.num_graphs > limit
                 if too_many or getattr(finer, axis) > MAX_VALUES:
@@ -88,7 +93,7 @@ class GridStrategy(BucketStrategy):
                     if made.num_graphs <= best.num_graphs:
                         open_axes.remove(axis)
                     grid, best = finer, made
-            if not best.forward[1:]:
+            if is_coarsest and not best.forward[1:]:
                 break
         if limit is not None and coarsest_grid(request).num_graphs > limit:
             return self._few(request, limit)
@@ -149,8 +154,8 @@ def _prompt_tile_levels(limits: Limits, count: int) -> list[int]:
 
 
 def _shapes(limits: Limits, grid: Grid, levels: Levels) -> Iterator[ForwardShape]:
-    shared = [0, *levels("shared", limits.most_shared_blocks, grid.shared)]
-    unique = [0, *levels("unique", limits.max_unique_blocks, grid.unique)]
+    blocks = {"shared": (limits.most_shared_blocks, grid.shared), "unique": (limits.max_unique_blocks, grid.unique)}
+    shared, unique = ([0, *(levels(axis, most, n) if most else ())] for axis, (most, n) in blocks.items())
     rows = {
         False: levels("decode", limits.max_decode_rows, grid.decode),
         True: levels("prompt", limits.max_num_batched_tokens, grid.prompt),

@@ -153,7 +153,7 @@ def choose_implementation(
             chosen = ATTENTION.choose(implementation, device_type, spec, captured=captured)
     if not all(map(chosen.supports, specs)):
         chosen = _REFERENCE
-    if chosen is not plain:
+    if chosen is not plain and not any(spec.both_ways for spec in specs):
         logger.warning(
             "unified_attention: %r does not compute all layers of this model, so %r computes them, slower",
             plain.name,

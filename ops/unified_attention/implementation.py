@@ -69,4 +69,7 @@ ATTENTION: Implementations[AttentionImplementation] = Implementations(
     native="vllm_gaudi_ucm.ops.unified_attention.impl.cpu.native:NativeAttention",
     hpu="vllm_gaudi_ucm.ops.unified_attention.impl.hpu.attention:HpuAttention",
     cuda="vllm_gaudi_ucm.ops.unified_attention.impl.cuda.attention:CudaAttention",
+    encoder="vllm_gaudi_ucm.ops.unified_attention.impl.encoder:EncoderAttention",
+    hpu_encoder="vllm_gaudi_ucm.ops.unified_attention.impl.hpu.encoder:HpuEncoder",
+    cuda_encoder="vllm_gaudi_ucm.ops.unified_attention.impl.cuda.encoder:CudaEncoder",
 )

@@ -49,12 +49,17 @@ class CausalPart(NamedTuple):
         use the slices. They cover every visible pair, too.
     first_rows: int [rows], under a sliding window or in chunks of local attention: row i sees no row before
         `first_rows[i]`, which never falls from one row of a group to the next. None: nothing is hidden.
+    starts: int [requests + 1], for layers that see both ways: the first row of each request, and then the number of
+        rows. Requests without rows may follow. None: not known.
+
+    For layers that see both ways (`AttentionSpec.both_ways`), row i sees row j iff both have the same group.
     """
 
     groups: Tensor
     slices: tuple[CausalSlice, ...]
     tiles: CausalTiles | None = None
     first_rows: Tensor | None = None
+    starts: Tensor | None = None
 
 
 class SharedGroup(NamedTuple):

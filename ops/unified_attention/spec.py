@@ -23,6 +23,9 @@ class AttentionSpec:
     values_in_keys: the values are the first elements of the keys, as they lie in memory: `value_cache` is a view of
         `key_cache`, and `value` one of `key` (multi-head latent attention). It changes no result; an implementation
         reads them once.
+    both_ways: rows see the new tokens of their request behind them, too (encoders). There are no cached blocks; the
+        causal part says which rows belong together.
+    reach: with `both_ways`, rows see tokens less than this far away, in either direction. None: all.
     """
 
     scale: float
@@ -31,6 +34,8 @@ class AttentionSpec:
     has_sinks: bool = False
     has_slopes: bool = False
     values_in_keys: bool = False
+    both_ways: bool = False
+    reach: int | None = None
 
     def __post_init__(self) -> None:
         cap = self.logits_soft_cap
@@ -38,10 +43,23 @@ class AttentionSpec:
             raise ValueError(f"AttentionSpec: logits_soft_cap is {cap}, expected a positive number")
         if self.is_local and self.has_slopes:
             raise ValueError("AttentionSpec: found slopes and a window, expected one of them: ranges are of one kind")
+        if self.both_ways and (self.is_local or self.has_slopes):
+            raise ValueError("AttentionSpec: found both_ways with a window or slopes, expected `reach` alone")
+        if self.reach is not None and not (self.both_ways and self.reach > 0):
+            raise ValueError(f"AttentionSpec: reach is {self.reach}, expected a positive number, with both_ways")
 
     @property
     def is_plain(self) -> bool:
         """True if it is only the softmax of scaled scores, which every implementation supports."""
+        return not self.both_ways and self._is_softmax
+
+    @property
+    def is_plain_encoder(self) -> bool:
+        """True if rows see new tokens in both directions, and it is only the softmax of scaled scores."""
+        return self.both_ways and self._is_softmax
+
+    @property
+    def _is_softmax(self) -> bool:
         return self.logits_soft_cap is None and not (self.is_local or self.has_sinks or self.has_slopes)
 
     def __str__(self) -> str:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 
 from tests.batch.scheduling import Known, new_request, step_output
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, plan_batch
 from vllm_gaudi_ucm.batch.request_table import DraftModelRows, RequestTable
-from vllm_gaudi_ucm.batch.row_input import BUILT_IN_INPUTS, ROW_INPUTS, Positions, RowInput, TokenIds, inputs_of
+from vllm_gaudi_ucm.batch.row_input import (
+    BUILT_IN_INPUTS,
+    ROW_INPUTS,
+    Positions,
+    RowInput,
+    TokenIds,
+    TokenTypes,
+    inputs_of,
+)
 
 
 class Voice(RowInput):
@@ -123,3 +132,38 @@ def test_the_name_of_an_input_is_an_identifier() -> None:
     ROW_INPUTS.register("two words", type("Wrong", (Voice,), {"name": "two words"}))
     with pytest.raises(ValueError, match="found the name 'two words', expected a Python identifier"):
         inputs_of(cast(Any, Model()))
+
+
+class _Pairs:
+    """A model that reads token types."""
+
+    def forward(self, input_ids: Any, positions: Any, token_type_ids: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [(None, [0, 0, 0]), (2, [0, 0, 1]), ((1, 2), [0, 1, 0]), ([1, 3], [0, 1, 1])],
+    ids=["none", "vLLM 0.32", "vLLM 0.33", "a list"],
+)
+def test_token_types_of_a_request_that_is_pooled(sent: object, expected: list[int]) -> None:
+    assert TokenTypes in inputs_of(cast(Any, _Pairs()))
+    table = RequestTable(1, 8, 4, inputs=(*BUILT_IN_INPUTS, TokenTypes))
+    extra = None if sent is None else {"compressed_token_type_ids": sent}
+    params = PoolingParams(task="classify", extra_kwargs=extra)
+    for name in ("a", "b"):
+        new = replace(new_request(Known(name, [7, 8, 9], blocks=[1])), sampling_params=None, pooling_params=params)
+        # the row of a request that has ended is another one's
+        table.update(step_output({name: 3}, [new], finished=["a"] if name == "b" else ()))
+        _, batch = table.scheduled({name: 3})
+        inputs = table.planned(plan_batch(batch, 4)).inputs
+        assert TokenTypes.kwargs(inputs["token_types"].tolist()) == {"token_type_ids": expected}
+        table.check_integrity()
+
+
+def test_an_encoder_has_no_blocks() -> None:
+    table = RequestTable(1, 8, 4)
+    new = replace(
+        new_request(Known("a", [7, 8, 9])), sampling_params=None, pooling_params=PoolingParams(), block_ids=()
+    )
+    table.update(step_output({"a": 3}, [new]))
+    assert table.num_blocks.tolist() == [0]

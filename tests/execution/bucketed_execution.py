@@ -22,7 +22,7 @@ class Model:
     window = None
     latent = None
     inputs = BUILT_IN_INPUTS
-    has_logits = True
+    is_last = has_logits = True
 
     def __init__(self) -> None:
         self.metadata: UnifiedAttentionMetadata | None = None

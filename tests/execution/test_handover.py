@@ -58,7 +58,7 @@ class Layers:
 
     def __init__(self, stage: Neighbours) -> None:
         self.stage = stage
-        self.has_logits = stage.is_last
+        self.is_last = self.has_logits = stage.is_last
 
     def run(self, step: DecoderStep) -> Any:
         self.stage.calls.append("run")

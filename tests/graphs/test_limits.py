@@ -97,3 +97,18 @@ def test_slots_for_tokens_have_a_range_for_each_strip() -> None:
 @pytest.mark.parametrize(("block_size", "size"), [(128, 64), (16, 8), (2, 1), (1, 1), (24, 12), (27, 9), (7, 1)])
 def test_blocks_are_made_of_strips(block_size: int, size: int) -> None:
     assert strip_size(block_size) == size
+
+
+def test_without_a_cache_every_step_is_one_of_prompts() -> None:
+    """An encoder has only the dummy block."""
+    within = Limits(512, 8, 128, 128, 1)
+    assert not within.has_cache
+    assert within.maximum == Bucket("c--", 512, 0, 0, 8)
+    assert within.allows(True, 1, 0, 0)
+    assert within.allows(True, 512, 0, 0)
+    assert not within.allows(True, 513, 0, 0)
+    assert not within.allows(True, 4, 1, 0)
+    assert not within.allows(True, 4, 0, 1)
+    assert not within.allows(False, 4, 0, 0)
+    for parts in [(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)]:
+        assert within.phase_maximum(*parts) == within.maximum.forward

@@ -330,3 +330,17 @@ def test_a_strategy_without_options_takes_none() -> None:
     with pytest.raises(UcmConfigError, match=r"strategy_options: found .*, expected none: the strategy 'linear' has"):
         resolve_value({"graphs": {"strategy": "linear", "strategy_options": {"base": 4}}})
     assert main(["plan", "--strategy", "linear", "--strategy-options", "{"]) == 2
+
+
+@pytest.mark.parametrize("max_graphs", [2, 5, 24])
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("strategy", blind_strategies())
+def test_all_graphs_of_an_encoder_are_for_rows_of_prompts(strategy: str, contiguous: bool, max_graphs: int) -> None:
+    within = Limits(8192, 64, 512, 128, 1, contiguous=contiguous)
+    buckets = build_buckets(strategy, BucketRequest(within, COST, max_graphs))
+    assert {shape.phase for shape in buckets.forward} == {"c--"}
+    assert len(buckets.logits) == 1
+    # one for logits, and at most 12 sizes along an axis
+    assert len(buckets.forward) == min(max_graphs - 1, 12)
+    assert_all_reachable(buckets)
+    assert buckets.lookup(Bucket("c--", 1, 0, 0, 1)).query_len == buckets.forward[0].query_len

@@ -30,6 +30,7 @@ SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
         "drafts": True,
     },
     "ucm.memory_mode": {"ucm": {**GSA, "memory_mode": {"enabled": True}}},
+    "a model that pools": {"runner": "pooling"},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 }
 

@@ -106,7 +106,23 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     ("quantised while they are loaded (fp8)", "--quantization fp8", {"quantization": "fp8"}),
     ("quantised while they are loaded (fp8_per_tensor)", "--quantization", {"quantization": "fp8_per_tensor"}),
     ("weight offloading", "--cpu-offload-gb", {"cpu_offload_gb": 1}),
-    ("pooling models", "--runner", {"runner": "pooling"}),
+    (
+        "drafts for a model that pools",
+        "--speculative-config",
+        {"runner": "pooling", "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ),
+    (
+        "a KV connector with a model that pools",
+        "--kv-transfer-config",
+        {
+            "runner": "pooling",
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="UcmConnector",
+                kv_connector_module_path="vllm_gaudi_ucm.connector.connector",
+                kv_role="kv_both",
+            ),
+        },
+    ),
 ]
 
 
@@ -121,7 +137,6 @@ def test_flags(llama: Path, feature: str, flag: str, options: dict[str, Any]) ->
 
 MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("encoder-decoder models", "WhisperForConditionalGeneration", "whisper", {}),
-    ("pooling models", "BertModel", "bert", {}),
     ("recurrent state", "MambaForCausalLM", "mamba", {}),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -273,8 +273,9 @@ class RequestTable:
         request = self.requests.get(new.req_id)
         if request is None or len(request.prompt_token_ids) != len(prompt):
             self._remove(new.req_id)
-            assert new.sampling_params is not None
-            request = LiveRequest(new.req_id, self._take_row(), list(prompt), new.sampling_params)
+            # None if the model pools; then nothing samples
+            params = cast("SamplingParams", new.sampling_params)
+            request = LiveRequest(new.req_id, self._take_row(), list(prompt), params)
             self.requests[new.req_id] = request
         # in place: logits processors hold this list
         request.output_token_ids[:] = tokens[len(prompt) :]
@@ -342,7 +343,9 @@ class RequestTable:
             self._tokens.clear(row)
 
     def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Gives a request more blocks. block_ids: for each group, by its number."""
+        """Gives a request more blocks. block_ids: for each group, by its number; empty for an encoder."""
+        if not block_ids:
+            return
         if self._tokens is not None:
             self._tokens.append(row, block_ids[0])
             return

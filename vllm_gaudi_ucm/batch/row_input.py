@@ -128,13 +128,44 @@ class Positions(RowInput):
         return plan.positions
 
 
+class TokenTypes(RowInput):
+    """Token types of a pair of texts: 0, and 1 for the tokens of the second text. Encoders that score pairs read them.
+
+    kept: int32 [table rows, 2], the tokens of type 1, from the first one to before the second one.
+    """
+
+    name = "token_types"
+
+    @classmethod
+    def kept_shape(cls, max_model_len: int) -> tuple[int, ...]:
+        return (2,)
+
+    @classmethod
+    def is_read_by(cls, model: nn.Module) -> bool:
+        forward = getattr(model, "forward", None)
+        return forward is not None and "token_type_ids" in inspect.signature(forward).parameters
+
+    def add(self, row: int, new: NewRequestData) -> None:
+        from vllm_gaudi_ucm.vllm_api.steps import token_types
+
+        self.kept[row] = token_types(new)
+
+    def of(self, plan: UnifiedPlan) -> NDArray[np.integer[Any]]:
+        bounds = self.kept[plan.table_rows[plan.row_requests]]
+        return ((plan.positions >= bounds[:, 0]) & (plan.positions < bounds[:, 1])).astype(np.int64)
+
+    @classmethod
+    def kwargs(cls, values: T) -> dict[str, T]:
+        return {"token_type_ids": values}
+
+
 RowInputs = Sequence[type[RowInput]]
 
 BUILT_IN_INPUTS: RowInputs = (TokenIds, Positions)
 """Every model reads these."""
 
 ROW_INPUTS: Registry[type[RowInput]] = Registry(
-    "row input", "vllm_gaudi_ucm.row_inputs", token_ids=TokenIds, positions=Positions
+    "row input", "vllm_gaudi_ucm.row_inputs", token_ids=TokenIds, positions=Positions, token_types=TokenTypes
 )
 
 

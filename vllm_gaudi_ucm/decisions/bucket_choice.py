@@ -119,7 +119,8 @@ def choose_buckets(
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
     """
     cost = cost_model(vllm_config, device, limits.block_size)
-    limits = replace(limits, bounds_prompt_tiles=device.kind == "hpu")
+    # rows of an encoder look forward, too
+    limits = replace(limits, bounds_prompt_tiles=device.kind == "hpu" and limits.has_cache)
     usage = None
     if graphs.trace is not None:
         usage = _usage(graphs.trace, limits)

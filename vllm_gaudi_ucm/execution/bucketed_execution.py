@@ -176,6 +176,8 @@ class BucketedExecution:
         return self._logits.shape[1]
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
+        if not self.ready.buckets.limits.has_cache:
+            return [np.arange(len(batch.num_scheduled))]
         first = self._groups.groups[0]
         whole = batch.of_group(0)
         divisions = divide_batch(whole, first.kv.block_size, self._room, remainders.tolist(), first.kv.window)
@@ -215,6 +217,9 @@ class BucketedExecution:
         with self._stage("logits"):
             self._logits_graphs[bucket]()
         return self._logits[:bucket]
+
+    def hidden_states(self, count: int) -> torch.Tensor:
+        return self._hidden[:count]
 
     def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
         found = min((size for size in self._likeliest_graphs if size >= len(rows)), default=None)
@@ -269,7 +274,7 @@ class BucketedExecution:
     def warm_logits(self, rows: int) -> torch.Tensor:
         """Captures and executes the graph of `rows` logits rows; returns the logits, float32 [rows, vocabulary].
 
-        Without the last layer there is no graph, and the logits have no columns.
+        Without the last layer, or if the model pools, there is no graph, and the logits have no columns.
         """
         if not self._decoder.has_logits:
             return self._logits[:rows]
@@ -329,7 +334,7 @@ class BucketedExecution:
         found = self._run(inputs, every)
         if self._sparse is not None:
             self._sparse.end_forward(metadata.selection)
-        if self._decoder.has_logits:
+        if self._decoder.is_last:
             hidden = found[HIDDEN]
             self._hidden[: len(hidden)].copy_(hidden)
 
@@ -363,15 +368,16 @@ def _likeliest_room(limits: Limits, rows_each: int) -> int:
 
 def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns buffers of the largest step: hidden states [rows, hidden size] and logits float32 [requests, vocabulary];
-    both without columns if the last layer is on another stage.
+    both without columns if the last layer is on another stage, and logits without columns if the model pools.
 
     The sizes are measured with one row, because some models have other sizes than their configuration says.
     """
+    no_logits = torch.zeros((limits.max_num_seqs, 0))
+    if not decoder.is_last:
+        return torch.zeros((limits.max_num_batched_tokens, 0)), no_logits
+    one = decoder.run(decoder.unattended(1, device))[HIDDEN]
+    hidden = one.new_zeros((limits.max_num_batched_tokens, one.shape[1]))
     if not decoder.has_logits:
-        return torch.zeros((limits.max_num_batched_tokens, 0)), torch.zeros((limits.max_num_seqs, 0))
-    hidden = decoder.run(decoder.unattended(1, device))[HIDDEN]
-    logits = decoder.logits(hidden)
-    return (
-        hidden.new_zeros((limits.max_num_batched_tokens, hidden.shape[1])),
-        logits.new_zeros((limits.max_num_seqs, logits.shape[1])),
-    )
+        return hidden, no_logits
+    logits = decoder.logits(one)
+    return hidden, logits.new_zeros((limits.max_num_seqs, logits.shape[1]))

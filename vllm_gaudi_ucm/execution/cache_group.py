@@ -121,6 +121,7 @@ CACHE_GROUPS: Registry[type[CacheGroup]] = Registry(
     "kind of cache group",
     "vllm_gaudi_ucm.cache_groups",
     attention="vllm_gaudi_ucm.execution.attention_group:AttentionGroup",
+    encoder="vllm_gaudi_ucm.execution.encoder_group:EncoderGroup",
 )
 
 

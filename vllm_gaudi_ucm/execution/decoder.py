@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
 from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
+from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,9 +103,19 @@ class Decoder:
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
     @property
-    def has_logits(self) -> bool:
+    def is_last(self) -> bool:
         """Returns whether the model's last layer is on this stage."""
         return self.stage is None or self.stage.is_last
+
+    @property
+    def has_logits(self) -> bool:
+        """Returns whether this stage computes logits: it has the last layer, and the model does not pool."""
+        return self.is_last and not is_pooling(self._vllm_config)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Returns whether rows see both ways."""
+        return any(spec.both_ways for spec in self.specs)
 
     @property
     def num_layers(self) -> int:

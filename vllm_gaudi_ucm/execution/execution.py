@@ -55,5 +55,8 @@ class Execution(Protocol):
         Further entries are garbage. Takes more rows than `logits` if requests verify drafts.
         """
 
+    def hidden_states(self, count: int) -> torch.Tensor:
+        """Returns [count, hidden size]: the hidden states of the first rows of the step. Valid until the next step."""
+
     @property
     def max_logits(self) -> int: ...

@@ -152,6 +152,9 @@ class TrueShapeExecution:
             hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._device))
         return self._decoder.logits(hidden)
 
+    def hidden_states(self, count: int) -> torch.Tensor:
+        return self._hidden[:count]
+
     def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
         return self.logits(rows).argmax(-1) if len(rows) <= self.max_logits else None
 

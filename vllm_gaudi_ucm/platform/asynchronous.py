@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.scheduler.scheduler_class import is_foreign
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,6 +104,11 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         "ucm.memory_mode",
         "blocks move between steps, at the scheduler's word about a step that has ended",
         lambda e: e.ucm.memory_mode.enabled,
+    ),
+    Synchronous(
+        "a model that pools",
+        "a step yields no tokens that the next one could wait for",
+        lambda e: is_pooling(e.vllm),
     ),
     Synchronous(
         "a scheduler of your own", "it may be none that schedules ahead", lambda e: is_foreign(e.vllm.scheduler_config)

@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.config.exclusions import Option
 from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
+from vllm_gaudi_ucm.platform.pooling_features import OF_POOLING, OPTIONS_OF_POOLING
 from vllm_gaudi_ucm.platform.quantised_weights import (
     calibrated,
     measured_ranges,
@@ -242,12 +243,6 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
     Feature("multimodal models", "{model}", "a prompt is token ids alone", lambda c: c.is_multimodal_model),
     Feature(
-        "pooling models",
-        "{model} or --runner",
-        "a step computes tokens",
-        lambda c: c.runner_type not in ("generate", "draft"),
-    ),
-    Feature(
         "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
     ),
     Feature(
@@ -308,6 +303,8 @@ OF_POLICIES: tuple[tuple[Option, Feature[VllmConfig]], ...] = tuple(
 
 REFUSED: tuple[Feature[Any], ...] = (
     *OF_ENGINE,
+    *OF_POOLING,
+    *(feature for _, feature in OPTIONS_OF_POOLING),
     *OF_MODEL,
     *OF_SPECULATION,
     *OF_DRAFT_MODEL,
@@ -318,8 +315,9 @@ REFUSED: tuple[Feature[Any], ...] = (
 
 def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
-    asked = list(_asked(OF_ENGINE, vllm_config))
-    asked += _asked([feature for policy, feature in OF_POLICIES if policy.is_on(config)], vllm_config)
+    asked = list(_asked((*OF_ENGINE, *OF_POOLING), vllm_config))
+    of_options = (*OF_POLICIES, *OPTIONS_OF_POOLING)
+    asked += _asked([feature for option, feature in of_options if option.is_on(config)], vllm_config)
     if vllm_config.speculative_config is not None:
         asked += _asked_by_speculation(vllm_config.speculative_config)
     if vllm_config.model_config is not None:

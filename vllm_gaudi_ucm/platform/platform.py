@@ -233,6 +233,9 @@ class UcmPlatform(Platform):
             tile = cls._tile(vllm_config)
             longest = tile * most_ranges(longest, strip_size(tile))
         rows = memory.rows(asked, scheduler.max_num_seqs, longest)
+        if not scheduler.enable_chunked_prefill:
+            # the longest prompt is one piece
+            rows = max(rows, min(asked, model.max_model_len))
         if rows < asked:
             logger.warning(
                 "Steps have at most %d tokens, not the %d of --max-num-batched-tokens: attention takes %.2f GiB for "
@@ -296,6 +299,8 @@ class UcmPlatform(Platform):
             raise UnsupportedFeatureError(f"the attention backend {asked}", "--attention-backend")
         if attn_selector_config.use_sparse:
             raise UnsupportedFeatureError("model-defined sparse attention", "an attention layer of the model")
+        if attn_selector_config.attn_type == "encoder_only":
+            return "vllm_gaudi_ucm.attention.encoder.EncoderAttentionBackend"
         if attn_selector_config.use_mla:
             return "vllm_gaudi_ucm.attention.latent.LatentAttentionBackend"
         return "vllm_gaudi_ucm.attention.backend.UnifiedAttentionBackend"
@@ -305,10 +310,11 @@ class UcmPlatform(Platform):
         """Refuses a request with a parameter that would be ignored, or with tokens that the model does not have; its
         client gets the message, others go on.
 
-        processed_inputs: the prompt. params: `SamplingParams`; pooling models are refused at start.
+        processed_inputs: the prompt. params: `SamplingParams`, or `PoolingParams`, which vLLM checks.
         """
         try:
-            check_request(params)
+            if hasattr(params, "temperature"):
+                check_request(params)
             check_prompt(processed_inputs, cls._vocab_size)
         except ValueError as error:
             raise client_error(str(error)) from error

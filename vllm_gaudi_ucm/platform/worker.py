@@ -52,7 +52,8 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     start_is_over,
     watch_parent,
 )
-from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
+from vllm_gaudi_ucm.vllm_api.platforms import is_pooling, tolerate_missing_accelerator
+from vllm_gaudi_ucm.vllm_api.pooling import pooling_tasks
 from vllm_gaudi_ucm.vllm_api.worker import CompilationTimes, SupportedTask, WorkerBase, model_loading, set_random_seed
 
 if TYPE_CHECKING:
@@ -161,7 +162,10 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return cast(nn.Module, self.model_runner.decoder.model)
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        return ("generate",)
+        if not is_pooling(self.vllm_config):
+            return ("generate",)
+        # every stage of a pipeline has a pooler, of which only the last one's is used; vLLM asks the first stage
+        return pooling_tasks(self.get_model())
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.model_runner.get_kv_cache_spec()
@@ -222,7 +226,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         start_is_over()
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | StepOutput | None:
         """Computes a step up to its logits. None: `sample_tokens` returns the output."""
         with self._turn:
             STEPS.begin()

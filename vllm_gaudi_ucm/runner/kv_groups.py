@@ -8,6 +8,7 @@ from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
+from vllm_gaudi_ucm.execution.encoder_group import EncoderGroup
 from vllm_gaudi_ucm.execution.layer_groups import GroupLayer, LayerGroups
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, shared_with
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -15,7 +16,7 @@ from vllm_gaudi_ucm.runner.other_groups import other_groups
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec, KVCacheSpec, kept_tokens, tokens_kept
-from vllm_gaudi_ucm.vllm_api.model import has_attention
+from vllm_gaudi_ucm.vllm_api.model import EncoderOnlyAttention, has_attention
 from vllm_gaudi_ucm.vllm_api.stage_layers import names_whole_contexts
 
 if TYPE_CHECKING:
@@ -39,7 +40,18 @@ def kv_groups(
 
     of_draft_model: whether to return only the groups of the draft model's layers. A draft model has separate steps, and
     the model's groups do not contain its layers.
+
+    An encoder, whose layers keep nothing, has one group, for which vLLM has none.
+
+    Raises:
+        UnsupportedFeatureError: some layers keep keys and values, and others see both ways.
     """
+    both_ways = _encoder_layers(vllm_config)
+    if both_ways:
+        if groups:
+            raise UnsupportedFeatureError("layers that see both ways in a decoder", f"the model's layer {both_ways[0]}")
+        # an empty draft group is not asked for
+        return () if of_draft_model else (KvGroup(0, vllm_config.cache_config.block_size, None, both_ways),)
     layers = _implementations(vllm_config, of_draft_model)
     number_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
     for name, layer in attention_layers(vllm_config).items():
@@ -73,10 +85,17 @@ def layer_groups(
     """Returns these groups together with the groups of other kinds, and joins the layers to them."""
     found = kv_groups(groups, vllm_config, of_draft_model=of_draft_model)
     layers: dict[str, GroupLayer] = dict(_implementations(vllm_config, of_draft_model))
+    if _encoder_layers(vllm_config):
+        return LayerGroups.of([EncoderGroup(group) for group in found], layers)
     others = () if of_draft_model else other_groups(vllm_config, found[0])
     context = attention_layers(vllm_config)
     layers |= {name: cast("GroupLayer", context[name]) for group in others for name in group.kv.layers}
     return LayerGroups.of([*(AttentionGroup(group) for group in found), *others], layers)
+
+
+def _encoder_layers(vllm_config: VllmConfig) -> tuple[str, ...]:
+    layers = attention_layers(vllm_config).items()
+    return tuple(name for name, layer in layers if isinstance(layer, EncoderOnlyAttention))
 
 
 def _implementations(vllm_config: VllmConfig, of_draft_model: bool) -> dict[str, UnifiedAttentionImpl]:

@@ -55,7 +55,7 @@ class StepRunner:
         return self._end.steps_in_flight
 
     @torch.inference_mode()
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | StepOutput | None:
         """Computes a step up to its logits. Returns None if `sample_tokens` returns the output."""
         for part in self._parts:
             part.before_step(scheduler_output)
@@ -76,7 +76,8 @@ class StepRunner:
         self._sampler.begin(step)
         self._compute_divisions(step, clock)
         self._computed = step
-        return None
+        # vLLM's engine asks for no tokens of a model that pools
+        return None if self._sampler.samples else self.sample_tokens(None)
 
     @torch.inference_mode()
     def execute_dummy(self) -> None:

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
 
 class NoSampler:
-    """The sampler of a pipeline stage without logits, which gets sampled tokens from the scheduler."""
+    """The sampler of a pipeline stage without logits, which gets sampled tokens from the scheduler, or of a model that
+    pools.
+
+    Args:
+        samples: whether other stages sample the step; False if the model pools.
+    """
+
+    def __init__(self, samples: bool = True) -> None:
+        self.samples = samples
 
     @property
     def req_ids(self) -> list[str]:
@@ -95,6 +103,7 @@ class StepSampler(NoSampler):
         drafts: Drafts,
         verification: Verification | None = None,
     ) -> None:
+        super().__init__()
         self._slots = slots
         self._batch = slots.batch
         self._nans = nans

@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.kv_groups import refuse_windows_in_one_table, refuse_with_windows
 from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
 from vllm_gaudi_ucm.runner.other_groups import refuse_with_states
+from vllm_gaudi_ucm.runner.pooling import ModelPooler
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
@@ -36,6 +37,7 @@ from vllm_gaudi_ucm.vllm_api.model import (
     densely,
     tokens_chosen,
 )
+from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -113,6 +115,7 @@ class ModelRunner:
         self._memory_budget = None if given is None else int(given * GIB)
         self._tile: int | None = None
         self.decoder: Decoder
+        self.pooler: ModelPooler | None = None
         self._compiler: StaticCompiler | None = None
         self.start_stages = StartStages()
         self._has_measured = False
@@ -164,6 +167,9 @@ class ModelRunner:
             Decoder(cast(DecoderModel, model), self._vllm_config, self._stage, self._lockstep) for model in models
         )
         self._draft_decoder = draft[0] if draft else None
+        if is_pooling(self._vllm_config) and self.decoder.is_last:
+            on_host = self._device.kind == "hpu"
+            self.pooler = ModelPooler(models[0], torch.device("cpu") if on_host else self._tensors_on)
         refuse_with_windows(self.decoder, self._draft_decoder, self._config, self._vllm_config)
         refuse_with_states(self._config, self._vllm_config)
         if on_cpu:
@@ -245,6 +251,7 @@ class ModelRunner:
             memory_budget=self._memory_budget,
             compiler=self._compiler,
             ranks=self._ranks,
+            pooler=self.pooler,
         )
         self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
 
@@ -307,3 +314,5 @@ class ModelRunner:
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
         if decoder.has_logits:
             decoder.logits(found[HIDDEN][:rows])
+        if self.pooler is not None:
+            self.pooler.pool_dummies(found[HIDDEN], rows)

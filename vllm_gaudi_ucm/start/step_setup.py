@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.batch.group_planner import planner_of
@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.runner.parts import (
     TrueShapeSteps,
     WorkerPart,
 )
+from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -34,6 +35,7 @@ from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import DraftProposer, NgramProposer
 from vllm_gaudi_ucm.speculation.verification import Verification
 from vllm_gaudi_ucm.vllm_api.engine_process import is_worker_process
+from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -69,10 +71,10 @@ def make_steps(
     ahead = _make_ahead(allocated, static)
     drafts = _make_drafts(allocated, static)
     verification = None if model.vllm_config.speculative_config is None else Verification(slots, host)
-    sampler = NoSampler()
+    sampler = NoSampler(samples=not is_pooling(model.vllm_config))
     if model.decoder.has_logits:
         sampler = StepSampler(slots, nans, _logits_source(allocated, execution, static), drafts, verification)
-    parts = _make_parts(allocated, static, memory, ahead, drafts=drafts, records=records, follow=execution.follow)
+    parts = _make_parts(allocated, static, memory, ahead, drafts=drafts, records=records, execution=execution)
     runner = StepRunner(
         requests=requests,
         # with asynchronous scheduling two batches are in flight, too, but of the same requests
@@ -100,10 +102,10 @@ def _make_parts(
     ahead: StepsAhead | None,
     drafts: Drafts,
     records: StepRecords,
-    follow: Callable[[], None],
+    execution: Execution,
 ) -> tuple[WorkerPart, ...]:
     """Makes the parts in the order of a step: each hook is called on one part after the other, in this order."""
-    sparse, transfer = allocated.sparse, allocated.transfer
+    sparse, transfer, pooler = allocated.sparse, allocated.transfer, allocated.model.pooler
     lockstep = allocated.model.decoder.lockstep
     in_flight: Sized = () if ahead is None else ahead
     outputs_together = ahead is None or ahead.verifies_at_once
@@ -115,10 +117,11 @@ def _make_parts(
         None if memory is None else MemorySteps(memory, sparse),
         # behind the parts that choose and report, before the drafts
         _make_check(allocated.model, checks_offload=sparse is not None and outputs_together),
+        None if pooler is None else PoolingSteps(pooler, execution, allocated.model.vllm_config),
         drafts,
         # behind the drafts, which read and write blocks, too
         None if transfer is None else TransferSteps(transfer, sparse, in_flight),
-        None if lockstep is None else LockstepSteps(lockstep, follow),
+        None if lockstep is None else LockstepSteps(lockstep, execution.follow),
         # behind all that add figures
         records,
     )
@@ -194,8 +197,9 @@ def _native_graphs(allocated: AllocatedModel, decoder: Decoder | None) -> Native
     on_cpu = model.tensors_on.type == "cpu" and model.kind == "off" and has_folders("cpu")
     if decoder is None or not on_cpu or allocated.calls_layers or not model.config.cpu.native_graphs:
         return None
-    # of latents, which way new tokens take depends on the parts, and products are no native calls
-    if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None:
+    # of latents, which way new tokens take depends on the parts, and products are no native calls; neither are those of
+    # encoders
+    if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None or decoder.is_encoder:
         return None
     from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
 

@@ -3,7 +3,8 @@
 Extension point: `KVCacheSpec`, `AttentionSpec`, `FullAttentionSpec`, `SlidingWindowSpec`, `KVCacheConfig`,
 `KVCacheGroupSpec` and `KVCacheLayout` are what a platform plugin's worker and attention backend are given and return.
 Internal: `UniformTypeKVCacheSpecs`, the specification of a group whose layers differ; `MLAAttentionSpec`, that of keys
-which hold their values; `ChunkedLocalAttentionSpec`, that of layers with chunks; `get_kv_cache_groups`, which makes the
+which hold their values; `ChunkedLocalAttentionSpec`, that of layers with chunks;
+`EncoderOnlyAttentionSpec`, that of layers without a cache; `get_kv_cache_groups`, which makes the
 groups, and its parts: in `kv_cache_utils` of vLLM 0.32, in `kv_cache_planning` of vLLM 0.33.
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionSpec",
+    "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
     "KVCacheConfig",
     "KVCacheGroupSpec",

@@ -4,11 +4,11 @@ Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `Ge
 `RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
 `NTKScalingRotaryEmbedding`, `DynamicNTKScalingRotaryEmbedding`, `DynamicNTKAlphaRotaryEmbedding`,
 `YaRNScalingRotaryEmbedding`), by a subclass; `op_registry_oot` is vLLM's registry of them.
-Internal: `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `LinearBase`, `ParallelLMHead`,
-`UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that we search for in a
-model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and `set_forward_context`, through which
-layers find the step's metadata; `PPMissingLayer`, which stands for a layer of another stage of a pipeline;
-`BasevLLMParameter`, the class of loaded weights.
+Internal: `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `EncoderOnlyAttention`, `LinearBase`,
+`ParallelLMHead`, `UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that
+we search for in a model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and
+`set_forward_context`, through which layers find the step's metadata; `PPMissingLayer`, which stands for a layer of
+another stage of a pipeline; `BasevLLMParameter`, the class of loaded weights.
 """
 
 from copy import copy
@@ -19,7 +19,7 @@ from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, EncoderOnlyAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -50,6 +50,7 @@ __all__ = [
     "CustomOp",
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
+    "EncoderOnlyAttention",
     "ForwardContext",
     "GeluAndMul",
     "GemmaRMSNorm",
@@ -115,7 +116,15 @@ class NamelessChunkedAttention(NamelessAttention, ChunkedLocalAttention):
     """The same of a layer whose rows see their own chunk alone."""
 
 
-_NAMELESS: dict[type, type] = {Attention: NamelessAttention, ChunkedLocalAttention: NamelessChunkedAttention}
+class NamelessEncoderAttention(NamelessAttention, EncoderOnlyAttention):
+    """The same of a layer whose rows see both ways."""
+
+
+_NAMELESS: dict[type, type] = {
+    Attention: NamelessAttention,
+    ChunkedLocalAttention: NamelessChunkedAttention,
+    EncoderOnlyAttention: NamelessEncoderAttention,
+}
 
 
 def has_attention(layer: AttentionLayerBase) -> bool:

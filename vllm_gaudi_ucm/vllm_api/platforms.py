@@ -144,3 +144,16 @@ def take_back_attention_backend(vllm_config: VllmConfig) -> bool:
         return False
     vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
     return True
+
+
+def is_pooling(vllm_config: VllmConfig) -> bool:
+    """Returns whether the engine's model pools its hidden states."""
+    model = vllm_config.model_config
+    return model is not None and model.runner_type == "pooling"
+
+
+def attends_both_ways(vllm_config: VllmConfig) -> bool:
+    """Returns whether rows of the engine's model see the tokens behind them, too: it is an encoder,
+    without a KV cache.
+    """
+    return is_pooling(vllm_config) and vllm_config.model_config.attn_type == "encoder_only"

@@ -8,6 +8,7 @@ Internal: `Request` and `RequestStatus`, the scheduler's view of a request, whic
 """
 
 from itertools import accumulate
+from typing import Any, cast
 
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import (
@@ -61,3 +62,19 @@ def first_grammar_rows(scheduler_output: SchedulerOutput, grammar: GrammarOutput
         return packed
     each = len(grammar.grammar_bitmask) // len(names)
     return [index * each for index in range(len(names))]
+
+
+def token_types(new: NewRequestData) -> tuple[int, int]:
+    """Returns the first token of a prompt that has the token type 1, and the first one after these. The others have
+    the type 0.
+
+    Reason: vLLM 0.33 sends both of a pair of texts; 0.32 sends the first one alone, for all tokens from there on.
+    Remove when: the oldest supported vLLM is 0.33.
+    """
+    found: Any = None if new.pooling_params is None else (new.pooling_params.extra_kwargs or {}).get(_TYPES)
+    if found is None:
+        return 0, 0
+    return (found, len(new.prompt_token_ids or ())) if isinstance(found, int) else cast("tuple[int, int]", tuple(found))
+
+
+_TYPES = "compressed_token_type_ids"

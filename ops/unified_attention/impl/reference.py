@@ -118,7 +118,11 @@ def causal(
         in_order, end = in_order and query_lo == end, query_hi
         rows, keys = slice(query_lo, query_hi), slice(key_lo, key_hi)
         same = (part.groups[rows, None] == part.groups[None, keys]) & (part.groups[rows, None] >= 0)
-        visible = same & (position[None, keys] <= position[rows, None])
+        if spec.both_ways:
+            near = (position[None, keys] - position[rows, None]).abs() < (spec.reach or query.shape[0])
+            visible = same & near
+        else:
+            visible = same & (position[None, keys] <= position[rows, None])
         if part.first_rows is not None:
             visible &= position[None, keys] >= part.first_rows[rows, None]
         bias = None if slopes is None else slopes.bias(position[rows, None] - position[None, keys])

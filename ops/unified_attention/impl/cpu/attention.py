@@ -38,7 +38,7 @@ class CpuAttention(AttentionImplementation):
 
     def supports(self, spec: AttentionSpec) -> bool:
         """The kernel does not return scores before its softmax, so a soft cap is not supported."""
-        return spec.logits_soft_cap is None
+        return spec.logits_soft_cap is None and not spec.both_ways
 
     def plan(self, parts: AttentionParts, block_size: int) -> CpuPlan:
         return make_plan(parts, block_size)

@@ -86,7 +86,7 @@ class NativeAttention(AttentionImplementation):
     traceable = False
 
     def supports(self, spec: AttentionSpec) -> bool:
-        return True
+        return not spec.both_ways
 
     def unavailable(self, device: str) -> str | None:
         return super().unavailable(device) or why_not_native() or None

@@ -29,7 +29,7 @@ class CudaAttention(AttentionImplementation):
     gives_log_sums = True
 
     def supports(self, spec: AttentionSpec) -> bool:
-        return True
+        return not spec.both_ways
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)

