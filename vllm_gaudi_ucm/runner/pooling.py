@@ -11,6 +11,7 @@ import torch
 
 from vllm_gaudi_ucm.runner.parts import WorkerPart
 from vllm_gaudi_ucm.vllm_api.pooling import (
+    PoolerOutput,
     PoolingMetadata,
     PoolingParams,
     PoolingStates,
@@ -58,8 +59,8 @@ class ModelPooler:
         self._pooler.get_pooling_updates(params.task).apply(params)
         return params
 
-    def pool(self, hidden: torch.Tensor, metadata: PoolingMetadata) -> torch.Tensor | list[torch.Tensor | None] | None:
-        """Returns an output for each request of the metadata; None, or an entry that is None, for unfinished ones.
+    def pool(self, hidden: torch.Tensor, metadata: PoolingMetadata) -> PoolerOutput:
+        """Returns an output for each request of the metadata; None for unfinished ones.
 
         hidden: [rows, hidden size], the rows of all requests, one after the other, on the pooler's device.
         """

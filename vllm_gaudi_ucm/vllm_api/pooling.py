@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from vllm.pooling_params import PoolingParams
+from vllm.v1.outputs import PoolerOutput
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LateInteractionRunner",
     "PoolerOfModel",
+    "PoolerOutput",
     "PoolingMetadata",
     "PoolingParams",
     "PoolingStates",
@@ -40,9 +42,7 @@ class PoolerOfModel(Protocol):
 
     def get_pooling_updates(self, task: Any) -> Any: ...
 
-    def __call__(
-        self, hidden_states: torch.Tensor, pooling_metadata: PoolingMetadata
-    ) -> torch.Tensor | list[torch.Tensor | None] | None: ...
+    def __call__(self, hidden_states: torch.Tensor, pooling_metadata: PoolingMetadata) -> PoolerOutput: ...
 
 
 def pooler_of(model: "nn.Module") -> PoolerOfModel:
