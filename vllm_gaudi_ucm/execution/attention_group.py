@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class AttentionGroup(CacheGroup):
     """A group with attention; see CacheGroup. The first group of an engine is one: buckets count its blocks."""
 
     spec = AttentionSpec
-    layer_classes = (Attention, ChunkedLocalAttention, LatentAttention)
+    layer_classes: ClassVar[tuple[type, ...]] = (Attention, ChunkedLocalAttention, LatentAttention)
 
     def planner(self, causal_slice: int, batches: int) -> AttentionPlanner:
         return AttentionPlanner(self.kv, causal_slice, batches)
