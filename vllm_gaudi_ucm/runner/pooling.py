@@ -68,8 +68,8 @@ class PoolingSteps(WorkerPart):
     def after_forward(self, division: Division) -> None:
         plan = division.plan
         members = [division.members[index] for index in plan.requests.tolist()]
-        hidden = self._execution.hidden_states(plan.num_rows)
-        self._pool(members, plan, hidden.to(self._pooler.device))
+        hidden = self._execution.hidden_states(plan.num_rows).to(self._pooler.device)
+        self._pool(members, plan, hidden[: plan.num_rows])
 
     def _pool(self, members: Sequence[LiveRequest], plan: UnifiedPlan, hidden: torch.Tensor) -> None:
         names = [request.request_id for request in members]
