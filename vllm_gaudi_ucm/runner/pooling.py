@@ -78,15 +78,14 @@ class PoolingSteps(WorkerPart):
         scheduled = np.diff(plan.query_start).astype(np.int32)
         metadata = pooling_metadata(requests, scheduled, ends.astype(np.int32), self._pooler.device)
         finished = metadata.get_pooling_cursor().get_finished_mask()
-        found = self._pooler.pool(hidden, metadata)
-        if found is None or not any(finished):
+        raw = self._pooler.pool(hidden, metadata)
+        if raw is None or not any(finished):
             return
         found = self._late.postprocess_pooler_output(
-            raw_pooler_output=found, pooling_params=metadata.pooling_params, req_ids=names, finished_mask=finished
+            raw_pooler_output=raw, pooling_params=metadata.pooling_params, req_ids=names, finished_mask=finished
         )
-        if isinstance(found, torch.Tensor):
-            found = list(found.cpu())
-        for name, output, is_finished in zip(names, found, finished, strict=True):
+        outputs = list(found.cpu()) if isinstance(found, torch.Tensor) else found
+        for name, output, is_finished in zip(names, outputs, finished, strict=True):
             if is_finished and output is not None:
                 self._outputs[name] = _owned(output, hidden)
 
