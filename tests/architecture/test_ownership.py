@@ -33,6 +33,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/vllm_api/sampling.py": "a method of vLLM's sampler",
     "vllm_gaudi_ucm/speculation/draft_model.py": "a copy of vLLM's configuration",
     "vllm_gaudi_ucm/runner/parts.py": "the output that vLLM's scheduler reads",
+    "vllm_gaudi_ucm/runner/pooling.py": "the output that vLLM's scheduler reads",
     # objects of other libraries
     "graphs/runners/compiled.py": "torch's configuration",
     "vllm_gaudi_ucm/logger.py": "a record of logging, in a filter",

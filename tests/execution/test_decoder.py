@@ -50,6 +50,7 @@ def found_by_layers(metadata: StepMetadata, names: list[str]) -> list[UnifiedAtt
         found.extend(cast(Any, get_attention_context(name)[0]) for name in names)
         return torch.zeros(2, 4)
 
+    model.forward = model  # type: ignore[attr-defined]
     model.compute_logits = lambda hidden: hidden  # type: ignore[attr-defined]
     Decoder(cast(Any, model), config).hidden(DecoderStep({"token_ids": ROWS, "positions": ROWS}, metadata))
     return found
@@ -58,7 +59,7 @@ def found_by_layers(metadata: StepMetadata, names: list[str]) -> list[UnifiedAtt
 def test_logits_are_cast_where_they_are_written() -> None:
     """The same float32 bits as logits that are returned; between the product and the buffer there is one copy."""
     hidden, weight = torch.randn(3, 8).bfloat16(), torch.randn(8, 5).bfloat16()
-    model = SimpleNamespace(compute_logits=lambda rows: rows @ weight)
+    model = SimpleNamespace(forward=lambda **rows: hidden, compute_logits=lambda rows: rows @ weight)
     decoder = Decoder(cast(Any, model), VllmConfig())
     out, rows = torch.full((2, 5), torch.nan), torch.tensor([2, 0])
     with OperatorNames() as seen:

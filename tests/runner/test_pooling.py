@@ -19,11 +19,12 @@ from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.execution.execution import Execution
 from vllm_gaudi_ucm.observability.step_clock import StepClock
 from vllm_gaudi_ucm.runner.computed_step import ComputedStep, Division
-from vllm_gaudi_ucm.runner.pooling import ModelPooler, PoolingSteps
+from vllm_gaudi_ucm.runner.model_pooler import ModelPooler
+from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.vllm_api.pooling import PoolingMetadata
 from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, NewRequestData
 
-VLLM_CONFIG: Any = SimpleNamespace(model_config=SimpleNamespace(pooler_config=SimpleNamespace()))
+VLLM_CONFIG: Any = SimpleNamespace(model_config=SimpleNamespace(pooler_config=None))
 BLOCK = 4
 
 

@@ -110,9 +110,11 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
     """Computes the attention of one layer, and refuses unsupported features by name.
 
     chunk: tokens of a chunk, if rows see only their own chunk (Llama 4); see `chunk_of`.
+    attention_type: vLLM's type of the layers that a class computes.
     """
 
     chunk: ClassVar[int | None] = None
+    attention_type: ClassVar[str] = AttentionType.DECODER
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             "keys and values of another layer in 8-bit floats (leave --kv-cache-dtype out)": (
                 kv_sharing_target_layer_name is not None and narrow_cache
             ),
-            f"attention type {attn_type!r}": attn_type != AttentionType.DECODER,
+            f"attention type {attn_type!r}": attn_type != self.attention_type,
             f"KV cache dtype {kv_cache_dtype!r}": kv_cache_dtype
             not in UnifiedAttentionBackend.supported_kv_cache_dtypes,
             **{f"attention argument {name!r}": value is not None for name, value in others.items() if name != "sinks"},

@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.vllm_api.attention import AttentionLayer, AttentionType
 if TYPE_CHECKING:
     import torch
 
+    from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.kv_cache.pair import KvPair
 
 
@@ -27,34 +28,26 @@ class EncoderAttentionBackend(UnifiedAttentionBackend):
 class EncoderAttentionImpl(UnifiedAttentionImpl):
     """Computes the attention of one layer of an encoder.
 
-    sliding_window: rows see tokens less than this far away, in either direction; None for all.
+    With `sliding_window`, rows see tokens less than this far away, in either direction.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.ENCODER_ONLY,
-        kv_sharing_target_layer_name: str | None = None,
-        **others: Any,
-    ) -> None:
+    attention_type = AttentionType.ENCODER_ONLY
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         asked = {
-            "ALiBi in an encoder": alibi_slopes is not None,
-            f"attention type {attn_type!r}": attn_type != AttentionType.ENCODER_ONLY,
-            "keys and values of another layer in an encoder": kv_sharing_target_layer_name is not None,
+            "ALiBi in an encoder": self.spec.has_slopes,
+            "keys and values of another layer in an encoder": self.shares,
         }
         for feature, is_asked in asked.items():
             if is_asked:
                 raise UnsupportedFeatureError(feature, "an attention layer of the model")
-        super().__init__(num_heads, head_size, scale, num_kv_heads, logits_soft_cap=logits_soft_cap, **others)
-        # not a window of the KV cache: there is none
-        self.spec = replace(self.spec, both_ways=True, reach=sliding_window)
+        self.spec = replace(self.spec, is_local=False, both_ways=True, reach=self.sliding_window)
+
+    @property
+    def window(self) -> Window | None:
+        """Returns None: nothing is cached, and the reach of a row is a part of the specification."""
+        return None
 
     def forward(
         self,

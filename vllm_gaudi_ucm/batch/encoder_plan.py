@@ -74,7 +74,8 @@ class EncoderPlanner:
             num_single=0,
             logits_requests=requests,
             logits_rows=start[1:] - 1,
-            groups=(GroupPlan(np.zeros(len(rows), np.int64), causal, None, None),),
+            # no layer writes to a slot; another one than a pad's says that a row is a request's
+            groups=(GroupPlan(np.ones(len(rows), np.int64), causal, None, None),),
         )
 
     def _slices(self, start: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:

@@ -142,8 +142,7 @@ class TokenTypes(RowInput):
 
     @classmethod
     def is_read_by(cls, model: nn.Module) -> bool:
-        forward = getattr(model, "forward", None)
-        return forward is not None and "token_type_ids" in inspect.signature(forward).parameters
+        return "token_type_ids" in inspect.signature(model.forward).parameters
 
     def add(self, row: int, new: NewRequestData) -> None:
         from vllm_gaudi_ucm.vllm_api.steps import token_types

@@ -219,7 +219,8 @@ class BucketedExecution:
         return self._logits[:bucket]
 
     def hidden_states(self, count: int) -> torch.Tensor:
-        return self._hidden[:count]
+        # in one size for each bucket, in which it may be copied
+        return self._hidden[: self._shape.padded.query_len]
 
     def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
         found = min((size for size in self._likeliest_graphs if size >= len(rows)), default=None)

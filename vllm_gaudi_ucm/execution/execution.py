@@ -56,7 +56,9 @@ class Execution(Protocol):
         """
 
     def hidden_states(self, count: int) -> torch.Tensor:
-        """Returns [count, hidden size]: the hidden states of the first rows of the step. Valid until the next step."""
+        """Returns [at least count, hidden size]: the hidden states of the first rows of the step; further rows are
+        garbage. Valid until the next step.
+        """
 
     @property
     def max_logits(self) -> int: ...

@@ -153,7 +153,7 @@ class TrueShapeExecution:
         return self._decoder.logits(hidden)
 
     def hidden_states(self, count: int) -> torch.Tensor:
-        return self._hidden[:count]
+        return self._hidden
 
     def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
         return self.logits(rows).argmax(-1) if len(rows) <= self.max_logits else None

@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, configured_connectors
@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.store.factory import open_medium
 from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
     from vllm.config import KVTransferConfig
 
     from vllm_gaudi_ucm.store.base import StoreOptions
@@ -59,8 +59,11 @@ def _check_phase_log(path: Path) -> None:
         )
 
 
-def check_request(params: SamplingParams) -> None:
-    """Raises ValueError with the parameter, what was found and what to do."""
+def check_request(given: SamplingParams | PoolingParams) -> None:
+    """Raises ValueError with the parameter, what was found and what to do. vLLM checks all parameters of pooling."""
+    if not hasattr(given, "temperature"):
+        return
+    params = cast("SamplingParams", given)
     read_extra_args(params.extra_args)
     for name in ("kv_transfer_params", "ec_transfer_params"):
         found = (params.extra_args or {}).get(name)

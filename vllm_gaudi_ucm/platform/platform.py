@@ -313,8 +313,7 @@ class UcmPlatform(Platform):
         processed_inputs: the prompt. params: `SamplingParams`, or `PoolingParams`, which vLLM checks.
         """
         try:
-            if hasattr(params, "temperature"):
-                check_request(params)
+            check_request(params)
             check_prompt(processed_inputs, cls._vocab_size)
         except ValueError as error:
             raise client_error(str(error)) from error

@@ -52,8 +52,7 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     start_is_over,
     watch_parent,
 )
-from vllm_gaudi_ucm.vllm_api.platforms import is_pooling, tolerate_missing_accelerator
-from vllm_gaudi_ucm.vllm_api.pooling import pooling_tasks
+from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
 from vllm_gaudi_ucm.vllm_api.worker import CompilationTimes, SupportedTask, WorkerBase, model_loading, set_random_seed
 
 if TYPE_CHECKING:
@@ -162,10 +161,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return cast(nn.Module, self.model_runner.decoder.model)
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        if not is_pooling(self.vllm_config):
-            return ("generate",)
-        # every stage of a pipeline has a pooler, of which only the last one's is used; vLLM asks the first stage
-        return pooling_tasks(self.get_model())
+        pooler = self.model_runner.pooler
+        return ("generate",) if pooler is None else pooler.tasks
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.model_runner.get_kv_cache_spec()

@@ -50,7 +50,6 @@ def kv_groups(
     if both_ways:
         if groups:
             raise UnsupportedFeatureError("layers that see both ways in a decoder", f"the model's layer {both_ways[0]}")
-        # an empty draft group is not asked for
         return () if of_draft_model else (KvGroup(0, vllm_config.cache_config.block_size, None, both_ways),)
     layers = _implementations(vllm_config, of_draft_model)
     number_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}

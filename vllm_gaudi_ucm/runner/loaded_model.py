@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
-    from vllm_gaudi_ucm.runner.pooling import ModelPooler
+    from vllm_gaudi_ucm.runner.model_pooler import ModelPooler
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
@@ -41,8 +41,7 @@ class LoadedModel:
     memory_budget: bytes that graphs may take; None for no bound.
     compiler: compiler of the decoders' regions; None if they are not compiled.
     ranks: all workers of the engine, of which this is one.
-    pooler: makes embeddings, scores or classes of hidden states; None if the model samples tokens, and on pipeline
-        stages before the last.
+    pooler: makes embeddings, scores or classes of the last layer's hidden states; None if the model samples tokens.
     """
 
     vllm_config: VllmConfig

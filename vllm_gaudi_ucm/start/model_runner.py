@@ -22,8 +22,8 @@ from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.kv_groups import refuse_windows_in_one_table, refuse_with_windows
 from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
+from vllm_gaudi_ucm.runner.model_pooler import ModelPooler
 from vllm_gaudi_ucm.runner.other_groups import refuse_with_states
-from vllm_gaudi_ucm.runner.pooling import ModelPooler
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
@@ -167,7 +167,7 @@ class ModelRunner:
             Decoder(cast(DecoderModel, model), self._vllm_config, self._stage, self._lockstep) for model in models
         )
         self._draft_decoder = draft[0] if draft else None
-        if is_pooling(self._vllm_config) and self.decoder.is_last:
+        if is_pooling(self._vllm_config):
             on_host = self._device.kind == "hpu"
             self.pooler = ModelPooler(models[0], torch.device("cpu") if on_host else self._tensors_on)
         refuse_with_windows(self.decoder, self._draft_decoder, self._config, self._vllm_config)
@@ -314,5 +314,5 @@ class ModelRunner:
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
         if decoder.has_logits:
             decoder.logits(found[HIDDEN][:rows])
-        if self.pooler is not None:
+        if self.pooler is not None and decoder.is_last:
             self.pooler.pool_dummies(found[HIDDEN], rows)

@@ -105,7 +105,8 @@ def _make_parts(
     execution: Execution,
 ) -> tuple[WorkerPart, ...]:
     """Makes the parts in the order of a step: each hook is called on one part after the other, in this order."""
-    sparse, transfer, pooler = allocated.sparse, allocated.transfer, allocated.model.pooler
+    sparse, transfer = allocated.sparse, allocated.transfer
+    pooler = allocated.model.pooler if allocated.model.decoder.is_last else None
     lockstep = allocated.model.decoder.lockstep
     in_flight: Sized = () if ahead is None else ahead
     outputs_together = ahead is None or ahead.verifies_at_once

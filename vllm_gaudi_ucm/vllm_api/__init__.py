@@ -25,6 +25,7 @@ condition for its removal ("Remove when:").
 | `cache_options` | options of the cache that the platform sets |
 | `quantisation` | methods of quantised weights |
 | `moe` | layers with experts, and their routers |
+| `pooling` | poolers, and what they read of a step |
 | `sampling` | samplers, logits processors, grammars |
 | `kv_transfer`, `kv_offload` | KV connectors; offloading to the host |
 

@@ -147,13 +147,19 @@ def take_back_attention_backend(vllm_config: VllmConfig) -> bool:
 
 
 def is_pooling(vllm_config: VllmConfig) -> bool:
-    """Returns whether the engine's model pools its hidden states."""
+    """Returns whether the engine's model pools its hidden states, instead of yielding tokens.
+
+    Reason: a configuration may have no model, and vLLM compares `runner_type` wherever it asks.
+    Remove when: `VllmConfig` has a property for it.
+    """
     model = vllm_config.model_config
     return model is not None and model.runner_type == "pooling"
 
 
 def attends_both_ways(vllm_config: VllmConfig) -> bool:
-    """Returns whether rows of the engine's model see the tokens behind them, too: it is an encoder,
-    without a KV cache.
+    """Returns whether rows of the engine's model see the tokens behind them, too: it is an encoder, without a KV cache.
+
+    Reason: `ModelConfig.attn_type` also tells of models that do not pool, and is missing without a model.
+    Remove when: `VllmConfig` has a property for it.
     """
     return is_pooling(vllm_config) and vllm_config.model_config.attn_type == "encoder_only"

@@ -4,7 +4,7 @@ Internal: `PoolingMetadata` and `PoolingStates`, which a model's pooler reads; `
 documents by the token embeddings of a query; `PoolingParams`, the parameters of a request.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.pooling_params import PoolingParams
@@ -15,20 +15,10 @@ from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from torch import nn
-    from vllm.config import VllmConfig
+__all__ = ["LateInteractionRunner", "PoolerOfModel", "PoolingMetadata", "PoolingParams", "PoolingStates"]
 
-__all__ = [
-    "LateInteractionRunner",
-    "PoolerOfModel",
-    "PoolerOutput",
-    "PoolingMetadata",
-    "PoolingParams",
-    "PoolingStates",
-    "late_interaction",
-    "pooler_of",
-    "pooling_tasks",
-]
+PoolerOutput = torch.Tensor | list[torch.Tensor | None] | None
+"""An output for each request; None, or an entry that is None, if a prompt is not finished."""
 
 
 class PoolerOfModel(Protocol):
@@ -38,24 +28,10 @@ class PoolerOfModel(Protocol):
     Remove when: it has a module of its own.
     """
 
+    def to(self, device: torch.device) -> Any: ...
+
     def get_supported_tasks(self) -> "Set[Any]": ...
 
     def get_pooling_updates(self, task: Any) -> Any: ...
 
     def __call__(self, hidden_states: torch.Tensor, pooling_metadata: PoolingMetadata) -> PoolerOutput: ...
-
-
-def pooler_of(model: "nn.Module") -> PoolerOfModel:
-    """Returns the pooler of a pooling model."""
-    return cast("PoolerOfModel", model.pooler)
-
-
-def pooling_tasks(model: "nn.Module") -> tuple[Any, ...]:
-    """Returns the names of the tasks that a pooling model supports."""
-    return tuple(sorted(pooler_of(model).get_supported_tasks()))
-
-
-def late_interaction(vllm_config: "VllmConfig", on_cuda: bool) -> LateInteractionRunner:
-    """Returns the state of late-interaction scoring. on_cuda: only there, vLLM's Triton kernel may score."""
-    pooler = vllm_config.model_config.pooler_config
-    return LateInteractionRunner(enable_flash=on_cuda and bool(getattr(pooler, "enable_flash_late_interaction", False)))
