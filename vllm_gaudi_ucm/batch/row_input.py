@@ -135,7 +135,11 @@ BUILT_IN_INPUTS: RowInputs = (TokenIds, Positions)
 """Every model reads these."""
 
 ROW_INPUTS: Registry[type[RowInput]] = Registry(
-    "row input", "vllm_gaudi_ucm.row_inputs", token_ids=TokenIds, positions=Positions
+    "row input",
+    "vllm_gaudi_ucm.row_inputs",
+    token_ids=TokenIds,
+    positions=Positions,
+    adapter_slots="vllm_gaudi_ucm.batch.adapter_slots:AdapterSlots",
 )
 
 

@@ -146,12 +146,6 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         lambda c: c.aux_output_config.enable_return_routed_experts,
     ),
     Feature(
-        "LoRA",
-        "--enable-lora",
-        "a step has no adapter index; merge the adapter into the model's weights",
-        lambda c: c.lora_config,
-    ),
-    Feature(
         "encoder-cache connectors", "--ec-transfer-config", "there are no encoders", lambda c: c.ec_transfer_config
     ),
     Feature("watermarking", "--watermark-config", "our samplers do not apply it", lambda c: c.watermark_config),

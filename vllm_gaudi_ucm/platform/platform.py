@@ -174,6 +174,9 @@ class UcmPlatform(Platform):
             need_our_scheduler(vllm_config, "ucm.graphs.warm_up 'idle' with several workers")
         if config.ucm_sparse_method is not None:
             need_our_scheduler(vllm_config, "ucm.ucm_sparse_method")
+        if vllm_config.lora_config is not None:
+            # it ends requests whose adapter cannot be loaded
+            need_our_scheduler(vllm_config, "LoRA")
         for policy in POLICIES:
             # vLLM's own scheduler gives slots at true shapes
             if policy is not TOKEN_SLOTS and policy.is_on(config):
@@ -380,6 +383,15 @@ class UcmPlatform(Platform):
     ) -> None:
         """Device to host."""
         cls.insert_blocks_to_device(src_cache, dst_cache, src_block_indices, dst_block_indices)
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm_gaudi_ucm.lora.layer_adapters.LayerAdapters"
+
+    @classmethod
+    def can_update_inplace(cls) -> bool:
+        """Returns False: layers with adapters take the result that a call returns, which may be a new tensor."""
+        return False
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:

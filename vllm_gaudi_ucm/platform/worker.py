@@ -61,10 +61,12 @@ from vllm_gaudi_ucm.vllm_api.worker import (
 )
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
     from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.runner.steps_ahead import StepOutput
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
+    from vllm_gaudi_ucm.vllm_api.lora import LoRARequest
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
     from vllm_gaudi_ucm.vllm_api.worker import SupportedTask
 
@@ -268,8 +270,31 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def reset_encoder_cache(self) -> None:
         """No multimodal models, no encoder cache."""
 
+    @property
+    def _adapters(self) -> AdapterManager:
+        found = self.model_runner.adapters
+        if found is None:
+            raise UnsupportedFeatureError("adapters (LoRA), which are switched off (add --enable-lora)", "a call")
+        return found
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter, and gives it a slot. Raises ValueError for one that does not fit the model."""
+        with self._turn, torch.inference_mode():
+            return self._adapters.add_adapter(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        with self._turn:
+            return self._adapters.remove_adapter(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in host memory and in a slot."""
+        with self._turn, torch.inference_mode():
+            return self._adapters.pin_adapter(lora_id)
+
     def list_loras(self) -> set[int]:
-        return set()
+        """Returns the numbers of the adapters in host memory."""
+        found = self.model_runner.adapters
+        return set() if found is None else found.list_adapters()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Does nothing, because all memory is in place: `sleep` is refused, after vLLM has paused the work that this

@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.protocol.attachments import (
     attach_sparse_meta,
     buckets_of,
     computed_tokens,
+    failures_of,
     report_of,
     verified_drafts,
 )
@@ -24,6 +25,8 @@ from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 from vllm_gaudi_ucm.vllm_api.blocks import (
     drop_sampled_tokens,
+    fail_request,
+    forget_cached_blocks,
     isolate_blocks,
     release_reservations,
     share_blocks,
@@ -141,6 +144,21 @@ class MemorySteps(SchedulerPart):
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         for policy in self._policies.members:
             policy.before_output(output)
+
+
+class FailedRequests(SchedulerPart):
+    """Ends requests that a worker could not compute, such as one whose adapter (LoRA) cannot be loaded. The client gets
+    the reason as an error; what the step computed for it is neither returned nor found by other requests.
+    """
+
+    def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        for request_id, reason in failures_of(output).items():
+            request = self._scheduler.requests.get(request_id)
+            # it may have been aborted, or have failed in the step before
+            if request is not None and not request.is_finished():
+                forget_cached_blocks(self._scheduler.kv_cache_manager, request_id, 0)
+                drop_sampled_tokens(request, output)
+                fail_request(self._scheduler, request, reason)
 
 
 class SparseSteps(SchedulerPart):

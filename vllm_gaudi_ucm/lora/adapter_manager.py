@@ -1,0 +1,143 @@
+"""vLLM's managers of adapters, with the weights of slots in the layout of `ops/lora`, and checks of what is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from vllm_gaudi_ucm.lora.adapter_check import AdapterError, check_adapter
+from vllm_gaudi_ucm.lora.layer_adapters import LayerAdapters
+from vllm_gaudi_ucm.lora.step_routes import StepRoutes
+from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
+from vllm_gaudi_ucm.vllm_api.lora import (
+    BaseLayerWithLoRA,
+    BaseLinearLayerWithLoRA,
+    LogitsProcessorWithLoRA,
+    LoRAAdapterNotFoundError,
+    LoRAModel,
+    LoRARequest,
+    LRUCacheLoRAModelManager,
+    LRUCacheWorkerLoRAManager,
+    MoERunner,
+    VocabParallelEmbeddingWithLoRA,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+
+class SlotManager(LRUCacheLoRAModelManager):
+    """Gives adapters slots, and writes their weights there. The memory of all slots is allocated with the layers."""
+
+    def _create_lora_modules(self) -> None:
+        self.weights: dict[str, AdapterWeights] = {}
+        experts = {
+            name.rpartition(".")[2] for name, module in self.model.named_modules() if isinstance(module, MoERunner)
+        }
+        # an adapter of experts is then refused as one of an unknown module
+        self.supported_lora_modules = [name for name in self.supported_lora_modules if name not in experts]
+        super()._create_lora_modules()
+
+    def register_module(self, module_name: str, module: BaseLayerWithLoRA) -> None:
+        """Lays out a layer's weights anew as soon as it is made: there are never two copies of all layers."""
+        super().register_module(module_name, module)
+        self.weights[module_name] = _lay_out(module)
+
+    def begin_steps(self, routes: StepRoutes) -> None:
+        """Gives each layer its adapters, now that all layers are made. routes: those of every step."""
+        for name, module in self.modules.items():
+            shared = cast(LayerAdapters, module.punica_wrapper)
+            module.set_mapping(shared.of_layer(self.weights[name], routes))
+
+
+def _lay_out(module: BaseLayerWithLoRA) -> AdapterWeights:
+    """Replaces a layer's stacked matrices, which are zeros, by views of our layout, through which vLLM writes them."""
+    if isinstance(module, BaseLinearLayerWithLoRA):
+        downs, ups = module.lora_a_stacked, module.lora_b_stacked
+        weights = _zeros_like(downs[0], ups)
+        module.lora_a_stacked, module.lora_b_stacked = weights.down_of_slices(), weights.up_of_slices()
+    elif isinstance(module, LogitsProcessorWithLoRA):
+        weights = _zeros_like(module.lora_a_stacked, (module.lora_b_stacked,))
+        (module.lora_a_stacked,), (module.lora_b_stacked,) = weights.down_of_slices(), weights.up_of_slices()
+    elif isinstance(module, VocabParallelEmbeddingWithLoRA):
+        # its first product is a look-up in vLLM's own layout
+        of_tokens, up = module.lora_a_stacked_2d, module.lora_b_stacked
+        slots, _, outputs, rank = up.shape
+        weights = AdapterWeights(of_tokens, up.new_zeros(outputs, slots * rank), slots, (outputs,))
+        (module.lora_b_stacked,) = weights.up_of_slices()
+    else:
+        raise AdapterError(f"layers with adapters: found {type(module).__name__}, expected linear layers and embeddings")
+    return weights
+
+
+def _zeros_like(down: torch.Tensor, ups: tuple[torch.Tensor, ...]) -> AdapterWeights:
+    slots, _, rank, inputs = down.shape
+    return AdapterWeights.zeros(inputs, [up.shape[2] for up in ups], slots, rank, down.dtype, down.device)
+
+
+class AdapterManager(LRUCacheWorkerLoRAManager):
+    """Loads adapters, keeps the last used ones in host memory, and gives those of a step slots on the device.
+
+    Args:
+        vllm_config: the engine's.
+        model: the loaded model, whose layers get slots.
+        device: device of the model.
+        captured: forwards are captured at static shapes.
+
+    Raises ValueError if the model has no layers that take adapters.
+    """
+
+    _manager_cls = SlotManager
+    _adapter_manager: SlotManager
+
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, device: torch.device, *, captured: bool) -> None:
+        super().__init__(vllm_config, device, getattr(model, "embedding_modules", {}))
+        self.create_lora_manager(model, vllm_config)
+        self.routes = StepRoutes(
+            self.lora_config.max_loras,
+            self.lora_config.max_lora_rank,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            device,
+            captured=captured,
+        )
+        self._adapter_manager.begin_steps(self.routes)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all slots on the device."""
+        return sum(weights.nbytes for weights in self._adapter_manager.weights.values())
+
+    def slots_of(self, requests: dict[int, LoRARequest]) -> dict[int, int | Exception]:
+        """Gives the adapters of a step slots, and loads those that are not in host memory.
+
+        requests: by number of the adapter; vLLM's scheduler has at most as many in a step as there are slots.
+
+        Returns the slot of each adapter, or the error if it cannot be loaded.
+        """
+        manager, found = self._adapter_manager, dict[int, "int | Exception"]()
+        # those that have a slot first, so that it is not given to another one
+        present = [number for number in requests if number in manager.lora_index_to_id]
+        for number in present:
+            # both count as its use
+            manager.get_adapter(number)
+            manager.activate_adapter(number)
+        for number in requests.keys() - set(present):
+            try:
+                self.add_adapter(requests[number])
+            except Exception as error:  # of any kind: a file of a user's must not end the engine
+                found[number] = error
+        places = {number: slot for slot, number in enumerate(manager.lora_index_to_id) if number is not None}
+        return {number: found[number] if number in found else places[number] for number in requests}
+
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        named = f"LoRA adapter {lora_request.lora_name!r} ({lora_request.lora_path})"
+        try:
+            lora = super()._load_adapter(lora_request)
+            check_adapter(lora, self._adapter_manager, self.lora_config.max_lora_rank)
+        except LoRAAdapterNotFoundError:
+            raise
+        except Exception as error:  # of vLLM, safetensors or json: none of them names the adapter
+            raise AdapterError(f"{named}: {error}") from error
+        return lora
