@@ -25,9 +25,7 @@ class Routes:
     form: Any
 
 
-def route_rows(
-    rows: Tensor, slots: int, rank: int, *, implementation: str = AUTO, captured: bool = False
-) -> Routes:
+def route_rows(rows: Tensor, slots: int, rank: int, *, implementation: str = AUTO, captured: bool = False) -> Routes:
     """Prepares the slots of a step's rows, for all layers.
 
     rows: int64 [rows], see `add_adapters`. captured: the layers run while a graph is captured, at static shapes.
@@ -67,7 +65,9 @@ def _validate(y: Tensor, x: Tensor, inputs: int, routes: Routes, weights: Adapte
     found, count = (tuple(y.shape), tuple(x.shape)), len(routes.rows)
     expected = (count, len(weights.up)), (count, inputs)
     if found != expected:
-        raise ValueError(f"adapters: found y, x of shapes {found[0]}, {found[1]}, expected {expected[0]}, {expected[1]}")
+        raise ValueError(
+            f"adapters: found y, x of shapes {found[0]}, {found[1]}, expected {expected[0]}, {expected[1]}"
+        )
     devices = {one.device for one in (y, x, routes.rows, weights.down, weights.up)}
     if len(devices) > 1:
         raise ValueError(f"adapters: found tensors on {', '.join(map(str, devices))}, expected one device")

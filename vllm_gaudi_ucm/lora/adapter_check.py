@@ -52,7 +52,9 @@ def check_adapter(lora: LoRAModel, manager: LRUCacheLoRAModelManager, max_rank: 
         owner, number = places.get(name, (name, 0))
         module = manager.modules.get(owner)
         if module is not None:
-            _check_layer(name, weights, _sizes(module, number, len(manager.packed_modules.get(owner, ())) or 1), max_rank)
+            _check_layer(
+                name, weights, _sizes(module, number, len(manager.packed_modules.get(owner, ())) or 1), max_rank
+            )
         elif not _is_elsewhere(manager.model, owner):
             known = ", ".join(sorted({one.rpartition(".")[2] for one in (*manager.modules, *places)}))
             raise AdapterError(

@@ -68,7 +68,9 @@ def _lay_out(module: BaseLayerWithLoRA) -> AdapterWeights:
         weights = AdapterWeights(of_tokens, up.new_zeros(outputs, slots * rank), slots, (outputs,))
         (module.lora_b_stacked,) = weights.up_of_slices()
     else:
-        raise AdapterError(f"layers with adapters: found {type(module).__name__}, expected linear layers and embeddings")
+        raise AdapterError(
+            f"layers with adapters: found {type(module).__name__}, expected linear layers and embeddings"
+        )
     return weights
 
 

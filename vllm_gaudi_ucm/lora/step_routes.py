@@ -57,9 +57,7 @@ class StepRoutes:
         self.current = self._make(chosen)
 
     def _route(self, rows: torch.Tensor) -> Routes:
-        found = route_rows(
-            rows, self.slots, self.rank, implementation=self._implementation, captured=self._captured
-        )
+        found = route_rows(rows, self.slots, self.rank, implementation=self._implementation, captured=self._captured)
         return found
 
     def _compiled(self, compiler: StaticCompiler) -> Callable[[torch.Tensor], Routes]:

@@ -10,6 +10,7 @@ from vllm_gaudi_ucm.config.exclusions import OF_ENGINE as EXCLUDED
 from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
+from vllm_gaudi_ucm.platform.lora_features import OF_LORA
 from vllm_gaudi_ucm.platform.quantised_weights import (
     calibrated,
     measured_ranges,
@@ -302,6 +303,7 @@ OF_POLICIES: tuple[tuple[Option, Feature[VllmConfig]], ...] = tuple(
 
 REFUSED: tuple[Feature[Any], ...] = (
     *OF_ENGINE,
+    *OF_LORA,
     *OF_MODEL,
     *OF_SPECULATION,
     *OF_DRAFT_MODEL,
@@ -312,7 +314,7 @@ REFUSED: tuple[Feature[Any], ...] = (
 
 def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
-    asked = list(_asked(OF_ENGINE, vllm_config))
+    asked = list(_asked((*OF_ENGINE, *OF_LORA), vllm_config))
     asked += _asked([feature for policy, feature in OF_POLICIES if policy.is_on(config)], vllm_config)
     if vllm_config.speculative_config is not None:
         asked += _asked_by_speculation(vllm_config.speculative_config)

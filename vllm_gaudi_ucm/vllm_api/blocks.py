@@ -225,9 +225,14 @@ def fail_request(scheduler: "Scheduler", request: "Request", reason: str) -> Non
     compiled in the same place, with the same kind of error.
     Remove when: `ModelRunnerOutput` has one.
     """
-    from vllm.outputs import RequestError
+    errors = scheduler.grammar_compile_error_reqs
+    if isinstance(errors, dict):
+        from vllm.outputs import RequestError
 
-    scheduler.grammar_compile_error_reqs[request.request_id] = RequestError(code="validation_error", message=reason)
+        errors[request.request_id] = RequestError(code="validation_error", message=reason)
+    else:
+        # of vLLM 0.32, whose clients get an error without a reason
+        errors.add(request.request_id)
 
 
 def drop_steps_in_flight(request: "Request") -> None:

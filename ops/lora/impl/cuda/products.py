@@ -88,9 +88,7 @@ class CudaLora(LoraImplementation):
         return _widen(y, narrow.contiguous().unsqueeze(0), routes, weights, tiles, early=False)
 
 
-def _widen(
-    y: Tensor, narrow: Tensor, routes: Tensor, weights: AdapterWeights, tiles: Tiles, early: bool
-) -> Tensor:
+def _widen(y: Tensor, narrow: Tensor, routes: Tensor, weights: AdapterWeights, tiles: Tiles, early: bool) -> Tensor:
     """Adds the second products to y, [rows, outputs] in place if a row has no gaps. narrow: [pieces, rows, slices *
     rank].
     """
