@@ -40,6 +40,15 @@ class AdapterWeights:
         up = torch.zeros(sum(outputs), slots * rank, dtype=dtype, device=device)
         return cls(down, up, slots, tuple(outputs))
 
+    def on_host(self) -> AdapterWeights:
+        """Returns a copy in host memory, in the same layout, to be written there and copied back as a whole."""
+        return AdapterWeights(self.down.cpu(), self.up.cpu(), self.slots, self.outputs)
+
+    def copy_from(self, written: AdapterWeights) -> None:
+        """Copies all slots of another object of this layout."""
+        self.down.copy_(written.down)
+        self.up.copy_(written.up)
+
     @property
     def rank(self) -> int:
         return self.up.shape[1] // self.slots

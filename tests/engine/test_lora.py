@@ -12,8 +12,9 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.engine.adapters import ALL_LINEAR, EMBEDDINGS, make_adapter, merge_adapter, request_of
+from tests.engine.lora_requests import ask
 from tests.engine.reference_model import ReferenceModel
-from tests.engine.serving import Answer, Engine, answer_of, greedy_params
+from tests.engine.serving import Answer, Engine
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 
 pytestmark = pytest.mark.slow  # starts engines
@@ -69,15 +70,6 @@ class Family:
         return answers
 
 
-def ask(
-    engine: Engine, asked: Sequence[tuple[Sequence[int], LoRARequest | None]], max_tokens: int = MAX_TOKENS
-) -> list[Answer]:
-    prompts: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt, _ in asked]
-    params = [greedy_params(max_tokens) for _ in asked]
-    adapters: Any = [adapter for _, adapter in asked]
-    return [answer_of(one) for one in engine.llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)]
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(tmp_path_factory.mktemp("llama"), "llama")
@@ -98,8 +90,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 @pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
 def test_preemption(llama: Family, ucm: dict[str, Any]) -> None:
     """More adapters than slots, and blocks of so few requests that others are preempted."""
-    with Engine(llama.model, ucm, **{**OPTIONS, "num_gpu_blocks_override": 24}) as engine:
-        llama.ask(engine)
+    with Engine(llama.model, ucm, **{**OPTIONS, "num_gpu_blocks_override": 14}) as engine:
+        llama.ask(engine, max_tokens=30)
         engine.step()
         engine.check_idle()
         assert engine.preemptions > 0
@@ -107,7 +99,7 @@ def test_preemption(llama: Family, ucm: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_are_verified_with_the_adapter(llama: Family, ucm: dict[str, Any], method: str, tiny_llama: Path) -> None:
+def test_drafts_are_verified_with_adapters(llama: Family, ucm: dict[str, Any], method: str, tiny_llama: Path) -> None:
     """A draft model has no adapters, and is wrong more often with one."""
     draft = NGRAM if method == "ngram" else {"method": method, "model": str(tiny_llama), "num_speculative_tokens": 3}
     with Engine(llama.model, ucm, **OPTIONS, speculative_config=draft) as engine:

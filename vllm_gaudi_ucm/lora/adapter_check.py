@@ -58,8 +58,8 @@ def check_adapter(lora: LoRAModel, manager: LRUCacheLoRAModelManager, max_rank: 
         elif not _is_elsewhere(manager.model, owner):
             known = ", ".join(sorted({one.rpartition(".")[2] for one in (*manager.modules, *places)}))
             raise AdapterError(
-                f"found matrices for {name}, expected layers of the model that take adapters ({known}); experts do not, "
-                "nor layers that --lora-target-modules leaves out"
+                f"found matrices for {name}, expected layers of the model that take adapters ({known}); experts do "
+                "not, nor layers that --lora-target-modules leaves out"
             )
 
 

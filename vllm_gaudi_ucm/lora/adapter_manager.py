@@ -29,10 +29,15 @@ if TYPE_CHECKING:
 
 
 class SlotManager(LRUCacheLoRAModelManager):
-    """Gives adapters slots, and writes their weights there. The memory of all slots is allocated with the layers."""
+    """Gives adapters slots, and writes their weights there. The memory of all slots is allocated with the layers.
+
+    On a Gaudi an adapter is written in host memory, and layers are copied as a whole: a write to a part of a tensor
+    would be compiled for each place and shape, while requests wait.
+    """
 
     def _create_lora_modules(self) -> None:
         self.weights: dict[str, AdapterWeights] = {}
+        self._written: dict[str, AdapterWeights] = {}
         experts = {
             name.rpartition(".")[2] for name, module in self.model.named_modules() if isinstance(module, MoERunner)
         }
@@ -43,7 +48,10 @@ class SlotManager(LRUCacheLoRAModelManager):
     def register_module(self, module_name: str, module: BaseLayerWithLoRA) -> None:
         """Lays out a layer's weights anew as soon as it is made: there are never two copies of all layers."""
         super().register_module(module_name, module)
-        self.weights[module_name] = _lay_out(module)
+        weights = _laid_out(module)
+        written = weights.on_host() if weights.up.device.type == "hpu" else weights
+        _write_through(module, written)
+        self.weights[module_name], self._written[module_name] = weights, written
 
     def begin_steps(self, routes: StepRoutes) -> None:
         """Gives each layer its adapters, now that all layers are made. routes: those of every step."""
@@ -51,27 +59,40 @@ class SlotManager(LRUCacheLoRAModelManager):
             shared = cast(LayerAdapters, module.punica_wrapper)
             module.set_mapping(shared.of_layer(self.weights[name], routes))
 
+    def activate_adapter(self, lora_id: int) -> bool:
+        is_new = super().activate_adapter(lora_id)
+        if is_new:
+            for name, weights in self.weights.items():
+                if self._written[name] is not weights:
+                    weights.copy_from(self._written[name])
+        return is_new
 
-def _lay_out(module: BaseLayerWithLoRA) -> AdapterWeights:
-    """Replaces a layer's stacked matrices, which are zeros, by views of our layout, through which vLLM writes them."""
+
+def _laid_out(module: BaseLayerWithLoRA) -> AdapterWeights:
+    """Returns weights without adapters for a layer."""
     if isinstance(module, BaseLinearLayerWithLoRA):
-        downs, ups = module.lora_a_stacked, module.lora_b_stacked
-        weights = _zeros_like(downs[0], ups)
-        module.lora_a_stacked, module.lora_b_stacked = weights.down_of_slices(), weights.up_of_slices()
-    elif isinstance(module, LogitsProcessorWithLoRA):
-        weights = _zeros_like(module.lora_a_stacked, (module.lora_b_stacked,))
-        (module.lora_a_stacked,), (module.lora_b_stacked,) = weights.down_of_slices(), weights.up_of_slices()
-    elif isinstance(module, VocabParallelEmbeddingWithLoRA):
+        return _zeros_like(module.lora_a_stacked[0], module.lora_b_stacked)
+    if isinstance(module, LogitsProcessorWithLoRA):
+        return _zeros_like(module.lora_a_stacked, (module.lora_b_stacked,))
+    if isinstance(module, VocabParallelEmbeddingWithLoRA):
         # its first product is a look-up in vLLM's own layout
-        of_tokens, up = module.lora_a_stacked_2d, module.lora_b_stacked
-        slots, _, outputs, rank = up.shape
-        weights = AdapterWeights(of_tokens, up.new_zeros(outputs, slots * rank), slots, (outputs,))
-        (module.lora_b_stacked,) = weights.up_of_slices()
+        slots, _, outputs, rank = module.lora_b_stacked.shape
+        up = module.lora_b_stacked.new_zeros(outputs, slots * rank)
+        return AdapterWeights(module.lora_a_stacked_2d, up, slots, (outputs,))
+    raise AdapterError(f"layers with adapters: found {type(module).__name__}, expected a linear layer or an embedding")
+
+
+def _write_through(module: BaseLayerWithLoRA, written: AdapterWeights) -> None:
+    """Replaces the stacked matrices of a layer, which are zeros, by views through which vLLM writes adapters."""
+    if isinstance(module, VocabParallelEmbeddingWithLoRA):
+        module.lora_a_stacked = written.down.view(module.lora_a_stacked.shape)
+        (module.lora_b_stacked,) = written.up_of_slices()
+        return
+    downs, ups = written.down_of_slices(), written.up_of_slices()
+    if isinstance(module, LogitsProcessorWithLoRA):
+        (module.lora_a_stacked,), (module.lora_b_stacked,) = downs, ups
     else:
-        raise AdapterError(
-            f"layers with adapters: found {type(module).__name__}, expected linear layers and embeddings"
-        )
-    return weights
+        module.lora_a_stacked, module.lora_b_stacked = downs, ups
 
 
 def _zeros_like(down: torch.Tensor, ups: tuple[torch.Tensor, ...]) -> AdapterWeights:
