@@ -68,7 +68,7 @@ def test_bare_limits_fill_the_memory(capsys: pytest.CaptureFixture[str]) -> None
     assert value["graphs"] == len(value["forward"]) + len(value["logits"]) <= 64
     assert memory["weights"] == LLAMA_8B.weight_bytes
     assert memory["kv_cache"] == value["limits"]["num_blocks"] * 128 * LLAMA_8B.kv_bytes_per_token
-    assert memory["total"] == sum(memory[name] for name in ("weights", "kv_cache", "graphs", "activations"))
+    assert memory["total"] == sum(memory[name] for name in ("weights", "adapters", "kv_cache", "graphs", "activations"))
     assert 0.8 * memory["usable"] < memory["total"] <= memory["usable"]
 
 

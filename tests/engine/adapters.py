@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 
@@ -57,8 +57,6 @@ def make_adapter(
 
 def merge_adapter(folder: Path, model: Path, adapter: Path) -> Path:
     """Writes the model with W + B A alpha / r in the place of each matrix W that the adapter has."""
-    from safetensors.torch import load_file
-
     merged = AutoModelForCausalLM.from_pretrained(model)
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
@@ -78,3 +76,12 @@ def merge_adapter(folder: Path, model: Path, adapter: Path) -> Path:
 
 def request_of(adapter: Path, number: int) -> LoRARequest:
     return LoRARequest(adapter.name, number, str(adapter))
+
+
+def add_matrices(adapter: Path, layer: str, inputs: int, outputs: int, rank: int = 4) -> None:
+    """Adds matrices for another layer to an adapter's file."""
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.ones(rank, inputs)
+    tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.ones(outputs, rank)
+    save_file(tensors, file)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.cuda.early_start import follows, starts_early
+from vllm_gaudi_ucm.ops.lora.impl.stacked import StackedLora
 from vllm_gaudi_ucm.ops.lora.implementation import LoraImplementation
 from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
 from vllm_gaudi_ucm.ops.registry import why_not_triton
@@ -60,6 +61,8 @@ class CudaLora(LoraImplementation):
         (rows, depth), (slices, columns) = x.shape, (len(weights.outputs), weights.up.shape[1])
         if not rows:
             return y
+        if slices > MOST_SLICES:
+            return _STACKED.add(y, x, _STACKED.route(routes, weights.slots, weights.rank), weights)
         tiles = choose_tiles(rows, columns, weights.down.dtype.itemsize)
         across = -(-columns // tiles.columns), -(-rows // tiles.rows) * slices
         pieces = min(max(1, PROGRAMS // (across[0] * across[1])), max(1, depth // LEAST_SPAN))
@@ -97,7 +100,6 @@ def _widen(y: Tensor, narrow: Tensor, routes: Tensor, weights: AdapterWeights, t
     y = y if y.stride(-1) == 1 else y.contiguous()
     pieces, rows, _ = narrow.shape
     slices = len(weights.outputs)
-    assert slices <= MOST_SLICES, "refused when the layer is made"
     starts = [*accumulate(weights.outputs)]
     starts += [starts[-1]] * (MOST_SLICES - slices)
     grid = (-(-max(weights.outputs) // tiles.outputs), slices, -(-rows // tiles.rows))
@@ -124,3 +126,6 @@ def _multiplied(dtype: torch.dtype) -> object:
     from vllm_gaudi_ucm.ops.lora.impl.cuda.triton import products
 
     return products.DTYPES[torch.float32 if knobs.runtime.interpret and dtype == torch.bfloat16 else dtype]
+
+
+_STACKED = StackedLora("stacked")
