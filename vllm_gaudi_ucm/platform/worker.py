@@ -35,7 +35,7 @@ from vllm_gaudi_ucm.observability.log_file import of_engine
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls
+from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls, UnsupportedCallError
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.other_groups import share_of_blocks
@@ -270,26 +270,25 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def reset_encoder_cache(self) -> None:
         """No multimodal models, no encoder cache."""
 
-    @property
-    def _adapters(self) -> AdapterManager:
+    def _adapters(self, call: str) -> AdapterManager:
         found = self.model_runner.adapters
         if found is None:
-            raise UnsupportedFeatureError("adapters (LoRA), which are switched off (add --enable-lora)", "a call")
+            raise UnsupportedCallError(call, "adapters (LoRA), which are off", "start the engine with --enable-lora")
         return found
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter, and gives it a slot. Raises ValueError for one that does not fit the model."""
         with self._turn, torch.inference_mode():
-            return self._adapters.add_adapter(lora_request)
+            return self._adapters("add_lora").add_adapter(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
         with self._turn:
-            return self._adapters.remove_adapter(lora_id)
+            return self._adapters("remove_lora").remove_adapter(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keeps an adapter in host memory and in a slot."""
         with self._turn, torch.inference_mode():
-            return self._adapters.pin_adapter(lora_id)
+            return self._adapters("pin_lora").pin_adapter(lora_id)
 
     def list_loras(self) -> set[int]:
         """Returns the numbers of the adapters in host memory."""
