@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -108,6 +109,7 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         model: the loaded model, whose layers get slots.
         device: device of the model.
         captured: forwards are captured at static shapes.
+        agree: returns whether a value is true on all workers, which make the same calls in the same order.
 
     Raises ValueError if the model has no layers that take adapters.
     """
@@ -115,7 +117,16 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
     _manager_cls = SlotManager
     _adapter_manager: SlotManager
 
-    def __init__(self, vllm_config: VllmConfig, model: nn.Module, device: torch.device, *, captured: bool) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        captured: bool,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        self._agree = agree
         super().__init__(vllm_config, device, getattr(model, "embedding_modules", {}))
         self.create_lora_manager(model, vllm_config)
         self.routes = StepRoutes(
@@ -132,6 +143,22 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         """Returns the bytes of all slots on the device."""
         return sum(weights.nbytes for weights in self._adapter_manager.weights.values())
 
+    def load(self, adapter: LoRARequest) -> bool:
+        """Loads an adapter and gives it a slot, on all workers or on none. Raises any error of reading it.
+
+        Returns whether it is in host memory.
+        """
+        is_loaded, error = False, None
+        try:
+            is_loaded = self.add_adapter(adapter)
+        except Exception as raised:  # of any kind: a file of a user's must not end the engine
+            error = raised
+        if self._agree(error is None):
+            return is_loaded
+        if not self._agree(error is not None):
+            self.remove_adapter(adapter.lora_int_id)
+        raise error or AdapterError(f"{_named(adapter)}: found an error on another worker, whose log has it")
+
     def slots_of(self, requests: dict[int, LoRARequest]) -> dict[int, int | Exception]:
         """Gives the adapters of a step slots, and loads those that are not in host memory.
 
@@ -146,21 +173,25 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
             # both count as its use
             manager.get_adapter(number)
             manager.activate_adapter(number)
-        for number in requests.keys() - set(present):
+        # in one order on all workers
+        for number in sorted(requests.keys() - set(present)):
             try:
-                self.add_adapter(requests[number])
-            except Exception as error:  # of any kind: a file of a user's must not end the engine
+                self.load(requests[number])
+            except Exception as error:
                 found[number] = error
         places = {number: slot for slot, number in enumerate(manager.lora_index_to_id) if number is not None}
         return {number: found[number] if number in found else places[number] for number in requests}
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
-        named = f"LoRA adapter {lora_request.lora_name!r} ({lora_request.lora_path})"
         try:
             lora = super()._load_adapter(lora_request)
             check_adapter(lora, self._adapter_manager, self.lora_config.max_lora_rank)
         except LoRAAdapterNotFoundError:
             raise
         except Exception as error:  # of vLLM, safetensors or json: none of them names the adapter
-            raise AdapterError(f"{named}: {error}") from error
+            raise AdapterError(f"{_named(lora_request)}: {error}") from error
         return lora
+
+
+def _named(adapter: LoRARequest) -> str:
+    return f"LoRA adapter {adapter.lora_name!r} ({adapter.lora_path})"

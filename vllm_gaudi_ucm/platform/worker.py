@@ -56,11 +56,14 @@ from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
 from vllm_gaudi_ucm.vllm_api.worker import (
     CompilationTimes,
     WorkerBase,
+    answer_of_all,
     model_loading,
     set_random_seed,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
     from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.runner.steps_ahead import StepOutput
@@ -270,25 +273,23 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def reset_encoder_cache(self) -> None:
         """No multimodal models, no encoder cache."""
 
-    def _adapters(self, call: str) -> AdapterManager:
+    def _with_adapters(self, call: str, act: Callable[[AdapterManager], bool]) -> bool:
         found = self.model_runner.adapters
         if found is None:
             raise UnsupportedCallError(call, "adapters (LoRA), which are off", "start the engine with --enable-lora")
-        return found
+        with self._turn, torch.inference_mode():
+            return answer_of_all(lambda: act(found), self._ranks.rank == self._ranks.size - 1)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter, and gives it a slot. Raises ValueError for one that does not fit the model."""
-        with self._turn, torch.inference_mode():
-            return self._adapters("add_lora").add_adapter(lora_request)
+        return self._with_adapters("add_lora", lambda adapters: adapters.load(lora_request))
 
     def remove_lora(self, lora_id: int) -> bool:
-        with self._turn:
-            return self._adapters("remove_lora").remove_adapter(lora_id)
+        return self._with_adapters("remove_lora", lambda adapters: adapters.remove_adapter(lora_id))
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keeps an adapter in host memory and in a slot."""
-        with self._turn, torch.inference_mode():
-            return self._adapters("pin_lora").pin_adapter(lora_id)
+        return self._with_adapters("pin_lora", lambda adapters: adapters.pin_adapter(lora_id))
 
     def list_loras(self) -> set[int]:
         """Returns the numbers of the adapters in host memory."""

@@ -59,8 +59,8 @@ class AdapterSteps(WorkerPart):
 
     def _reload(self, name: str, adapter: LoRARequest) -> None:
         try:
-            self._manager.add_adapter(adapter)
-        except Exception as error:  # of any kind: a file of a user's must not end the engine
+            self._manager.load(adapter)
+        except Exception as error:
             self._fail(name, error)
 
     def _fail(self, name: str, error: Exception) -> None:

@@ -191,7 +191,9 @@ class ModelRunner:
     def _make_adapters(self, model: nn.Module) -> AdapterManager:
         from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
 
-        adapters = AdapterManager(self._vllm_config, model, self._tensors_on, captured=self.kind != "off")
+        adapters = AdapterManager(
+            self._vllm_config, model, self._tensors_on, captured=self.kind != "off", agree=self._ranks.all_of
+        )
         logger.info(
             "Slots for %d adapters of rank %d take %.2f GiB",
             adapters.routes.slots,

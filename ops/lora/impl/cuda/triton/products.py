@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def narrow_rows(
     x,
     down,
@@ -65,7 +65,7 @@ def narrow_rows(
     tl.store(out + place[:, None] + (column % RANK)[None, :], total, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def widen_rows(
     y,
     narrow,
