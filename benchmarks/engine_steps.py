@@ -3,7 +3,8 @@
 The start of the engine, a decode step for each number of requests, and a prompt step; with `--without-fused-layers` the
 same again in an engine whose norms, rotary embedding and gates are torch's operators (vLLM's `custom_ops` of `none`),
 and, without `--no-asynchronous`, in one that plans and queues the next step while one runs
-(`ucm.scheduler.async_scheduling`). Each engine is a process of its own. Offline: the model is a configuration, its
+(`ucm.scheduler.async_scheduling`); with `--adapters`, also in engines with so many adapters (LoRA), which the requests
+take in turn. Each engine is a process of its own. Offline: the model is a configuration, its
 weights are random. Steps run in buckets of their own size, as tuning makes them for such traffic; `--max-graphs` takes
 the buckets that a server chooses without tuning. The limit of a mixture of experts counts the experts of the measured
 steps' rows.
@@ -47,6 +48,7 @@ class StepTime:
     wall_ms: of the engine's loop. worker_ms: of the worker in it. device_ms: of the graphs alone, replayed one after
     the other; None without graphs. padded: the bucket that it ran in.
     limit_ms: None on a CPU. launches: of the device, with `--kernels`. ahead: with asynchronous scheduling.
+    adapters: of all linear layers and embeddings; 0: the engine takes none.
     experts: of a mixture that the rows of a decode step take, on average of the layers.
     """
 
@@ -62,11 +64,13 @@ class StepTime:
     launches: int | None = None
     ahead: bool = False
     experts: float | None = None
+    adapters: int = 0
 
     @property
     def engine(self) -> str:
         """The name of the engine."""
-        return f"{self.layers}, ahead" if self.ahead else self.layers
+        name = f"{self.layers}, ahead" if self.ahead else self.layers
+        return f"{name}, {self.adapters} adapters" if self.adapters else name
 
     @property
     def host_ms(self) -> float | None:
@@ -94,22 +98,25 @@ def measure(options: argparse.Namespace) -> tuple[list[StepTime], dict[str, Any]
         kinds.append((FUSED, True))
     if options.without_fused_layers:
         kinds.append((TORCH, False))
+    every = [(*kind, 0) for kind in kinds]
+    if options.adapters:
+        every += [(FUSED, ahead, options.adapters) for layers, ahead in kinds if layers == FUSED]
     with task_progress("serving") as progress:
-        for index, (layers, ahead) in enumerate(kinds):
-            found = serve(options, layers, ahead)
+        for index, (layers, ahead, adapters) in enumerate(every):
+            found = serve(options, layers, ahead, adapters)
             for step in found["steps"]:
-                row = StepTime(layers, ahead=ahead, **step)
+                row = StepTime(layers, ahead=ahead, adapters=adapters, **step)
                 facts[row.engine] = found["facts"]
                 limit = None
                 if options.device != "cpu":
                     tokens = row.context if row.requests else row.tokens
                     limit = limit_ms(model, row.requests, tokens, options.bandwidth, options.products, row.experts)
                 rows.append(StepTime(**{**asdict(row), "limit_ms": limit}))
-            progress((index + 1) / len(kinds))
+            progress((index + 1) / len(every))
     return rows, facts
 
 
-def serve(options: argparse.Namespace, layers: str, ahead: bool) -> dict[str, Any]:
+def serve(options: argparse.Namespace, layers: str, ahead: bool, adapters: int = 0) -> dict[str, Any]:
     """Returns the results of one engine in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         asked = {
@@ -124,6 +131,8 @@ def serve(options: argparse.Namespace, layers: str, ahead: bool) -> dict[str, An
             "repeats": options.repeats,
             "kernels": options.kernels and layers == FUSED,
             "ahead": ahead,
+            "adapters": adapters,
+            "rank": options.rank,
             # graphs of a GPU; a CPU computes the same buckets operator by operator
             "mode": "eager" if options.device == "cpu" else "capture",
         }
@@ -182,6 +191,18 @@ def start_line(engine: str, fact: dict[str, Any]) -> str:
     )
 
 
+def adapter_lines(rows: Sequence[StepTime]) -> list[str]:
+    """Compares each kind of step with adapters with the same one without, by steps per second."""
+    without = {(row.name, row.layers, row.ahead): row for row in rows if not row.adapters}
+    found = []
+    for row in rows:
+        other = without.get((row.name, row.layers, row.ahead))
+        if row.adapters and other is not None:
+            ratio = other.wall_ms / row.wall_ms
+            found.append(f"{row.name}, {row.engine}: {ratio:.3f} of the steps per second without adapters")
+    return found
+
+
 def report(rows: Sequence[StepTime], facts: dict[str, Any], options: argparse.Namespace) -> None:
     """Prints the table, and writes the JSON file if asked for."""
     console = report_console(least_width=120)
@@ -191,6 +212,8 @@ def report(rows: Sequence[StepTime], facts: dict[str, Any], options: argparse.Na
     for row in rows:
         taken = "" if row.experts is None else f", {row.experts:.1f} experts of a layer"
         console.print(f"{row.name}, {row.engine}: bucket {row.padded}{taken}", style="dim")
+    for line in adapter_lines(rows):
+        console.print(line)
     for engine, fact in facts.items():
         console.print(start_line(engine, fact))
     for engine, fact in facts.items():
@@ -238,6 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--kernels", action="store_true", help="list the kernels of each kind of step with fused layers"
     )
+    parser.add_argument("--adapters", type=positive, help="also measure engines with so many adapters (LoRA)")
+    parser.add_argument("--rank", type=positive, default=16, help="rank of the adapters (default: %(default)s)")
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH, help="bytes per second of the device's memory")
     parser.add_argument("--products", type=float, default=PRODUCTS, help="operations per second of its products")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")

@@ -81,6 +81,9 @@ class Side:
         self._log = log
         self._runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         self._steps = 0
+        self._adapters = [] if not asked["adapters"] else make_adapters(asked, log.parent)
+        for adapter in self._adapters:
+            engine.add_lora(adapter)
         self.kernels: dict[str, list[tuple[str, int, float]]] = {}
 
     def decode(self, requests: int) -> dict[str, Any]:
@@ -152,7 +155,9 @@ class Side:
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         for index in range(requests):
             prompt = [(index * 31 + self._steps * 7 + t) % 4000 + 3 for t in range(tokens)]
-            self._engine.add_request(f"{self._steps}-{index}", {"prompt_token_ids": prompt}, params)
+            adapter = self._adapters[index % len(self._adapters)] if self._adapters else None
+            name = f"{self._steps}-{index}"
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=adapter)
 
     def _step(self) -> list[Any]:
         self._steps += 1
@@ -263,6 +268,38 @@ def milliseconds(replay: Callable[[], object]) -> float:
     return float(first.elapsed_time(last)) / REPLAYS
 
 
+def make_adapters(asked: dict[str, Any], folder: Path) -> list[Any]:
+    """Writes adapters of random matrices for all linear layers and embeddings, and returns requests for them."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from vllm.lora.request import LoRARequest
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**asked["config"]))
+    rank, found = asked["rank"], []
+    for number in range(1, asked["adapters"] + 1):
+        random = torch.Generator().manual_seed(number)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, module in model.named_modules():
+            weight = getattr(module, "weight", None)
+            if weight is None or weight.dim() != 2:
+                continue
+            outputs, inputs = weight.shape
+            kinds = ("lora_A.weight", "lora_B.weight")
+            if isinstance(module, torch.nn.Embedding):
+                kinds, (outputs, inputs) = ("lora_embedding_A", "lora_embedding_B"), (inputs, outputs)
+            for kind, shape in zip(kinds, ((rank, inputs), (outputs, rank)), strict=True):
+                value = torch.randn(shape, generator=random) * 0.01
+                tensors[f"base_model.model.{name}.{kind}"] = value.to(torch.bfloat16)
+        place = folder / f"adapter-{number}"
+        place.mkdir()
+        save_file(tensors, place / "adapter_model.safetensors")
+        described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
+        (place / "adapter_config.json").write_text(json.dumps(described))
+        found.append(LoRARequest(place.name, number, str(place)))
+    return found
+
+
 def start(asked: dict[str, Any], folder: Path, log: Path) -> Any:
     """The engine."""
     from vllm import LLM
@@ -275,6 +312,7 @@ def start(asked: dict[str, Any], folder: Path, log: Path) -> Any:
     else:
         write_buckets(folder / "buckets.yaml", asked)
         graphs["buckets"] = str(folder / "buckets.yaml")
+    adapters = {"enable_lora": True, "max_loras": asked["adapters"], "max_lora_rank": asked["rank"]}
     llm = LLM(
         str(folder),
         load_format="dummy",
@@ -289,6 +327,7 @@ def start(asked: dict[str, Any], folder: Path, log: Path) -> Any:
         compilation_config={"custom_ops": asked["custom_ops"]},
         additional_config={"ucm": {"phase_log": str(log), "graphs": graphs, "scheduler": scheduler}},
         **({"kv_cache_memory_bytes": asked["kv_bytes"]} if asked["kv_bytes"] else {}),
+        **(adapters if asked["adapters"] else {}),
     )
     return llm.llm_engine
 

@@ -68,7 +68,7 @@ def test_bare_limits_fill_the_memory(capsys: pytest.CaptureFixture[str]) -> None
     assert value["graphs"] == len(value["forward"]) + len(value["logits"]) <= 64
     assert memory["weights"] == LLAMA_8B.weight_bytes
     assert memory["kv_cache"] == value["limits"]["num_blocks"] * 128 * LLAMA_8B.kv_bytes_per_token
-    assert memory["total"] == sum(memory[name] for name in ("weights", "kv_cache", "graphs", "activations"))
+    assert memory["total"] == sum(memory[name] for name in ("weights", "adapters", "kv_cache", "graphs", "activations"))
     assert 0.8 * memory["usable"] < memory["total"] <= memory["usable"]
 
 
@@ -460,3 +460,23 @@ def test_a_log_with_selected_blocks_goes_all_the_way(
     assert "<th>selected_blocks</th>" in page.read_text()
     assert cli.main(["plan", "--log", str(edited(log, path, ["-su", 4, 2, 9, 4], max_selected_blocks="many"))]) == 2
     assert "max_selected_blocks 'many', expected a number" in capsys.readouterr().err
+
+
+def test_slots_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their memory is counted before the blocks that fit; whole first matrices are on every device."""
+    without, eight, shared = (
+        plan(capsys, *more)
+        for more in ((), ("--max-loras", 8), ("--max-loras", 8, "--tensor-parallel-size", 2, "--max-lora-rank", 16))
+    )
+    m = LLAMA_8B
+    attention = 3 * m.hidden + m.heads * 128 + 2 * m.kv_heads * 128 + m.heads * 128 + m.hidden
+    mlp = 2 * (m.hidden + m.intermediate) + m.intermediate + m.hidden
+    expected = 8 * 16 * 2 * (m.layers * (attention + mlp) + 2 * (m.vocab + m.hidden))
+    assert without["memory_bytes"]["adapters"] == 0
+    assert eight["memory_bytes"]["adapters"] == expected
+    assert eight["limits"]["num_blocks"] < without["limits"]["num_blocks"]
+    assert expected / 2 < shared["memory_bytes"]["adapters"] < expected
+    assert cli.main(["plan", "--max-loras", "8"]) == 0
+    assert "slots for adapters 0." in capsys.readouterr().out
+    assert cli.main(["plan", "--max-loras", "1", "--max-lora-rank", "0"]) != 0
+    assert "--max-lora-rank is 0, expected at least 1" in capsys.readouterr().err

@@ -60,5 +60,7 @@ def test_answered_calls(tiny_llama: Path) -> None:
             "wake_up": None,
         }.items():
             assert ask(call) == answer
+        with pytest.raises(UnsupportedCallError, match="start the engine with --enable-lora"):
+            ask("remove_lora", 1)
         assert "LlamaForCausalLM" in ask("get_model_inspection")
         assert engine.llm.apply_model(lambda model: type(model).__name__) == ["LlamaForCausalLM"]

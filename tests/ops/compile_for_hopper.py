@@ -24,6 +24,9 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
+from vllm_gaudi_ucm.ops.lora.impl.cuda import products as lora
+from vllm_gaudi_ucm.ops.lora.implementation import LORA
+from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.impl.cuda.choice import cuda_choose
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
@@ -128,6 +131,18 @@ def around_attention(dtype: torch.dtype) -> None:
     cuda_gate(gates, "gelu")
     cuda_gate(gates, "gelu_tanh")
     cuda_noise(torch.zeros(2, dtype=torch.int32), torch.zeros(151936, dtype=torch.int32))
+
+
+def adapters(dtype: torch.dtype) -> None:
+    """Products of 8 adapters of rank 16, of a layer with three slices and of one, of few rows and of many."""
+    lora.starts_early = lambda device: True  # type: ignore[assignment]
+    implementation = LORA.make("cuda")
+    for outputs in ((4096, 1024, 1024), (4096,)):
+        weights = AdapterWeights.zeros(4096, outputs, 8, 16, dtype, torch.device("cpu"))
+        for rows in (1, 40, 300) if dtype.itemsize < 4 else (1,):
+            x, y = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, sum(outputs), dtype=dtype)
+            implementation.add(y, x, torch.zeros(rows, dtype=torch.int64), weights)
+    implementation.add_up(y, torch.empty(rows, 16, dtype=dtype), torch.zeros(rows, dtype=torch.int64), weights)
 
 
 def quantised(dtype: torch.dtype) -> None:
@@ -255,6 +270,7 @@ def main(dtype: torch.dtype) -> None:
     kv_cache.write(batch.key, batch.value, *rows, batch.slots)
     kv_cache.copy([batch.key_cache], [batch.value_cache], torch.zeros(1, 2, dtype=torch.int64))
     around_attention(dtype)
+    adapters(dtype)
     select(dtype)
     select_fused(dtype)
     if dtype.itemsize < 4:

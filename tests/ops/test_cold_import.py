@@ -28,6 +28,7 @@ ROOMS = (
     *modules_of("runners"),
     *modules_of("warm_up"),
     "vllm_gaudi_ucm.ops.kv_cache.api",
+    "vllm_gaudi_ucm.ops.lora.api",
     "vllm_gaudi_ucm.ops.block_selection.api",
     "vllm_gaudi_ucm.ops.block_selection.impl.reference",
     "vllm_gaudi_ucm.ops.unified_attention.api",

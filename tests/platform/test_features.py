@@ -50,7 +50,36 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
         },
     ),
-    ("LoRA", "--enable-lora", {"enable_lora": True}),
+    (
+        "adapters (LoRA) whose matrices ranks share out",
+        "--fully-sharded-loras",
+        {"enable_lora": True, "fully_sharded_loras": True},
+    ),
+    (
+        "graphs for each number of adapters",
+        "--specialize-active-lora",
+        {"enable_lora": True, "specialize_active_lora": True},
+    ),
+    (
+        "adapters (LoRA) of experts",
+        "--enable-mixed-moe-lora-format or --enable-moe-shared-loras",
+        {"enable_lora": True, "enable_moe_shared_loras": True},
+    ),
+    (
+        "adapters (LoRA) of encoders and modalities",
+        "--default-mm-loras or --enable-tower-connector-lora",
+        {"enable_lora": True, "enable_tower_connector_lora": True},
+    ),
+    (
+        "heads for classification in adapters (LoRA)",
+        "--max-lora-cls-labels",
+        {"enable_lora": True, "max_lora_cls_labels": 3},
+    ),
+    (
+        "the KV connector OffloadingConnector with adapters (LoRA)",
+        "--enable-lora with --kv-transfer-config or --kv-offloading-size",
+        {"enable_lora": True, "kv_offloading_size": 1.0},
+    ),
     (
         "the speculative method ngram_gpu",
         "--speculative-config",
@@ -289,9 +318,9 @@ def test_ranges_of_intels_compressor(llama: Path, monkeypatch: pytest.MonkeyPatc
 def test_one_error_names_everything(llama: Path) -> None:
     with pytest.raises(UnsupportedFeatureError, match="not support") as error:
         start(
-            llama, kv_offloading_size=1.0, kv_offloading_backend="lmcache", enable_lora=True, enable_prompt_embeds=True
+            llama, kv_offloading_size=1.0, kv_offloading_backend="lmcache", enable_dbo=True, enable_prompt_embeds=True
         )
-    for name in ("KV offloading backend", "LoRA", "prompt embeddings", "--kv-offloading-backend", "--enable-lora"):
+    for name in ("KV offloading backend", "dual batch", "prompt embeddings", "--kv-offloading-backend", "--enable-dbo"):
         assert name in str(error.value)
 
 

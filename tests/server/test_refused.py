@@ -13,7 +13,10 @@ from tests.warm_process import WarmProcess, kind_of_device
 pytestmark = pytest.mark.slow  # starts servers of its own
 
 CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "LoRA": (["--enable-lora"], ("does not support LoRA", "--enable-lora")),
+    "shared adapters": (
+        ["--enable-lora", "--fully-sharded-loras"],
+        ("does not support adapters (LoRA) whose matrices ranks share out", "--fully-sharded-loras"),
+    ),
     "unknown key": (
         ["--additional-config", json.dumps({"ucm": {"attention": {"casual_slice": 512}}})],
         ("ucm.attention.casual_slice", "causal_slice"),

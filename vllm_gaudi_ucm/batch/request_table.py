@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_ucm.vllm_api.steps import CachedRequestData, LogprobsTensors, NewRequestData, SchedulerOutput
+
+InputT = TypeVar("InputT", bound=RowInput)
 
 # A preempted request keeps its row until it is resumed or finished, so more than max_num_seqs requests can be live.
 GROWTH = 2
@@ -122,6 +124,7 @@ class RequestTable:
         kinds: tuple[type[RowInput], ...] = (TokenIds, *inputs, *draft.inputs)
         made = {kind: kind(max_num_seqs, max_model_len) for kind in dict.fromkeys(kinds)}
         self._token_ids = made[TokenIds]
+        self._made = made
         self._inputs = tuple(made.values())
         self._read = tuple(made[kind] for kind in inputs)
         self._read_by_drafts = tuple(made[kind] for kind in draft.inputs)
@@ -144,6 +147,10 @@ class RequestTable:
     def num_blocks(self) -> NDArray[np.int32]:
         """Returns [rows] the number of blocks of each row in the first group."""
         return self._first.num_blocks
+
+    def input_of(self, kind: type[InputT]) -> InputT:
+        """Returns the object of an input, which one of the models reads."""
+        return cast(InputT, self._made[kind])
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Applies the scheduler's data for finished, new, running and resumed requests, in this order.

@@ -164,7 +164,12 @@ BUILT_IN_INPUTS: RowInputs = (TokenIds, Positions)
 """Every model reads these."""
 
 ROW_INPUTS: Registry[type[RowInput]] = Registry(
-    "row input", "vllm_gaudi_ucm.row_inputs", token_ids=TokenIds, positions=Positions, token_types=TokenTypes
+    "row input",
+    "vllm_gaudi_ucm.row_inputs",
+    token_ids=TokenIds,
+    positions=Positions,
+    token_types=TokenTypes,
+    adapter_slots="vllm_gaudi_ucm.batch.adapter_slots:AdapterSlots",
 )
 
 

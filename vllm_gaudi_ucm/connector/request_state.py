@@ -115,11 +115,19 @@ class RequestKeys:
                 extra, self._next_feature = generate_block_hash_extra_keys(
                     self._request, block * size, (block + 1) * size, self._next_feature
                 )
-                extras.append(extra)
+                extras.append(_without_adapter(self._request, extra))
             parent = self._keys[-1] if self._keys else None
             tokens = self._request.all_token_ids[known * size : blocks * size]
             self._keys += chain_keys(self._namespace, parent, tokens, size, extras)
         return self._keys[:blocks]
+
+
+def _without_adapter(request: Request, extra: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """Returns the extra keys without the name and path of the adapter, whose files are in the namespace."""
+    adapter = request.lora_request
+    if adapter is None or extra is None:
+        return extra
+    return tuple(key for key in extra if key != ("lora", adapter.lora_name, adapter.lora_path)) or None
 
 
 class SavePlan:

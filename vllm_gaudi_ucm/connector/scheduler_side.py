@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_gaudi_ucm.connector.adapter_digests import AdapterDigests
 from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup, LookupThread
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, BlockSave, RecordSave, UcmMetadata
 from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
@@ -58,6 +59,7 @@ class SchedulerSide:
         self._block_size = setup.block_size
         self._groups = setup.group_keys
         self._states: dict[str, RequestState] = {}
+        self._adapters = AdapterDigests()
         self._epoch = b""
         self._loads: list[BlockLoad] = []
         self.known = KnownKeys()
@@ -105,6 +107,8 @@ class SchedulerSide:
         namespace = self._setup.namespace(not is_isolated(request))
         if self._epoch:
             namespace = sha256(namespace + self._epoch).digest()
+        if request.lora_request is not None:
+            namespace = self._adapters.namespace(namespace, request.lora_request.lora_path)
         return RequestKeys(request, namespace, self._block_size)
 
     def end(self, request_id: str) -> None:

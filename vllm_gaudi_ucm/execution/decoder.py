@@ -12,6 +12,7 @@ from torch import nn
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
+from vllm_gaudi_ucm.batch.adapter_slots import AdapterSlots
 from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
     from vllm_gaudi_ucm.execution.attention_group import StepMetadata
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
+    from vllm_gaudi_ucm.lora.step_routes import StepRoutes
     from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 logger = plugin_logger(__name__)
@@ -84,6 +86,9 @@ class Decoder:
     Args:
         stage: the part of the model's layers on this worker; None for all layers.
         lockstep: the engines that share out its experts; None if this engine has all of them.
+        adapters: what layers with adapters read of a step's rows; None if there are no such layers.
+
+    inputs: the model's inputs for each row.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class Decoder:
         vllm_config: VllmConfig,
         stage: Stage | None = None,
         lockstep: Lockstep | None = None,
+        adapters: StepRoutes | None = None,
     ) -> None:
         self.model = model
         self.inputs = inputs_of(cast(nn.Module, model))
@@ -100,6 +106,7 @@ class Decoder:
         self._forward: Callable[..., StageTensors] = self._run_model
         self._head: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = self._logits
         self._vllm_config = vllm_config
+        self._adapters = adapters
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
     @property
@@ -174,6 +181,8 @@ class Decoder:
         else:
             logger.info("%d layers of %s are one compiled region", layers, type(self.model).__name__)
         self._head = compiler.region(self._wide_logits)
+        if self._adapters is not None:
+            self._adapters.compile(compiler)
 
     def hidden(self, step: DecoderStep) -> torch.Tensor:
         """Returns [rows, hidden size]; all layers must be on this stage."""
@@ -185,6 +194,9 @@ class Decoder:
         if isinstance(metadata, GroupedMetadata):
             metadata.begin()
         padded = self._padded_rows(step)
+        if self._adapters is not None:
+            # layers read it from outside of their regions, like the context
+            self._adapters.begin(step.rows[AdapterSlots.name])
         # otherwise vLLM would exchange these numbers with the other engines
         each = None if self.lockstep is None else torch.full((self.lockstep.size,), count, dtype=torch.int32)
         with set_forward_context(
@@ -241,11 +253,21 @@ class Decoder:
         self.stage.connect(found, self.between(1, device))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns float32 [rows, vocabulary] of some rows or all; vLLM's sampler and masks compute in float32."""
-        return self._head(hidden, rows).float()
+        """Returns float32 [rows, vocabulary] for some rows of the hidden states or for all; vLLM's sampler and grammar
+        masks compute in float32.
+
+        hidden: of the last forward, from its first row, for a model with adapters.
+        """
+        return self._scored(hidden, rows).float()
 
     def write_logits(self, out: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> None:
-        out.copy_(self._head(hidden, rows))
+        """Writes logits to `out`; the copy casts them."""
+        out.copy_(self._scored(hidden, rows))
+
+    def _scored(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        if self._adapters is not None:
+            self._adapters.of_hidden(len(hidden), rows)
+        return self._head(hidden, rows)
 
     def _run_model(self, rows: dict[str, torch.Tensor], received: StageTensors | None) -> StageTensors:
         given = None if received is None else IntermediateTensors(received)

@@ -20,6 +20,7 @@ from vllm_gaudi_ucm.vllm_api.model import (
     PPMissingLayer,
     RMSNorm,
     VocabParallelEmbedding,
+    VocabParallelEmbeddingWithLoRA,
     forget_names,
     plain_parameters,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # Arguments that vLLM's models pass to a layer: tensors, and None for the first layer's residual.
 TENSOR_ARGUMENTS = frozenset({"positions", "position_ids", "hidden_states", "residual"})
 # Modules outside the layers; classes that read only their inputs and weights.
-SMALL_REGIONS = (VocabParallelEmbedding, RMSNorm, nn.LayerNorm, nn.Embedding)
+SMALL_REGIONS = (VocabParallelEmbeddingWithLoRA, VocabParallelEmbedding, RMSNorm, nn.LayerNorm, nn.Embedding)
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
@@ -77,6 +78,8 @@ def compile_regions(model: nn.Module, compiler: StaticCompiler) -> int:
         layer.forward = _layer_call(run_layers[held], layer)
     for module in model.modules():
         if isinstance(module, SMALL_REGIONS) and id(module) not in inside:
+            # what a region holds belongs to it, such as the embedding of one with adapters
+            inside |= {id(part) for part in module.modules()}
             module.forward = _part_call(run_part, module)  # type: ignore[method-assign]
     return len(layers)
 

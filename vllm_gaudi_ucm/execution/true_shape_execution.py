@@ -147,10 +147,9 @@ class TrueShapeExecution:
             stage.send(found)
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        hidden = self._hidden
-        if not (len(rows) == len(hidden) and np.array_equal(rows, np.arange(len(rows)))):
-            hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._device))
-        return self._decoder.logits(hidden)
+        if len(rows) == len(self._hidden) and np.array_equal(rows, np.arange(len(rows))):
+            return self._decoder.logits(self._hidden)
+        return self._decoder.logits(self._hidden, torch.from_numpy(rows).to(self._device))
 
     def hidden_states(self, count: int) -> torch.Tensor:
         return self._hidden

@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.config.exclusions import Option
 from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
+from vllm_gaudi_ucm.platform.lora_features import OF_LORA
 from vllm_gaudi_ucm.platform.pooling_features import OF_POOLING, OPTIONS_OF_POOLING
 from vllm_gaudi_ucm.platform.quantised_weights import (
     calibrated,
@@ -145,12 +146,6 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         "--enable-return-routed-experts",
         "a step does not keep them",
         lambda c: c.aux_output_config.enable_return_routed_experts,
-    ),
-    Feature(
-        "LoRA",
-        "--enable-lora",
-        "a step has no adapter index; merge the adapter into the model's weights",
-        lambda c: c.lora_config,
     ),
     Feature(
         "encoder-cache connectors", "--ec-transfer-config", "there are no encoders", lambda c: c.ec_transfer_config
@@ -305,6 +300,7 @@ REFUSED: tuple[Feature[Any], ...] = (
     *OF_ENGINE,
     *OF_POOLING,
     *(feature for _, feature in OPTIONS_OF_POOLING),
+    *OF_LORA,
     *OF_MODEL,
     *OF_SPECULATION,
     *OF_DRAFT_MODEL,
@@ -315,7 +311,7 @@ REFUSED: tuple[Feature[Any], ...] = (
 
 def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
-    asked = list(_asked((*OF_ENGINE, *OF_POOLING), vllm_config))
+    asked = list(_asked((*OF_ENGINE, *OF_POOLING, *OF_LORA), vllm_config))
     of_options = (*OF_POLICIES, *OPTIONS_OF_POOLING)
     asked += _asked([feature for option, feature in of_options if option.is_on(config)], vllm_config)
     if vllm_config.speculative_config is not None:

@@ -171,8 +171,9 @@ class UcmPlatform(Platform):
             use_planning_scheduler(vllm_config)
         if warms_by_order(vllm_config, config):
             need_our_scheduler(vllm_config, "ucm.graphs.warm_up 'idle' with several workers")
-        if config.ucm_sparse_method is not None:
-            need_our_scheduler(vllm_config, "ucm.ucm_sparse_method")
+        needs = {"ucm.ucm_sparse_method": config.ucm_sparse_method, "--enable-lora": vllm_config.lora_config}
+        for option in (name for name, value in needs.items() if value is not None):
+            need_our_scheduler(vllm_config, option)
         for policy in POLICIES:
             # vLLM's own scheduler gives slots at true shapes
             if policy is not TOKEN_SLOTS and policy.is_on(config):
@@ -371,6 +372,14 @@ class UcmPlatform(Platform):
         swap_blocks([src_cache], [dst_cache], pairs)
 
     swap_out_blocks_to_host = insert_blocks_to_device
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm_gaudi_ucm.lora.layer_adapters.LayerAdapters"
+
+    @classmethod
+    def can_update_inplace(cls) -> bool:
+        return False  # layers with adapters take what a call returns, which may be a new tensor
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:

@@ -29,14 +29,10 @@ class Refusal(NamedTuple):
 _WEIGHTS = Refusal("weights that change while it serves", "start the engine again with the new weights")
 _SLEEP = Refusal("sleep mode above level 0", "end the engine to free its memory; `wake_up` lets a paused one go on")
 _CHECKPOINT = Refusal("checkpoints of a running engine", "start another engine")
-_LORA = Refusal("LoRA", "merge the adapter into the model's weights")
 _EXPERTS = Refusal("elastic expert parallelism", "start the engine again with the new size")
 _SAVE = Refusal("saving weights, which are packed", "copy the model's own files")
 
 REFUSED: dict[str, Refusal] = {
-    "add_lora": _LORA,
-    "remove_lora": _LORA,
-    "pin_lora": _LORA,
     "sleep": _SLEEP,
     "discard": _SLEEP,
     "checkpoint_prepare": _CHECKPOINT,

@@ -35,7 +35,7 @@ from vllm_gaudi_ucm.observability.log_file import of_engine
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls
+from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls, UnsupportedCallError
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.other_groups import share_of_blocks
@@ -53,13 +53,24 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     watch_parent,
 )
 from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
-from vllm_gaudi_ucm.vllm_api.worker import CompilationTimes, SupportedTask, WorkerBase, model_loading, set_random_seed
+from vllm_gaudi_ucm.vllm_api.worker import (
+    CompilationTimes,
+    SupportedTask,
+    WorkerBase,
+    answer_of_all,
+    model_loading,
+    set_random_seed,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
     from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.runner.steps_ahead import StepOutput
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
+    from vllm_gaudi_ucm.vllm_api.lora import LoRARequest
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
@@ -262,8 +273,28 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def reset_encoder_cache(self) -> None:
         """No multimodal models, no encoder cache."""
 
+    def _with_adapters(self, call: str, act: Callable[[AdapterManager], bool]) -> bool:
+        found = self.model_runner.adapters
+        if found is None:
+            raise UnsupportedCallError(call, "adapters (LoRA), which are off", "start the engine with --enable-lora")
+        with self._turn, torch.inference_mode():
+            return answer_of_all(lambda: act(found), self._ranks.rank == self._ranks.size - 1)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter, and gives it a slot. Raises ValueError for one that does not fit the model."""
+        return self._with_adapters("add_lora", lambda adapters: adapters.load(lora_request))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self._with_adapters("remove_lora", lambda adapters: adapters.remove_adapter(lora_id))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in host memory and in a slot."""
+        return self._with_adapters("pin_lora", lambda adapters: adapters.pin_adapter(lora_id))
+
     def list_loras(self) -> set[int]:
-        return set()
+        """Returns the numbers of the adapters in host memory."""
+        found = self.model_runner.adapters
+        return set() if found is None else found.list_adapters()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Does nothing: `sleep` is refused, so all memory is in place; vLLM resumes paused work by this call."""

@@ -16,6 +16,7 @@ _REPORT = "ucm_offload_report"
 _BUCKETS = "ucm_buckets"
 _CHOICE_COST = "ucm_choice_cost"
 _SPARSE_IDS = "ucm_sparse_ids"
+_FAILURES = "ucm_failures"
 
 
 class VerifiedDrafts(NamedTuple):
@@ -80,6 +81,18 @@ def sparse_ids_of(scheduler_output: SchedulerOutput) -> Set[str]:
     """Returns the ids of sparse requests; empty if the step is not from our scheduler."""
     request_ids: Set[str] = getattr(scheduler_output, _SPARSE_IDS, frozenset())
     return request_ids
+
+
+def attach_failures(output: ModelRunnerOutput, failures: Mapping[str, str]) -> None:
+    """Sends back why requests of a step cannot go on, by their ids. The step's results for them are void."""
+    if failures:
+        setattr(output, _FAILURES, failures)
+
+
+def failures_of(output: ModelRunnerOutput) -> Mapping[str, str]:
+    """Returns why requests cannot go on; empty with nearly every step."""
+    failures: Mapping[str, str] = getattr(output, _FAILURES, {})
+    return failures
 
 
 def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
+    from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
     from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
@@ -42,6 +43,7 @@ class LoadedModel:
     compiler: compiler of the decoders' regions; None if they are not compiled.
     ranks: all workers of the engine, of which this is one.
     pooler: makes embeddings, scores or classes of the last layer's hidden states; None if the model samples tokens.
+    adapters: loads adapters (LoRA); None if they are switched off.
     """
 
     vllm_config: VllmConfig
@@ -55,6 +57,7 @@ class LoadedModel:
     compiler: StaticCompiler | None
     ranks: Ranks
     pooler: ModelPooler | None = None
+    adapters: AdapterManager | None = None
 
     @property
     def by_token(self) -> bool:

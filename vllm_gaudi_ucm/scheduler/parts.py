@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.protocol.attachments import (
     attach_sparse_meta,
     buckets_of,
     computed_tokens,
+    failures_of,
     report_of,
     verified_drafts,
 )
@@ -24,6 +25,7 @@ from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 from vllm_gaudi_ucm.vllm_api.blocks import (
     drop_sampled_tokens,
+    fail_request,
     isolate_blocks,
     release_reservations,
     share_blocks,
@@ -131,6 +133,32 @@ class MemorySteps(SchedulerPart):
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         for policy in self._policies.members:
             policy.before_output(output)
+
+
+class FailedRequests(SchedulerPart):
+    """Ends requests that a worker could not compute, such as one whose adapter (LoRA) cannot be loaded. The client gets
+    the reason as an error; what the step computed for it is neither returned nor found by other requests.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self._blocks: set[int] = set()
+
+    def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        for request_id, reason in failures_of(output).items():
+            request = self._scheduler.requests.get(request_id)
+            # it may have been aborted, or have failed in the step before
+            if request is not None and not request.is_finished():
+                tables = self._scheduler.kv_cache_manager.get_blocks(request_id).blocks
+                self._blocks.update(block.block_id for table in tables for block in table if not block.is_null)
+                drop_sampled_tokens(request, output)
+                fail_request(self._scheduler, request, reason)
+
+    def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        if self._blocks:
+            # free now, but their hashes tell of the adapter
+            self._scheduler.kv_cache_manager.evict_blocks(self._blocks)
+            self._blocks = set()
 
 
 class SparseSteps(SchedulerPart):

@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.scheduler.choice_cost import register_choice_cost
 from vllm_gaudi_ucm.scheduler.parts import (
+    FailedRequests,
     MemorySteps,
     OffloadedSteps,
     SchedulerPart,
@@ -44,6 +45,8 @@ def make_parts(scheduler: Scheduler, policies: BlockPolicies) -> tuple[Scheduler
         parts.append(MemorySteps(scheduler, policies))
     if warms_by_order(scheduler.vllm_config, config):
         parts.append(WarmUpSteps(scheduler, sigterm_notice()))
+    if scheduler.vllm_config.lora_config is not None:
+        parts.append(FailedRequests(scheduler))
     sparse = _sparse_steps(scheduler, config)
     if sparse is not None:
         parts.append(sparse)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.ranks import Ranks
     from vllm_gaudi_ucm.distributed.stage import Stage
+    from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
@@ -110,6 +111,7 @@ class ModelRunner:
         # at static shapes, the host computes what depends on a request's parameters
         self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
         self._draft_decoder: Decoder | None = None
+        self._adapters: AdapterManager | None = None
         self._parts: WorkerParts | None = None
         given = config.graphs.memory_budget
         self._memory_budget = None if given is None else int(given * GIB)
@@ -163,8 +165,13 @@ class ModelRunner:
             for model in models:
                 layers = pack_linear_layers(model, compact)
                 logger.info("Packed %d linear layers, %d of them also in fewer bits", *layers)
+        if self._vllm_config.lora_config is not None:
+            # behind all that replaces layers' weights
+            self._adapters = self._make_adapters(models[0])
+        routes = None if self._adapters is None else self._adapters.routes
         self.decoder, *draft = (
-            Decoder(cast(DecoderModel, model), self._vllm_config, self._stage, self._lockstep) for model in models
+            Decoder(cast(DecoderModel, model), self._vllm_config, self._stage, self._lockstep, of_model)
+            for model, of_model in zip(models, (routes, None), strict=False)
         )
         self._draft_decoder = draft[0] if draft else None
         if is_pooling(self._vllm_config):
@@ -181,6 +188,25 @@ class ModelRunner:
             for decoder in (self.decoder, *draft):
                 decoder.compile(self._compiler)
         self.decoder.connect(self._tensors_on)
+
+    def _make_adapters(self, model: nn.Module) -> AdapterManager:
+        from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
+
+        adapters = AdapterManager(
+            self._vllm_config, model, self._tensors_on, captured=self.kind != "off", agree=self._ranks.all_of
+        )
+        logger.info(
+            "Slots for %d adapters of rank %d take %.2f GiB",
+            adapters.routes.slots,
+            adapters.routes.rank,
+            adapters.nbytes / GIB,
+        )
+        return adapters
+
+    @property
+    def adapters(self) -> AdapterManager | None:
+        """What loads adapters; None if they are switched off, and before the model is loaded."""
+        return self._adapters
 
     @property
     def _captures_experts(self) -> bool:
@@ -252,6 +278,7 @@ class ModelRunner:
             compiler=self._compiler,
             ranks=self._ranks,
             pooler=self.pooler,
+            adapters=self._adapters,
         )
         self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
 

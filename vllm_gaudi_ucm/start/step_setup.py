@@ -10,6 +10,7 @@ from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.registry import has_folders
+from vllm_gaudi_ucm.runner.adapter_steps import AdapterSteps
 from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
 from vllm_gaudi_ucm.runner.parts import (
     TOO_MANY_BLOCKS,
@@ -105,7 +106,7 @@ def _make_parts(
     execution: Execution,
 ) -> tuple[WorkerPart, ...]:
     """Makes the parts in the order of a step: each hook is called on one part after the other, in this order."""
-    sparse, transfer = allocated.sparse, allocated.transfer
+    sparse, transfer, adapters = allocated.sparse, allocated.transfer, allocated.model.adapters
     pooler = allocated.model.pooler if allocated.model.decoder.is_last else None
     lockstep = allocated.model.decoder.lockstep
     in_flight: Sized = () if ahead is None else ahead
@@ -113,6 +114,7 @@ def _make_parts(
     parts = (
         TrueShapeSteps() if static is None else StaticSteps(static, in_flight),
         None if ahead is None else AheadSteps(ahead),
+        None if adapters is None else AdapterSteps(allocated.requests, adapters),
         # before the parts that fill blocks, whose summaries are void then
         None if sparse is None else SparseSteps(sparse),
         None if memory is None else MemorySteps(memory, sparse),
@@ -197,6 +199,9 @@ def _native_graphs(allocated: AllocatedModel, decoder: Decoder | None) -> Native
     model = allocated.model
     on_cpu = model.tensors_on.type == "cpu" and model.kind == "off" and has_folders("cpu")
     if decoder is None or not on_cpu or allocated.calls_layers or not model.config.cpu.native_graphs:
+        return None
+    # products of adapters are no native calls, and a graph would leave them out
+    if decoder is model.decoder and model.adapters is not None:
         return None
     # of latents, which way new tokens take depends on the parts, and products are no native calls; neither are those of
     # encoders

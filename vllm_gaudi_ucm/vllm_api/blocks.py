@@ -218,6 +218,23 @@ def drop_sampled_tokens(request: "Request", output: "ModelRunnerOutput") -> None
     output.sampled_token_ids[output.req_id_to_index[request.request_id]] = []
 
 
+def fail_request(scheduler: "Scheduler", request: "Request", reason: str) -> None:
+    """Ends a request with an error for its client, once the scheduler has taken the output of the current step.
+
+    Reason: a runner's output has no place for the error of a request. vLLM ends requests whose grammar cannot be
+    compiled in the same place, with the same kind of error.
+    Remove when: `ModelRunnerOutput` has one.
+    """
+    errors = scheduler.grammar_compile_error_reqs
+    if isinstance(errors, dict):
+        from vllm.outputs import RequestError
+
+        errors[request.request_id] = RequestError(code="validation_error", message=reason)
+    else:
+        # of vLLM 0.32, whose clients get an error without a reason
+        errors.add(request.request_id)
+
+
 def drop_steps_in_flight(request: "Request") -> None:
     """Discards the results of steps in flight for a running request; its next step computes from `num_computed_tokens`.
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.pooling_params import PoolingParams
-from vllm.v1.outputs import PoolerOutput
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 

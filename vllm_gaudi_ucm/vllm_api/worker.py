@@ -6,6 +6,7 @@ Internal: `InputBatch`, which custom logits processors are made from; `set_rando
 prepare a device.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -19,9 +20,26 @@ __all__ = [
     "InputBatch",
     "SupportedTask",
     "WorkerBase",
+    "answer_of_all",
     "model_loading",
     "set_random_seed",
 ]
+
+
+def answer_of_all(act: Callable[[], bool], is_last: bool) -> bool:
+    """Returns the result of a call that every worker answers. If it fails on all of them, the last one raises, and the
+    others return False.
+
+    Reason: an executor of several workers stops reading answers at the first error. Those of later workers stay in
+    their queues, and are taken for the answers to the next call.
+    Remove when: `MultiprocExecutor.collective_rpc` reads every answer before it raises.
+    """
+    try:
+        return act()
+    except Exception:
+        if is_last:
+            raise
+        return False
 
 
 def model_loading(vllm_config: VllmConfig) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Bytes of weights on a device, including quantised experts that may keep the codes of their checkpoint."""
+"""Bytes of weights on a device: quantised experts may keep the codes of their checkpoint, and adapters have slots."""
 
 from __future__ import annotations
 
@@ -33,6 +33,32 @@ def held_bytes(model: ModelSpec, codes: CodeSpec | None, device: str, kept: str 
     plain = experts.count * model.mlp_matrices * model.hidden * experts.inner * model.dtype_bytes
     coded = expert_bytes(experts, model.hidden, model.mlp_matrices, found)
     return model.weight_bytes - experts.layers * (plain - coded)
+
+
+def adapter_bytes(model: ModelSpec, slots: int, rank: int) -> int:
+    """Returns the bytes of the slots of adapters (LoRA), which are allocated whether they are in use or not.
+
+    Linear layers of attention and MLP, and embeddings, have slots; experts do not.
+
+    Args:
+        model: the model, or one device's part of it.
+        slots: as `--max-loras`; 0: adapters are switched off.
+        rank: as `--max-lora-rank`.
+
+    Raises:
+        ValueError: a model with latent attention, whose engine refuses adapters.
+    """
+    if not slots:
+        return 0
+    if model.latent is not None:
+        raise ValueError(f"--max-loras is {slots}, expected 0: a model with latent attention takes no adapters")
+    query, keys, gates = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim, model.mlp_matrices - 1
+    attention = 3 * model.hidden + query + keys + query + model.hidden
+    mlp = gates * (model.hidden + model.intermediate) + model.intermediate + model.hidden
+    dense = model.layers - (0 if model.experts is None else model.experts.layers)
+    # whole on every device
+    embeddings = 2 * (model.vocab * model.tensor + model.hidden)
+    return slots * rank * model.dtype_bytes * (model.layers * attention + dense * mlp + embeddings)
 
 
 def expert_bytes(experts: ExpertSpec, hidden: int, matrices: int, codes: CodeSpec) -> int:

@@ -36,7 +36,7 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     read_model,
     strategy_options,
 )
-from vllm_gaudi_ucm_tools.buckets.held_weights import held_bytes
+from vllm_gaudi_ucm_tools.buckets.held_weights import adapter_bytes, held_bytes
 from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import task_progress
@@ -95,6 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="what quantised experts of --model are kept as, as ucm.quantised_experts (default: %(default)s)",
     )
+    for flag, default, what in (
+        ("--max-loras", 0, "slots for adapters (LoRA), as vLLM's flag (default: none)"),
+        ("--max-lora-rank", 16, "rank of each slot, as vLLM's flag (default: %(default)s)"),
+    ):
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_sparse_arguments(parser)
     add_cost_arguments(parser)
@@ -142,7 +147,7 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
-        known["num_blocks"] = blocks_that_fit(cost, _weights(args, cost))
+        known["num_blocks"] = blocks_that_fit(cost, _weights(args, cost) + _adapters(args, cost))
     limits = limits_of(args, known, "the defaults")
     memory, asked = _step_memory(args, cost), limits.max_num_batched_tokens
     if memory is not None:
@@ -182,6 +187,14 @@ def _weights(args: argparse.Namespace, cost: CostModel) -> int:
     return held_bytes(cost.model, read_codes(args.model), args.device, args.quantised_experts)
 
 
+def _adapters(args: argparse.Namespace, cost: CostModel) -> int:
+    """Returns the bytes of the slots of adapters on the device."""
+    for flag, value, least in (("--max-loras", args.max_loras, 0), ("--max-lora-rank", args.max_lora_rank, 1)):
+        if value < least:
+            raise ValueError(f"{flag} is {value}, expected at least {least}")
+    return adapter_bytes(cost.model, args.max_loras, args.max_lora_rank)
+
+
 def _report(
     args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None, tail_steps: int = 0
 ) -> PlanReport:
@@ -206,7 +219,7 @@ def _report(
         progress(1.0)
     name, _ = read_model(args.model)
     traffic = args.mix or (args.log and ", ".join(map(str, args.log)))
-    memory = plan_memory(buckets, cost, _weights(args, cost), shapes)
+    memory = plan_memory(buckets, cost, _weights(args, cost), shapes, _adapters(args, cost))
     nodes = _count(buckets, cost, shapes) if args.count_nodes else None
     return PlanReport(
         name,

@@ -45,10 +45,11 @@ class PlanMemory:
     graphs: float
     activations: float
     usable: float
+    adapters: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.kv_cache + self.graphs + self.activations
+        return self.weights + self.adapters + self.kv_cache + self.graphs + self.activations
 
     @property
     def fits(self) -> bool:
@@ -56,15 +57,17 @@ class PlanMemory:
 
 
 def plan_memory(
-    buckets: BucketSet, cost: CostModel, weights: int, remainders: Sequence[ForwardShape] = ()
+    buckets: BucketSet, cost: CostModel, weights: int, remainders: Sequence[ForwardShape] = (), adapters: int = 0
 ) -> PlanMemory:
-    """Plans the memory of a server that warms all of `buckets` and the graphs for `remainders`. weights: their bytes.
+    """Plans the memory of a server that warms all of `buckets` and the graphs for `remainders`. weights, adapters:
+    their bytes.
 
     Graphs share activations, because they run in turn.
     """
     m = cost.model
     return PlanMemory(
         weights=float(weights),
+        adapters=float(adapters),
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
         graphs=(buckets.num_graphs + len(remainders)) * GRAPH_BYTES[cost.device.name],
         activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
@@ -286,9 +289,10 @@ def show(report: PlanReport) -> None:
         f"warm-up   {_range(report.warmup_seconds)} s for all, {_range(report.skeleton_seconds)} s\n"
         f"          until serving starts ({len(skeleton.forward)} forward, {len(skeleton.logits)} logits{remainders})"
     )
+    adapters = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
     console.print(
         f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
-        f"          activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
+        f"          {adapters}activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
     )
     if not memory.fits:
         console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")

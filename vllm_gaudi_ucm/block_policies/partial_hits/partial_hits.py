@@ -179,8 +179,9 @@ def make_partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTot
 
     def root(request: Request) -> Hashable:
         is_sparse = has_method and not is_isolated(request)
-        adapter = request.lora_request.lora_name if request.lora_request else None
-        return is_sparse, request.cache_salt, adapter
+        adapter = request.lora_request
+        named = None if adapter is None else (adapter.lora_name, adapter.lora_path)
+        return is_sparse, request.cache_salt, named
 
     logger.info("Partial hits: requests take the part of a block that agrees with their prompt as a copy.")
     # a connector may find more than the block that a request would wait for

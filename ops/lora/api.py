@@ -1,0 +1,73 @@
+"""Adapters of low rank: prepares a step's rows once, validates, and calls the implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.lora.implementation import LORA, LoraImplementation
+from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
+from vllm_gaudi_ucm.ops.registry import AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The adapters of a step's rows, in the form that an implementation reads.
+
+    rows: int64 [rows], see `add_adapters`.
+    """
+
+    implementation: LoraImplementation
+    rows: Tensor
+    form: Any
+
+
+def route_rows(rows: Tensor, slots: int, rank: int, *, implementation: str = AUTO, captured: bool = False) -> Routes:
+    """Prepares the slots of a step's rows, for all layers.
+
+    rows: int64 [rows], see `add_adapters`. captured: the layers run while a graph is captured, at static shapes.
+
+    Raises ValueError if no implementation, or not the requested one, is for this device.
+    """
+    chosen = LORA.choose(implementation, rows.device.type, captured=captured)
+    return Routes(chosen, rows, chosen.route(rows, slots, rank))
+
+
+def add_adapters(y: Tensor, x: Tensor, routes: Routes, weights: AdapterWeights) -> Tensor:
+    """y + up[slot] (down[slot] x) for each row and slice, with the matrices of the row's slot.
+
+    y: [rows, outputs], the result of the layer without adapters. x: [rows, inputs].
+    routes: the slot of each row, 0 to slots - 1; `NO_ADAPTER` adds nothing.
+
+    Returns [rows, outputs] in the dtype of y; it may be y, which is then overwritten. The weights of all slots must be
+    finite; NaN in a row does not reach other rows.
+    Raises ValueError if shapes or devices do not match (not while compiling).
+    """
+    if not torch.compiler.is_compiling():
+        _validate(y, x, weights.down.shape[1], routes, weights)
+    return routes.implementation.add(y, x, routes.form, weights)
+
+
+def add_up(y: Tensor, narrow: Tensor, routes: Routes, weights: AdapterWeights) -> Tensor:
+    """y + up[slot] narrow: the second product alone, for embeddings, whose first one is a look-up. One slice.
+
+    narrow: [rows, rank]. Everything else as in `add_adapters`.
+    """
+    if not torch.compiler.is_compiling():
+        _validate(y, narrow, weights.rank, routes, weights)
+    return routes.implementation.add_up(y, narrow, routes.form, weights)
+
+
+def _validate(y: Tensor, x: Tensor, inputs: int, routes: Routes, weights: AdapterWeights) -> None:
+    found, count = (tuple(y.shape), tuple(x.shape)), len(routes.rows)
+    expected = (count, len(weights.up)), (count, inputs)
+    if found != expected:
+        raise ValueError(
+            f"adapters: found y, x of shapes {found[0]}, {found[1]}, expected {expected[0]}, {expected[1]}"
+        )
+    devices = {one.device for one in (y, x, routes.rows, weights.down, weights.up)}
+    if len(devices) > 1:
+        raise ValueError(f"adapters: found tensors on {', '.join(map(str, devices))}, expected one device")

@@ -1,0 +1,1 @@
+"""Products of adapters in Triton. Imported by the CUDA implementation alone: triton is optional."""

@@ -1,0 +1,212 @@
+"""Adapters of low rank against float64: every implementation, slices, garbage, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ops.oracle import CUDA_RUNS, examples
+from vllm_gaudi_ucm.batch import adapter_slots
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import capture
+from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
+from vllm_gaudi_ucm.ops.lora.api import add_adapters, add_up, route_rows
+from vllm_gaudi_ucm.ops.lora.implementation import LORA
+from vllm_gaudi_ucm.ops.lora.weights import NO_ADAPTER, AdapterWeights
+
+GPU = torch.cuda.is_available()
+# under Triton's interpreter its kernels alone
+IMPLEMENTATIONS = (
+    *(() if CUDA_RUNS and not GPU else ("reference", "stacked", "cpu")),
+    *(("cuda",) if CUDA_RUNS else ()),
+)
+
+
+class Case(NamedTuple):
+    """Rows, their slots, and the weights of all slots; all on the CPU."""
+
+    y: Tensor
+    x: Tensor
+    rows: Tensor
+    weights: AdapterWeights
+
+
+def make_case(
+    rows: int = 6,
+    slots: int = 3,
+    rank: int = 4,
+    inputs: int = 24,
+    outputs: Sequence[int] = (16, 8, 8),
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(dtype)
+
+    weights = AdapterWeights.zeros(inputs, outputs, slots, rank, dtype, torch.device("cpu"))
+    for views in (*weights.down_of_slices(), *weights.up_of_slices()):
+        # through the views by which adapters are written
+        views.copy_(draw(*views.shape))
+    chosen = torch.randint(NO_ADAPTER, slots, (rows,), generator=random)
+    return Case(draw(rows, sum(outputs)), draw(rows, inputs), chosen, weights)
+
+
+def oracle(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Row by row, in float64; in another dtype for the error that honest arithmetic has there."""
+    out, weights = case.y.to(dtype).clone(), case.weights
+    for row, slot in enumerate(case.rows.tolist()):
+        if slot == NO_ADAPTER:
+            continue
+        begin = 0
+        for down, up in zip(weights.down_of_slices(), weights.up_of_slices(), strict=True):
+            narrow = down[slot, 0].to(dtype) @ case.x[row].to(dtype)
+            out[row, begin : begin + up.shape[2]] += up[slot, 0].to(dtype) @ narrow
+            begin += up.shape[2]
+    return out
+
+
+def run(case: Case, implementation: str) -> Tensor:
+    device = "cuda" if GPU and implementation == "cuda" else "cpu"
+    weights = case.weights
+    weights = AdapterWeights(weights.down.to(device), weights.up.to(device), weights.slots, weights.outputs)
+    routes = route_rows(case.rows.to(device), weights.slots, weights.rank, implementation=implementation)
+    found = add_adapters(case.y.to(device, copy=True), case.x.to(device), routes, weights)
+    assert (found.dtype, found.shape) == (case.y.dtype, case.y.shape)
+    return found.cpu()
+
+
+def assert_near(case: Case, found: Tensor) -> None:
+    """Error <= 2 x (error of row-by-row arithmetic in the same dtype + an epsilon band).
+
+    Triton's interpreter (3.9) cuts bf16 off where a GPU rounds, which is twice the error.
+    """
+    assert found.isfinite().all()
+    exact = oracle(case)
+    plain = (oracle(case, case.y.dtype).double() - exact).abs().max()
+    band = 4 * torch.finfo(case.y.dtype).eps * exact.abs().max().clamp(min=1)
+    cut = case.y.dtype == torch.bfloat16 and CUDA_RUNS and not GPU
+    assert (found.double() - exact).abs().max() <= (4 if cut else 2) * (plain + band)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_add_their_own_adapter_cuda_and_others(implementation: str, dtype: torch.dtype) -> None:
+    for rows in (1, 7):
+        case = make_case(rows, dtype=dtype, seed=rows)
+        assert_near(case, run(case, implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@settings(max_examples=examples(40), deadline=None)
+@given(data=st.data())
+def test_any_sizes_cuda_and_others(implementation: str, data: st.DataObject) -> None:
+    """Sizes that no tile divides, one slot and many, more rows than a tile has, more slices than a kernel takes."""
+    case = make_case(
+        data.draw(st.integers(0, 90)),
+        data.draw(st.integers(1, 20)),
+        data.draw(st.sampled_from([1, 3, 8, 16])),
+        data.draw(st.integers(1, 600)),
+        data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=5)),
+        seed=data.draw(st.integers(0, 9)),
+    )
+    found = run(case, implementation)
+    if len(found):
+        assert_near(case, found)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_steps_of_one_adapter_and_of_none_cuda_and_others(implementation: str) -> None:
+    case = make_case()
+    for slot in (NO_ADAPTER, 0, 2):
+        alike = case._replace(rows=torch.full_like(case.rows, slot))
+        found = run(alike, implementation)
+        assert_near(alike, found)
+        assert torch.equal(found, case.y) == (slot == NO_ADAPTER)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_garbage_stays_in_its_row_cuda_and_others(implementation: str) -> None:
+    """NaN in a pad, in a row with an adapter, and so large an activation that another slot's product overflows."""
+    case = make_case(6, dtype=torch.float16)
+    case.rows[:] = torch.tensor([0, 1, NO_ADAPTER, 2, 0, 1])
+    clean = run(case, implementation)
+    case.x[2], case.x[3] = float("nan"), float("nan")
+    found = run(case, implementation)
+    rest = [0, 1, 2, 4, 5]
+    assert torch.equal(found[rest], clean[rest])
+    assert found[3].isnan().all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_second_products_alone_cuda_and_others(implementation: str) -> None:
+    """As of embeddings, whose first product is a look-up."""
+    case = make_case(5, outputs=(40,))
+    down = case.weights.down_of_slices()[0]
+    narrow = torch.stack([down[max(slot, 0), 0] @ x for slot, x in zip(case.rows.tolist(), case.x, strict=True)])
+    narrow[case.rows == NO_ADAPTER] = float("nan")
+    device = "cuda" if GPU and implementation == "cuda" else "cpu"
+    weights = AdapterWeights(
+        case.weights.down.to(device), case.weights.up.to(device), case.weights.slots, case.weights.outputs
+    )
+    routes = route_rows(case.rows.to(device), weights.slots, weights.rank, implementation=implementation)
+    assert_near(case, add_up(case.y.to(device, copy=True), narrow.to(device), routes, weights).cpu())
+
+
+def test_rows_with_gaps_cuda_and_others() -> None:
+    """Results that are the first columns of a wider tensor, as of a padded vocabulary."""
+    case = make_case(5, outputs=(40,))
+    wide = torch.full((5, 48), float("nan"))
+    wide[:, :40] = case.y
+    for implementation in IMPLEMENTATIONS:
+        assert_near(case, run(case._replace(y=wide[:, :40]), implementation))
+
+
+def test_a_pad_of_the_row_input_is_no_adapter() -> None:
+    assert adapter_slots.NO_ADAPTER == adapter_slots.AdapterSlots.pad == NO_ADAPTER
+
+
+def test_what_is_chosen() -> None:
+    assert LORA.choose("auto", "cpu").name == "cpu"
+    assert LORA.choose("auto", "cpu", captured=True).name == "stacked"
+    assert LORA.choose("auto", "hpu", captured=True).name == "stacked"
+    with pytest.raises(ValueError, match="reads tensors on the host"):
+        LORA.choose("cpu", "cpu", captured=True)
+
+
+def test_a_traced_layer_has_its_adapters() -> None:
+    """Whichever adapters the first step had: a graph that was traced without one serves all of them."""
+    case = make_case()
+
+    def layer(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+        return LORA.make("stacked").add(y, x, mask, case.weights)
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for slot in (NO_ADAPTER, 0, 2):
+        rows = torch.full_like(case.rows, slot)
+        found = compiled(case.y.clone(), case.x, route_rows(rows, 3, 4, implementation="stacked").form)
+        assert_near(case._replace(rows=rows), found)
+
+
+def test_adapters_are_in_no_native_graph() -> None:
+    """Which rows an adapter gets differs from step to step."""
+    case = make_case()
+    routes = route_rows(case.rows, 3, 4)
+    assert capture(lambda: add_adapters(case.y, case.x, routes, case.weights), MemoryPool(), {}).graph is None
+
+
+def test_tensors_that_do_not_fit() -> None:
+    case = make_case()
+    routes = route_rows(case.rows, 3, 4)
+    with pytest.raises(ValueError, match=r"found y, x of shapes \(6, 32\), \(6, 20\), expected \(6, 32\), \(6, 24\)"):
+        add_adapters(case.y, case.x[:, :20], routes, case.weights)
+    with pytest.raises(ValueError, match=r"found y, x of shapes \(5, 32\), \(5, 24\), expected \(6, 32\)"):
+        add_adapters(case.y[:5], case.x[:5], routes, case.weights)
+    with pytest.raises(ValueError, match="expected one device"):
+        add_adapters(case.y, case.x.to("meta"), routes, case.weights)

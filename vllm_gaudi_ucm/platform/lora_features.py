@@ -1,0 +1,76 @@
+"""Features that adapters (LoRA) refuse: options of `--enable-lora`, and what does not go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.connector.transfer_config import OFFLOADING, OURS, configured_connectors
+from vllm_gaudi_ucm.platform.feature import Feature
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.lora import LoRAConfig
+
+
+def _option(name: str, flag: str, why: str, found: Callable[[LoRAConfig], object]) -> Feature[VllmConfig]:
+    return Feature(name, flag, why, lambda c: c.lora_config is not None and found(c.lora_config))
+
+
+def _other_connector(config: VllmConfig) -> str | None:
+    if config.lora_config is None:
+        return None
+    if config.cache_config.kv_offloading_size is not None:
+        return OFFLOADING
+    names = [one.name for one in configured_connectors(config.kv_transfer_config)]
+    return ", ".join(name for name in names if name not in (None, OURS)) or None
+
+
+def _latents(config: VllmConfig) -> bool:
+    return config.lora_config is not None and config.model_config is not None and config.model_config.use_mla
+
+
+OF_LORA: tuple[Feature[VllmConfig], ...] = (
+    _option(
+        "adapters (LoRA) whose matrices ranks share out",
+        "--fully-sharded-loras",
+        "each rank has the first matrices whole, which are small; leave the flag out",
+        lambda c: c.fully_sharded_loras,
+    ),
+    _option(
+        "graphs for each number of adapters",
+        "--specialize-active-lora",
+        "a graph serves any adapters; leave the flag out",
+        lambda c: c.specialize_active_lora,
+    ),
+    _option(
+        "adapters (LoRA) of experts",
+        "--enable-mixed-moe-lora-format or --enable-moe-shared-loras",
+        "only linear layers and embeddings take adapters; leave the flag out for adapters of attention",
+        lambda c: c.enable_mixed_moe_lora_format or c.enable_moe_shared_loras,
+    ),
+    _option(
+        "adapters (LoRA) of encoders and modalities",
+        "--default-mm-loras or --enable-tower-connector-lora",
+        "only the text model takes adapters; name the adapter in the request",
+        lambda c: bool(c.default_mm_loras) or c.enable_tower_connector_lora,
+    ),
+    _option(
+        "heads for classification in adapters (LoRA)",
+        "--max-lora-cls-labels",
+        "a step computes tokens; leave the flag out",
+        lambda c: c.max_lora_cls_labels,
+    ),
+    Feature(
+        "adapters (LoRA) with multi-head latent attention",
+        "--enable-lora",
+        "it multiplies by matrices that are made of the weights at start; merge the adapter into them",
+        _latents,
+    ),
+    Feature(
+        "the KV connector {found} with adapters (LoRA)",
+        "--enable-lora with --kv-transfer-config or --kv-offloading-size",
+        f"it would keep blocks of a request whose adapter is gone; take `{OURS}`",
+        _other_connector,
+    ),
+)
