@@ -33,7 +33,8 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file
 from vllm_gaudi_ucm.graphs.strategies.grid import coarsest_grid
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 DEVICE = CpuDevice()
 

@@ -16,7 +16,8 @@ from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import int8 as cpu
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding, joined, multiply_rounded, round_rows
+from vllm_gaudi_ucm.ops.quantised_linear.rounding import joined, multiply_rounded, round_rows
+from vllm_gaudi_ucm.ops.quantised_linear.weight import RowRounding
 
 KERNELS = native()
 needs_vnni = pytest.mark.skipif(

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.block_use import Room
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 StepMetadata = UnifiedAttentionMetadata | GroupedMetadata

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.cache_group import CacheGroup
     from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 Stage = Callable[[str], AbstractContextManager[object]]
 """A region of device work that becomes one recipe; the label names it in reports. `nullcontext` if recipes are not

@@ -26,7 +26,7 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded, lev
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
 )
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     SelectionTensors,
 )

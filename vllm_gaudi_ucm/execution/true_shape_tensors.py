@@ -25,7 +25,7 @@ from vllm_gaudi_ucm.execution.step_tensors import (
     true_shape,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 ContiguousPa = Literal["auto"] | bool
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.scheduler.scheduler_class import is_foreign
-from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.registry import method_class
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,7 +44,7 @@ def _decides_by_counts(config: UcmConfig) -> bool:
     name = config.ucm_sparse_method
     if name is None:
         return True
-    return UcmSparseFactory.method_class(name).decides_by_counts(config.ucm_sparse_config.options(name))
+    return method_class(name).decides_by_counts(config.ucm_sparse_config.options(name))
 
 
 SYNCHRONOUS: tuple[Synchronous, ...] = (

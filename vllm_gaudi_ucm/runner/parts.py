@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog, StepRecord
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
 from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 

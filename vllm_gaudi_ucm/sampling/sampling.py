@@ -16,7 +16,6 @@ from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.sampling.slot_noise import SlotNoise, noise_seed
-from vllm_gaudi_ucm.sampling.stages.penalties import has_penalty
 from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens, TokensInFlight
 from vllm_gaudi_ucm.vllm_api.sampling import (
     BUILTIN_LOGITS_PROCESSORS,
@@ -36,6 +35,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.vllm_api.worker import InputBatch
+
+
+def has_penalty(params: SamplingParams) -> bool:
+    """True if any of the three does something."""
+    return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
 
 
 class SamplingBatch:

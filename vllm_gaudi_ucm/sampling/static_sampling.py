@@ -24,9 +24,9 @@ from vllm_gaudi_ucm.sampling.host_rows import (
     score_row,
     with_scores,
 )
-from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle, nothing_to_settle
+from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle, has_penalty, nothing_to_settle
 from vllm_gaudi_ucm.sampling.stages.logit_bias import LogitBias
-from vllm_gaudi_ucm.sampling.stages.penalties import Penalties, has_penalty
+from vllm_gaudi_ucm.sampling.stages.penalties import Penalties
 from vllm_gaudi_ucm.sampling.stages.row_transfer import RowTransfer
 from vllm_gaudi_ucm.sampling.stages.token_choice import TokenChoice
 from vllm_gaudi_ucm.sampling.stages.token_mask import TokenMask, bitmask_of, mask_logits

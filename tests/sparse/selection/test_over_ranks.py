@@ -18,8 +18,9 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.selection.block_scorer import OverRanks
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, OverRanks, Scoring
+from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, Scoring
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
 
 WAIT = 60  # seconds until a rank that is alone in a collective fails

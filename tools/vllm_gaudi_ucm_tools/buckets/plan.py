@@ -21,7 +21,8 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, remai
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
+from vllm_gaudi_ucm.observability.phase_log import bucket_shapes
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm_tools.buckets.compile_cost import AttentionNodes
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,

@@ -15,10 +15,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from vllm_gaudi_ucm_tools.first_hour.loading import LONGEST_ERROR, DoesNotApply, Refused, loading
 
 Say = Callable[..., None]
 """Takes a kind and values by name."""
@@ -26,16 +27,7 @@ Say = Callable[..., None]
 PROBES = "vllm_gaudi_ucm_tools.first_hour.probes"
 MACHINE = "card:machine"
 PR_SET_PDEATHSIG = 1  # of Linux, <linux/prctl.h>
-LONGEST_ERROR = 400
 STACKS_AT = 0.9  # of the time limit: the stacks of a process that hangs
-
-
-class DoesNotApply(Exception):
-    """Raised if the question has no meaning on this machine; the text gives the reason."""
-
-
-class Refused(Exception):
-    """Raised if the mode is refused, as it must be here; the text tells what refuses it."""
 
 
 def main(descriptor: int, request: dict[str, Any]) -> int:
@@ -83,29 +75,6 @@ def run(say: Say, request: Mapping[str, Any]) -> None:
         say("end", status="done", text="")
 
 
-def is_upstream_torch() -> bool:
-    """True if the installed torch is not the vendor's, whose version has the suffix `+git`. Does not import it."""
-    return "+git" not in metadata.version("torch")
-
-
-@contextlib.contextmanager
-def loading(mode: str) -> Iterator[None]:
-    """A context for loading torch, and the bridge with it. Raises Refused if lazy mode is refused, as it must be.
-
-    torch loads the bridge by itself and hides the bridge's own error as the cause of another; a missing bridge, or one
-    that lacks a library, is not a refusal.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason: BaseException = error
-        while reason.__cause__ is not None:
-            reason = reason.__cause__
-        if mode == "lazy" and is_upstream_torch() and not isinstance(reason, ImportError):
-            raise Refused(f"{type(reason).__name__}: {' '.join(str(reason).split())[:LONGEST_ERROR]}") from error
-        raise
-
-
 def _die_first() -> None:
     """Makes the system end this process, not the one that writes the report, if memory runs out."""
     with contextlib.suppress(OSError):
@@ -132,7 +101,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # exceptions must be those of the module, which probes raise
-    from vllm_gaudi_ucm_tools.first_hour import child
-
-    child.main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))

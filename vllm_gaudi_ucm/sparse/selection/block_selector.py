@@ -8,17 +8,16 @@ import torch
 from vllm_gaudi_ucm.observability.room_metrics import DeviceCounts
 from vllm_gaudi_ucm.ops.block_selection.api import chosen_implementation, new_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
+from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, OverRanks, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import (
     ChoosingLayer,
     DenseLayer,
     FollowingLayer,
     LayerSelection,
     LayerSelector,
-    OverRanks,
     Scoring,
 )
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 F = TypeVar("F", bound=Callable[..., object])

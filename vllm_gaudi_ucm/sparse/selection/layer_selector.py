@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.implementation import ChoosingSpans, Prepared
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
-from vllm_gaudi_ucm.sparse.selection.block_scorer import ScoredLayer, keep_queries
+from vllm_gaudi_ucm.sparse.selection.block_scorer import OverRanks, ScoredLayer, keep_queries
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 if TYPE_CHECKING:
@@ -126,9 +126,6 @@ class LayerSelection:
 
 Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]
 """(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
-
-OverRanks = Callable[[torch.Tensor], torch.Tensor]
-"""Scores by the heads of this rank, float32 [candidates] -> the mean over the ranks. It may run inside a graph."""
 
 
 class Scoring(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 SPAN_ARRAYS = (
     *("first_rows", "num_rows", "scored_rows", "ranked_rows"),
