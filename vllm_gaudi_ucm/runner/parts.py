@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,8 +40,7 @@ class WorkerPart:
     """Hooks around a step in the worker, in the order in which a step calls them. A hook does nothing unless a part
     defines it.
 
-    A hook is called on one part after the other, in the order of the tuple that `make_parts` declares. A step without
-    tokens calls only `before_step`, `begin_step`, `requests_updated`, `without_tokens` and `end_step`.
+    A step without tokens calls only `before_step`, `begin_step`, `requests_updated`, `without_tokens` and `end_step`.
     """
 
     def before_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -100,6 +99,32 @@ class WorkerPart:
 
     def close(self) -> None:
         """Ends background work; a second call has no effect."""
+
+
+HOOKS = tuple(name for name in vars(WorkerPart) if not name.startswith("_"))
+
+
+class AllParts(WorkerPart):
+    """The parts of a worker as one. Each hook calls the parts that define it, one after the other, in the given order.
+
+    The calls are bound once, because a step has many hooks and most parts define few of them.
+    """
+
+    def __init__(self, parts: Sequence[WorkerPart]) -> None:
+        for name in HOOKS:
+            is_empty = getattr(WorkerPart, name)
+            defined = [getattr(part, name) for part in parts if getattr(type(part), name) is not is_empty]
+            setattr(self, name, _in_turn(defined))
+
+
+def _in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """Returns a function that makes all calls with its arguments; a single call stands for itself."""
+
+    def call_all(*args: object) -> None:
+        for call in calls:
+            call(*args)
+
+    return calls[0] if len(calls) == 1 else call_all
 
 
 class StaticSteps(WorkerPart):

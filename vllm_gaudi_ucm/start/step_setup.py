@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
 from vllm_gaudi_ucm.runner.parts import (
     TOO_MANY_BLOCKS,
     AheadSteps,
+    AllParts,
     LockstepSteps,
     MemorySteps,
     SparseSteps,
@@ -21,7 +22,6 @@ from vllm_gaudi_ucm.runner.parts import (
     StepRecords,
     TransferSteps,
     TrueShapeSteps,
-    WorkerPart,
 )
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
@@ -101,8 +101,8 @@ def _make_parts(
     drafts: Drafts,
     records: StepRecords,
     follow: Callable[[], None],
-) -> tuple[WorkerPart, ...]:
-    """Makes the parts in the order of a step: each hook is called on one part after the other, in this order."""
+) -> AllParts:
+    """Makes the parts. Each hook is called on one part after the other, in this order."""
     sparse, transfer = allocated.sparse, allocated.transfer
     lockstep = allocated.model.decoder.lockstep
     in_flight: Sized = () if ahead is None else ahead
@@ -122,7 +122,7 @@ def _make_parts(
         # behind all that add figures
         records,
     )
-    return tuple(part for part in parts if part is not None)
+    return AllParts([part for part in parts if part is not None])
 
 
 def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:
