@@ -131,7 +131,7 @@ class Limits:
 
     def phase_maximum(self, causal: bool, shared: bool, unique: bool, selected: bool = False) -> ForwardShape:
         """Returns the largest sizes of steps of one phase; without `c` every row is a request."""
-        return ForwardShape.of(
+        return ForwardShape.from_sizes(
             causal,
             self.max_num_batched_tokens if causal else self.max_decode_rows,
             self.most_shared_blocks if shared else 0,

@@ -49,7 +49,7 @@ def static_steps(draw: st.DrawFn) -> Static:
     causal = true.phase[0] == "c" or draw(st.booleans())
     least = 1 if plan.causal is None else true.max_prompt_tiles
     reach = draw(st.one_of(st.just(least), st.integers(least, least + 3), st.just(ALL_TILES)))
-    shape = ForwardShape.of(causal, q, s, u, 0, reach)
+    shape = ForwardShape.from_sizes(causal, q, s, u, 0, reach)
     return Static(step, plan, shape.step(logits), limits, draw(st.sampled_from([1, 5, 512])), window)
 
 
@@ -230,7 +230,7 @@ def test_pads_alone_touch_the_dummy_block_only_and_give_zeros(phase: str) -> Non
     static = _static([Request(9, 1, prefix=2), Request(8, 5, prefix=2), Request(2, 1)])
     inputs = static.inputs()
     static.fill(inputs)
-    shape = ForwardShape.of("c" in phase, 6, 5 * ("s" in phase), 7 * ("u" in phase))
+    shape = ForwardShape.from_sizes("c" in phase, 6, 5 * ("s" in phase), 7 * ("u" in phase))
     split = inputs.split(inputs.fill_pads(shape), shape)
     assert not split.slots.any()
     pads = _static([])._replace(bucket=shape.step(0), limits=static.limits)

@@ -88,7 +88,7 @@ def describe(value: Any) -> Any:
 def test_ten_thousand_random_steps_have_the_keys_of_warm_buckets() -> None:
     """covers: B1 B2"""
     shapes = itertools.product((False, True), (4, 16, 128), (0, 24), (0, 64, 256))
-    forward = [ForwardShape.of(causal, *sizes) for causal, *sizes in shapes]
+    forward = [ForwardShape.from_sizes(causal, *sizes) for causal, *sizes in shapes]
     keys = Keys(BucketSet(forward, [1, 4, 8], LIMITS, COST))
     rng, used, steps = random.Random(8), set(), 0
     while steps < STEPS:

@@ -93,7 +93,7 @@ def test_a_graph_of_native_calls_holds_it() -> None:
     layer = packed_layer(product, weight)
     capture = Capture(MemoryPool(), {})
     x, bias = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(48, dtype=torch.bfloat16)
-    capture.run(lambda: product.multiply(x, layer, bias))
+    capture.record(lambda: product.multiply(x, layer, bias))
     assert not capture.refused
     assert {type(one) for one in capture.recorded} == {Call}
 

@@ -117,8 +117,8 @@ class _InBuckets(NamedTuple):
 
     parts: BucketParts
 
-    def of(self, shape: ForwardShape, tensors: Tensors) -> AttentionInputs:
-        return AttentionInputs(tensors["slots"], self.parts.of(shape, tensors))
+    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> AttentionInputs:
+        return AttentionInputs(tensors["slots"], self.parts.attention_parts(shape, tensors))
 
     def refill(self) -> None:
         self.parts.refill()

@@ -340,8 +340,8 @@ class BucketedExecution:
         if handover is None:
             if self._carried is not None:
                 inputs = inputs.with_tokens(self._carried.fill_in(inputs.token_ids))
-            return self._decoder.run(DecoderStep(inputs.rows, metadata))
-        found = self._decoder.run(DecoderStep(inputs.rows, metadata, handover.received(rows)))
+            return self._decoder.run_layers(DecoderStep(inputs.rows, metadata))
+        found = self._decoder.run_layers(DecoderStep(inputs.rows, metadata, handover.received(rows)))
         handover.leave(rows, found)
         return found
 
@@ -371,7 +371,7 @@ def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[to
     """
     if not decoder.has_logits:
         return torch.zeros((limits.max_num_batched_tokens, 0)), torch.zeros((limits.max_num_seqs, 0))
-    hidden = decoder.run(decoder.unattended(1, device))[HIDDEN]
+    hidden = decoder.run_layers(decoder.unattended(1, device))[HIDDEN]
     logits = decoder.logits(hidden)
     return (
         hidden.new_zeros((limits.max_num_batched_tokens, hidden.shape[1])),

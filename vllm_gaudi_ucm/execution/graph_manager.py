@@ -272,12 +272,12 @@ class BucketTensors:
         """Returns the tensors in a flat one. Raises ValueError if their phase differs from the phase of the shape."""
         layout = self._layout(shape, self._steps.all[0])
         tensors = dict(zip(layout.names, self._cut(flat, layout.places), strict=True))
-        groups = [group.of(shape, of_group(tensors, k)) for k, group in enumerate(self._groups)]
+        groups = [group.make_inputs(shape, of_group(tensors, k)) for k, group in enumerate(self._groups)]
         phase = phase_string(*(part is not None for part in groups[0].parts[:3]))
         if phase != shape.phase:
             raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
         choices = self._choices if shape.selected_blocks else None
-        return StepInputs.of(tensors, groups, choices, self._inputs)
+        return StepInputs.from_tensors(tensors, groups, choices, self._inputs)
 
     def refill(self) -> None:
         """Fills every tensor on the device again, after a warm-up that computed nothing."""

@@ -76,7 +76,7 @@ def layer_groups(
     others = () if of_draft_model else other_groups(vllm_config, found[0])
     context = attention_layers(vllm_config)
     layers |= {name: cast("GroupLayer", context[name]) for group in others for name in group.kv.layers}
-    return LayerGroups.of([*(AttentionGroup(group) for group in found), *others], layers)
+    return LayerGroups.from_layers([*(AttentionGroup(group) for group in found), *others], layers)
 
 
 def _implementations(vllm_config: VllmConfig, of_draft_model: bool) -> dict[str, UnifiedAttentionImpl]:

@@ -313,7 +313,7 @@ class StepRecords(WorkerPart):
         self._block_size = block_size
 
     def step_computed(self, step: ComputedStep) -> None:
-        host = self._host.take()
+        host = self._host.take_counts()
         step.figures.update(host_reads=host.reads, host_stages=host.stages)
 
     def report(self, step: ComputedStep) -> None:

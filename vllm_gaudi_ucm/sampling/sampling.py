@@ -254,7 +254,7 @@ class NanCounter:
         for request_id, found in counts.items():
             self._counts[request_id] = self._counts.get(request_id, 0) + found
 
-    def take(self) -> dict[str, int] | None:
+    def take_counts(self) -> dict[str, int] | None:
         """The counts since the last call; None if VLLM_COMPUTE_NANS_IN_LOGITS is off."""
         counts, self._counts = self._counts, {}
         return counts if envs.VLLM_COMPUTE_NANS_IN_LOGITS else None
@@ -315,7 +315,7 @@ class VllmSampler:
         if grammar is not None:
             # all that vLLM's helper reads of its third argument is `req_ids`
             apply_grammar_bitmask(*grammar, cast("InputBatch", batch), logits)
-        with nullcontext() if batch.metadata.all_greedy else self._noise.of(batch.slots):
+        with nullcontext() if batch.metadata.all_greedy else self._noise.drawn_for(batch.slots):
             sampled = self._sampler(logits, batch.vllm_metadata)
         tokens, scores = sampled.sampled_token_ids, sampled.logprobs_tensors
         if scores is None:

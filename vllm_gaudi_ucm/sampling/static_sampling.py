@@ -175,7 +175,7 @@ class StaticSampler:
             return sampled
         found: dict[int, RowScores] = {}
         for slot, reason in rows.scores.items():
-            row, (token,) = self._rows.take(drawn.scored, slot, f"row for {reason}"), sampled.tokens[slot]
+            row, (token,) = self._rows.fetch_row(drawn.scored, slot, f"row for {reason}"), sampled.tokens[slot]
             found[slot] = score_row(row, token, batch.slots[slot].sampling_params, self._as_logits)
         return with_scores(sampled, found)
 
@@ -195,7 +195,7 @@ class StaticSampler:
         if any(request.sampling_params.logit_bias for request in batch.slots):
             logits = self._bias.apply(logits, batch)
         for slot, edits in ({} if rows is None else rows.edits).items():
-            row = self._rows.take(logits, slot, f"row for {edits[0][0]}")
+            row = self._rows.fetch_row(logits, slot, f"row for {edits[0][0]}")
             for _, edit in edits:
                 row = edit(row)
             logits = self._rows.put(logits, slot, row)
@@ -223,7 +223,7 @@ class StaticSampler:
         changing = allowed.changing(slots)
         if bitmask is not None and allowed.depends_on_grammar(slots, changing):
             return self._allowed.apply(logits, allowed.within(bitmask, slots, changing))
-        return self._allowed.apply_kept(logits, (batch.membership, changing), lambda: allowed.of(slots, changing))
+        return self._allowed.apply_kept(logits, (batch.membership, changing), lambda: allowed.words_of(slots, changing))
 
     def _device_tokens(self, batch: SamplingBatch, drawn: _Drawn, width: int | None) -> DeviceTokens:
         """width: scores of each row; None if no request wants any."""

@@ -202,6 +202,6 @@ def test_the_option_decides(method: str, given: dict[str, Any], asks: bool) -> N
     layer, sizes = SelectionLayer(torch.zeros(16, 4, 1, 8), 1.0), OneLayer(options()).sizes
     same: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     for over_ranks, expected in ((same, not asks), (None, True)):
-        (chooses,) = BlockSelection.of(made, [layer], sizes, over_ranks=over_ranks).selector.layers
+        (chooses,) = BlockSelection.from_layers(made, [layer], sizes, over_ranks=over_ranks).selector.layers
         assert isinstance(chooses, ChoosingLayer)
         assert chooses.chooses_at_once is expected

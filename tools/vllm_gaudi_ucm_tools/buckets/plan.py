@@ -163,7 +163,7 @@ def _steps_and_remainders(logs: JoinedLogs) -> tuple[Steps, int]:
             num_remainders += record.prompt_remainder
             yield record
 
-    return Steps.of(bucket_shapes(counted())), num_remainders
+    return Steps.from_buckets(bucket_shapes(counted())), num_remainders
 
 
 def _step_memory(args: argparse.Namespace, cost: CostModel) -> StepMemory | None:
@@ -246,7 +246,7 @@ def _simulate(traffic: MixTraffic, name: str, cost: CostModel) -> Steps:
         for bucket in traffic.buckets(cost, MIX_STEPS):
             buckets.append(bucket)
             progress(len(buckets) / MIX_STEPS)
-    return Steps.of(buckets)
+    return Steps.from_buckets(buckets)
 
 
 def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:

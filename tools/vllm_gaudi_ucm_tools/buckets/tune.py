@@ -215,8 +215,8 @@ def read_steps(logs: Sequence[PhaseLogReader], holdout: float) -> tuple[Steps, S
             rest.append(log.steps())
             yield from islice(rest[-1], count - int(count * holdout) if holdout else None)
 
-    tuned = Steps.of(bucket_shapes(first()))
-    return tuned, Steps.of(bucket_shapes(chain.from_iterable(rest)))
+    tuned = Steps.from_buckets(bucket_shapes(first()))
+    return tuned, Steps.from_buckets(bucket_shapes(chain.from_iterable(rest)))
 
 
 def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any, limits: Any) -> TuneReport:

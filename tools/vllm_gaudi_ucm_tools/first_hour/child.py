@@ -41,7 +41,7 @@ def main(descriptor: int, request: dict[str, Any]) -> int:
         line = json.dumps(_plain({"kind": kind, **values}), default=str)
         os.write(descriptor, line.encode() + b"\n")
 
-    run(say, request)
+    run_probe(say, request)
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -49,7 +49,7 @@ def main(descriptor: int, request: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def run(say: Say, request: Mapping[str, Any]) -> None:
+def run_probe(say: Say, request: Mapping[str, Any]) -> None:
     """Runs the function, and reports how it ended, even after an exception."""
     try:
         module, _, name = request["function"].partition(":")

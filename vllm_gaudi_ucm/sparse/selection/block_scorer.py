@@ -199,7 +199,7 @@ class SummaryQueue:
         self._waiting[missing] = True
         self._queue.extend(missing.tolist())
 
-    def take(self, most: int | None = None) -> NDArray[np.int64]:
+    def take_blocks(self, most: int | None = None) -> NDArray[np.int64]:
         """Returns the blocks to summarise in this step, longest waiting first; they count as summarised from now on."""
         taken: list[int] = []
         while self._queue and (most is None or len(taken) < most):

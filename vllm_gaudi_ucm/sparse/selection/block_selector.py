@@ -177,7 +177,7 @@ class BlockSelector:
             tensor.zero_()
         for layer in self._choosing:
             layer.stored.fill_(-1)
-            layer.take(layer.stored[:0])
+            layer.take_stored(layer.stored[:0])
         if self.scorer is not None:
             self.scorer.refill()
 
@@ -193,7 +193,7 @@ class BlockSelector:
             return
         rows = self._read([layer.stored for layer in self._choosing], selection.tensors.choice_slots)
         for layer, before in zip(self._choosing, rows, strict=True):
-            layer.take(before)
+            layer.take_stored(before)
 
     def end(self, selection: LayerSelection) -> None:
         """Adds to `recall` after the layers have run, from the last layer that has scored. One layer, to be cheap."""

@@ -67,7 +67,7 @@ class RankedSpans(NamedTuple):
     prepared: Prepared | None
 
     @classmethod
-    def of(cls, t: SelectionTensors, num_rows: torch.Tensor, implementation: str) -> RankedSpans:
+    def from_tensors(cls, t: SelectionTensors, num_rows: torch.Tensor, implementation: str) -> RankedSpans:
         rows = t.candidate_spans, t.first_rows, num_rows, t.max_rows
         return cls(num_rows, prepare_spans(*rows, t.counts, t.modes, t.most, implementation=implementation))
 
@@ -110,9 +110,9 @@ class LayerSelection:
         self.first_places = t.choice_spans * t.width
         self.spans = self.measured = RankedSpans(t.num_rows, None)
         if not self.reused and not self.at_once:
-            self.spans = self.measured = RankedSpans.of(t, t.num_rows, self.implementation)
+            self.spans = self.measured = RankedSpans.from_tensors(t, t.num_rows, self.implementation)
             if passes_over(t.modes.device.type, implementation=self.implementation):
-                self.spans = RankedSpans.of(t, t.ranked_rows, self.implementation)
+                self.spans = RankedSpans.from_tensors(t, t.ranked_rows, self.implementation)
         if self.at_once:
             from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import NativeSelection, StepCandidates
 
@@ -249,7 +249,7 @@ class ChoosingLayer(LayerSelector):
         """Returns whether a native call may score and choose, because no other computation is needed in between."""
         return self._score is None and self._over_ranks is None
 
-    def take(self, before: torch.Tensor) -> None:
+    def take_stored(self, before: torch.Tensor) -> None:
         """Takes int64 [spans, most], the stored rankings of the step's requests.
 
         A region that read them itself would have to copy `stored` before it writes there.

@@ -124,7 +124,7 @@ class SelectionState:
         absent = self._absent(batch) if self._some_offloaded else None
         is_full, is_ready = self._follow(batch, num_drafts, absent)
         rows = int(batch.num_scheduled.sum())
-        summary_blocks = self.summaries.take(self._limits.summaries(rows) if self._bounded else None)
+        summary_blocks = self.summaries.take_blocks(self._limits.summaries(rows) if self._bounded else None)
         self._steady.follow(request_ids, batch, num_drafts)
         self._changes = self.summaries.changes
         sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]

@@ -62,7 +62,7 @@ class SelectionTensors(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], limits: SelectionLimits) -> SelectionTensors:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], limits: SelectionLimits) -> SelectionTensors:
         """Makes the tensors. tensors: by the names of SelectionPlan."""
         arrays = {name: tensors[name] for name in SelectionPlan._fields}
         return cls(**arrays, max_rows=limits.max_rows, width=limits.width, most=limits.most)

@@ -106,7 +106,7 @@ class BlockSelection:
     selector: BlockSelector
 
     @classmethod
-    def of(
+    def from_layers(
         cls,
         method: BlockSparse,
         layers: Sequence[SelectionLayer],
