@@ -44,9 +44,9 @@ def measure(mix: str, count: int, max_graphs: int, device: str) -> dict[str, Any
     simulation = Simulation(MIXES[mix], cost, seed=0)
     first, after = ([record.bucket for record in simulation.steps(count)] for _ in range(2))
     start = time.perf_counter()
-    report = tuned(mix, Steps.of(first), cost, max_graphs, DEFAULT_MARGIN, Steps.of(after))
+    report = tuned(mix, Steps.from_buckets(first), cost, max_graphs, DEFAULT_MARGIN, Steps.from_buckets(after))
     seconds = time.perf_counter() - start
-    exact = tuned(mix, Steps.of(first), cost, max_graphs, 0.0, None)
+    exact = tuned(mix, Steps.from_buckets(first), cost, max_graphs, 0.0, None)
     later = report.later_padding
     ours, scan = lookup_times(report.buckets, after)
     return {

@@ -47,7 +47,7 @@ class Churn:
         self.totals, self.compaction = MemoryTotals(), None
         if rule != RULES[0]:
             policy = Compaction(self.totals)
-            self.manager = BlockManager.of(self.manager, [policy])
+            self.manager = BlockManager.from_manager(self.manager, [policy])
             self.compaction = policy if rule == RULES[2] else None
         self.num_blocks = num_blocks
         self.live: list[Request] = []

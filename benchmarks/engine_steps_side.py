@@ -59,11 +59,11 @@ def write_buckets(path: Path, asked: dict[str, Any]) -> None:
     longest, most = longest_request(asked), max(asked["requests"])
     blocks = longest // BLOCK
     limits = Limits(asked["prompt"], most, longest, BLOCK, most * blocks + 1, False, 2 * blocks)
-    shapes = [limits.maximum.forward, ForwardShape.of(True, asked["prompt"], 0, 0)]
+    shapes = [limits.maximum.forward, ForwardShape.from_sizes(True, asked["prompt"], 0, 0)]
     for requests in asked["requests"]:
         each = -(-(asked["context"] + new_tokens(asked, requests)) // BLOCK)
         # one entry more than blocks, which is the dummy block's
-        shapes.append(ForwardShape.of(False, requests, 0, min(requests * each + 1, limits.max_unique_blocks)))
+        shapes.append(ForwardShape.from_sizes(False, requests, 0, min(requests * each + 1, limits.max_unique_blocks)))
     cost = CostModel(device_spec("h200"), ModelSpec.from_hf_config(asked["config"]), BLOCK)
     buckets = BucketSet(shapes, sorted({1, *asked["requests"]}), limits, cost)
     write_bucket_file(path, buckets, {"benchmark": "engine_steps"})
@@ -213,7 +213,7 @@ class Side:
         layer.mixture_of_experts = watched
         try:
             step = decoder.unattended(len(tokens), device)
-            decoder.run(step._replace(rows={**step.rows, "token_ids": torch.tensor(tokens, device=device)}))
+            decoder.run_layers(step._replace(rows={**step.rows, "token_ids": torch.tensor(tokens, device=device)}))
         finally:
             layer.mixture_of_experts = plain
         return statistics.mean(seen)

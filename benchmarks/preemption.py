@@ -40,7 +40,7 @@ def recompute_seconds(tokens: int, device: str, block_size: int = 128) -> float:
     """A prompt of this many tokens, alone, in steps of STEP_TOKENS."""
     cost = CostModel(device_spec(device), LLAMA_8B, block_size)
     shapes = [
-        ForwardShape.of(True, min(STEP_TOKENS, tokens - begin), begin // block_size, 0)
+        ForwardShape.from_sizes(True, min(STEP_TOKENS, tokens - begin), begin // block_size, 0)
         for begin in range(0, tokens, STEP_TOKENS)
     ]
     return sum(cost.forward(shape) for shape in shapes)

@@ -29,8 +29,7 @@ from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target, choose_prod
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import FEW_ROWS, CudaCodes, CudaFp8, narrow_rows
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, RowRounding
 from vllm_gaudi_ucm_tools.output import report_console
 
 E4M3 = torch.float8_e4m3fn

@@ -23,7 +23,8 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.machine import describe_machine
 from benchmarks.sparse_text import find_text, read_text
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 DRAFTS = 4
 # name: method, and whether drafts are verified

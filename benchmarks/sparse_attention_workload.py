@@ -24,7 +24,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     UniquePart,
 )
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
-from vllm_gaudi_ucm.sparse.selection.layer_selector import OverRanks
+from vllm_gaudi_ucm.sparse.selection.block_scorer import OverRanks
 
 BLOCK_SIZE = 128
 LIVE = 2  # blocks that are always attended: the first (sink) and the last (local window)

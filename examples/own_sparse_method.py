@@ -16,8 +16,8 @@ from pydantic import Field
 from vllm import LLM, SamplingParams
 
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS
 from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS
 
 MODEL = ".cache/models/smollm2-135m-instruct"
 

@@ -158,7 +158,7 @@ def _by_cost(shapes: Iterable[ForwardShape], cost: Cost) -> tuple[ForwardShape, 
 
 
 def _checked(shape: ForwardShape) -> ForwardShape:
-    expected = ForwardShape.of("c" in shape.phase, *shape.sizes)
+    expected = ForwardShape.from_sizes("c" in shape.phase, *shape.sizes)
     if shape[:5] != expected[:5] or min(shape.sizes[:4]) < 0 or shape.query_len < 1 or shape.max_prompt_tiles < 1:
         raise ValueError(
             f"bucket {shape.to_list()}: expected at least one row, at least one prompt tile, and the phase "

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-take = CudaDevice.take
+take = CudaDevice.take_device
 
 
 class OneGpuWorker(UcmWorker):
@@ -51,7 +51,7 @@ class OneGpuWorker(UcmWorker):
     def init_device(self) -> None:
         # NCCL refuses two ranks on a GPU of one host; with host names of their own they use sockets
         os.environ.update(NCCL_HOSTID=f"worker-{self.rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-        CudaDevice.take = lambda self, index: take(self, 0)  # type: ignore[method-assign]
+        CudaDevice.take_device = lambda self, index: take(self, 0)  # type: ignore[method-assign]
         super().init_device()
 
 

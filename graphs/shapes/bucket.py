@@ -27,7 +27,7 @@ class ForwardShape(NamedTuple):
     max_prompt_tiles: int = ALL_TILES
 
     @classmethod
-    def of(
+    def from_sizes(
         cls,
         causal: bool,
         query_len: int,
@@ -57,7 +57,7 @@ class ForwardShape(NamedTuple):
 
     def with_prompt_tiles(self, max_prompt_tiles: int) -> ForwardShape:
         """Returns the same shape with other max prompt tiles; without a causal part it has none."""
-        return ForwardShape.of("c" in self.phase, *self.sizes[:4], max_prompt_tiles)
+        return ForwardShape.from_sizes("c" in self.phase, *self.sizes[:4], max_prompt_tiles)
 
     def to_list(self) -> list[str | int]:
         """Returns a list for files and JSON; selected blocks and max prompt tiles only if there are any, or bounded."""

@@ -142,7 +142,7 @@ class Limits:
         """
         if not self.has_cache:
             return self.maximum.forward
-        return ForwardShape.of(
+        return ForwardShape.from_sizes(
             causal,
             self.max_num_batched_tokens if causal else self.max_decode_rows,
             self.most_shared_blocks if shared else 0,

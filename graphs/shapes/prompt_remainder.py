@@ -55,7 +55,7 @@ class RemainderShapes:
         live = min(every, live_blocks)
         # the last one is for blocks that wait for their summaries: these are attended without being selected
         sizes = (live, -(-most_selected // SHORT_SHARE)), (live, most_selected), (every, most_selected)
-        found = (ForwardShape.of(True, rows, shared, 0, selected) for shared, selected in sizes)
+        found = (ForwardShape.from_sizes(True, rows, shared, 0, selected) for shared, selected in sizes)
         self.keys = tuple(map(RemainderShape, dict.fromkeys(found)))
 
     def lookup(self, step: Bucket) -> ForwardShape:

@@ -85,7 +85,7 @@ def _largest_steps(buckets: BucketSet, shape: ForwardShape) -> Iterator[Bucket]:
         q, s, u, selected, tiles = (min(size, most) for size, most in zip(shape.sizes, top.sizes, strict=True))
         for some, alone in _within_cache(buckets, s, u):
             if (some > 0, alone > 0) == (shared, unique) and limits.allows(causal, q, some, alone, selected):
-                yield ForwardShape.of(causal, q, some, alone, selected, tiles).step(1)
+                yield ForwardShape.from_sizes(causal, q, some, alone, selected, tiles).step(1)
 
 
 def _within_cache(buckets: BucketSet, s: int, u: int) -> Iterator[tuple[int, int]]:

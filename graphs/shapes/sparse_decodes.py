@@ -37,10 +37,10 @@ def sparse_decodes(limits: Limits, cost: Cost, live_blocks: int, most: int, leve
 
     def made(of_unique: int, of_selected: int) -> list[ForwardShape]:
         blocks, chosen = levels("unique", unique, of_unique), levels("selected", selected, of_selected)
-        alone = [ForwardShape.of(False, rows, 0, some, many) for some in blocks for many in chosen]
+        alone = [ForwardShape.from_sizes(False, rows, 0, some, many) for some in blocks for many in chosen]
         common = min(live_blocks, limits.most_shared_blocks)
         # every other size, and the largest
-        return alone + [ForwardShape.of(False, rows, common, unique, many) for many in chosen[::-2]]
+        return alone + [ForwardShape.from_sizes(False, rows, common, unique, many) for many in chosen[::-2]]
 
     return _finest(made, most, cost, ("unique_blocks", "selected_blocks"))
 
@@ -69,11 +69,11 @@ def sparse_verifications(
         found = []
         for size in sizes:
             live = min(-(-size // rows_each) * live_blocks, limits.most_shared_blocks)
-            found += [ForwardShape.of(True, max(size, 2), live, 0, many) for many in chosen]
+            found += [ForwardShape.from_sizes(True, max(size, 2), live, 0, many) for many in chosen]
         mixed = min(unique, limits.max_context_blocks - min(unique, limits.most_shared_blocks))
         if mixed > 0 and limits.max_num_seqs > 1:
             live = min(unique, limits.most_shared_blocks)
-            found += [ForwardShape.of(True, rows, live, mixed, many) for many in chosen[::-2]]
+            found += [ForwardShape.from_sizes(True, rows, live, mixed, many) for many in chosen[::-2]]
         return found
 
     return _finest(made, most, cost, ("query_len", "selected_blocks"))

@@ -48,7 +48,7 @@ class Steps:
             object.__setattr__(self, "prompt_tiles", _all_rows(self.forward))
 
     @classmethod
-    def of(cls, buckets: Iterable[Bucket]) -> Steps:
+    def from_buckets(cls, buckets: Iterable[Bucket]) -> Steps:
         """Counts shapes one step at a time: memory grows with the distinct shapes, not with the steps.
 
         Steps without rows run nothing and are left out.

@@ -63,7 +63,7 @@ class FromFile(BucketStrategy):
         _check_selected(path, limits_there, limits)
         # the largest step of that server is the largest step of this one, even if this one has more blocks
         largest, here = limits_there.maximum.forward, limits.maximum.forward
-        cut = {here if s == largest else ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward}
+        cut = {here if s == largest else ForwardShape.from_sizes("c" in s.phase, *_cut(s, limits)) for s in forward}
         rows = {min(row, limits.max_num_seqs) for row in logits}
         buckets = BucketSet(without_unreachable(cut, limits, request.cost), rows, limits, request.cost)
         if request.max_graphs is not None and buckets.num_graphs > request.max_graphs:
@@ -203,7 +203,7 @@ def _shape(path: Path, entry: Any, limits: Limits) -> ForwardShape:
         )
         raise BucketFileError(f"{path}: forward: found {_shown(entry)}, expected {expected}")
     shape = ForwardShape(*entry)
-    consistent = ForwardShape.of(str(shape.phase)[:1] == "c", *shape.sizes)
+    consistent = ForwardShape.from_sizes(str(shape.phase)[:1] == "c", *shape.sizes)
     if shape.max_prompt_tiles < 1:
         raise BucketFileError(f"{path}: forward: found {entry!r}, expected max_prompt_tiles of at least one tile")
     if shape[:5] != consistent[:5] or shape.query_len < 1:

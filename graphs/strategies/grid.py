@@ -162,7 +162,7 @@ def _shapes(limits: Limits, grid: Grid, levels: Levels) -> Iterator[ForwardShape
     }
     for causal, s, u in product((False, True), shared, unique):
         if causal or s or u:
-            yield from (ForwardShape.of(causal, q, s, u) for q in rows[causal])
+            yield from (ForwardShape.from_sizes(causal, q, s, u) for q in rows[causal])
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_gaudi_ucm.ops.moe.spec import TINY
 from vllm_gaudi_ucm.ops.registry import why_not_triton
-
-# As in vLLM's own kernels, keeps a sum of sigmoids from being zero.
-TINY = 1e-20
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: functional.softmax(logits, -1),

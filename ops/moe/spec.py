@@ -12,6 +12,9 @@ PLAIN = "plain"
 CODES = "codes"
 """Weights as a quantised checkpoint holds them: codes of 4 or 8 bits, with scales."""
 
+# As in vLLM's own kernels, keeps a sum of sigmoids from being zero.
+TINY = 1e-20
+
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:

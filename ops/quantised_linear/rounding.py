@@ -12,32 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.quantised_linear.weight import RowRounding
+
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
 LEAST, MOST = -128, 127
 # With more inputs a sum of products, or what corrects it, might leave 32 bits.
 MOST_INPUTS = 65536
-
-
-class RowRounding(NamedTuple):
-    """How rows are rounded.
-
-    symmetric: zero is 0. Otherwise the range of a row, including 0, is spread over all codes.
-    scale: float32, one for all rows; values beyond its range are clamped to it. None: each row has its own.
-    zero: one for all rows, an integer as float32; None: 0, or each row has its own.
-    """
-
-    symmetric: bool = True
-    scale: Tensor | None = None
-    zero: Tensor | None = None
-
-    def fixed(self) -> Tensor | None:
-        """float32 [2], the scale and zero of all rows; None: each row has its own."""
-        if self.scale is None:
-            return None
-        zero = torch.zeros_like(self.scale) if self.zero is None else self.zero
-        return torch.stack((self.scale.reshape(()), zero.reshape(()))).float()
 
 
 class RoundedRows(NamedTuple):

@@ -5,12 +5,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
-
 # Rows that are dequantised at a time, which bounds the scratch memory of a large layer.
 CHUNK_ROWS = 2048
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of a 4-bit float, by its low three bits. Each of them is an e4m3, too."""
+
+
+class RowRounding(NamedTuple):
+    """How rows are rounded.
+
+    symmetric: zero is 0. Otherwise the range of a row, including 0, is spread over all codes.
+    scale: float32, one for all rows; values beyond its range are clamped to it. None: each row has its own.
+    zero: one for all rows, an integer as float32; None: 0, or each row has its own.
+    """
+
+    symmetric: bool = True
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+
+    def fixed(self) -> Tensor | None:
+        """float32 [2], the scale and zero of all rows; None: each row has its own."""
+        if self.scale is None:
+            return None
+        zero = torch.zeros_like(self.scale) if self.zero is None else self.zero
+        return torch.stack((self.scale.reshape(()), zero.reshape(()))).float()
 
 
 class QuantisedWeight(NamedTuple):

@@ -11,7 +11,6 @@ MOST_ARGUMENTS = 8
 MANY_ARGUMENTS = {
     "UnifiedAttentionImpl": "vLLM's signature of an attention implementation",
     "LatentAttentionBlock": "vLLM's signature of a wrapper of latent attention",
-    "BucketTensors": "known: the tables of KV-cache groups are arguments of their own",
 }
 """Classes with more, and why. Records have fields and no behaviour: what their generated constructors take is data."""
 

@@ -19,7 +19,7 @@ def test_units_of_the_cache(heads: int) -> None:
     layer: Any = SimpleNamespace(
         _k_scale=torch.tensor([0.5, 4.0][:heads]).squeeze(), _v_scale=torch.tensor([2.0, 0.25][:heads]).squeeze()
     )
-    scales = CacheScales.of(layer, torch.float32)
+    scales = CacheScales.from_layer(layer, torch.float32)
     query, key, value = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     given = [tensor.clone() for tensor in (query, key, value)]
 

@@ -31,7 +31,7 @@ def test_any_appends(layout: str, tile: int, num_rows: int, rng: random.Random) 
             table.append(row, slots[given_so_far[row] : given_so_far[row] + count])
             given_so_far[row] = min(given_so_far[row] + count, len(slots))
         table.flush()
-        runs = table.of(np.arange(num_rows))
+        runs = table.blocks_of(np.arange(num_rows))
         for row, slots in enumerate(wanted):
             known = given_so_far[row]
             assert table.num_slots[row] == known
@@ -40,7 +40,7 @@ def test_any_appends(layout: str, tile: int, num_rows: int, rng: random.Random) 
     for row, slots in enumerate(wanted):
         whole.append(row, slots)
     whole.flush()
-    assert np.array_equal(whole.of(np.arange(num_rows)), table.of(np.arange(num_rows)))
+    assert np.array_equal(whole.blocks_of(np.arange(num_rows)), table.blocks_of(np.arange(num_rows)))
 
 
 @pytest.mark.parametrize(("slots", "expected"), [(range(1, 301), 3), (range(300, 0, -1), 3), (range(1, 301, 2), 150)])
@@ -51,7 +51,7 @@ def test_contiguous_slots_are_a_run_for_each_tile(slots: range, expected: int) -
         table.append(0, [slot])
         table.flush()
     assert table.num_runs[0] == expected
-    assert table.of(np.array([0]))[0, :, 0].min() >= 128, "tile 0 is the dummy block"
+    assert table.blocks_of(np.array([0]))[0, :, 0].min() >= 128, "tile 0 is the dummy block"
 
 
 def test_nothing_is_left_of_a_request() -> None:
@@ -59,8 +59,8 @@ def test_nothing_is_left_of_a_request() -> None:
     table.append(0, range(1, 90, 2))
     table.flush()
     table.clear(0)
-    assert table.of(np.array([0, 1])).shape[1] == 0
+    assert table.blocks_of(np.array([0, 1])).shape[1] == 0
     table.append(1, [7])
     table.append(0, [3, 4])
     table.flush()
-    assert table.of(np.array([0, 1])).tolist() == [[[6, 0, 1]], [[10, 0, 1]]]
+    assert table.blocks_of(np.array([0, 1])).tolist() == [[[6, 0, 1]], [[10, 0, 1]]]

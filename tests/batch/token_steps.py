@@ -27,7 +27,7 @@ class TokenStep(Step):
         table.flush()
         columns = ([r.computed for r in self.requests], [r.new for r in self.requests])
         computed, new, known = (np.array(c, np.int32) for c in (*columns, [r.num_tokens for r in self.requests]))
-        return BatchInput(computed, new, known, (table.of(np.arange(len(self.requests))),))
+        return BatchInput(computed, new, known, (table.blocks_of(np.arange(len(self.requests))),))
 
     def place(self, request: int, position: int) -> tuple[int, int]:
         return divmod(self.tables[request][position] + self.block_size - 1, self.block_size)

@@ -47,7 +47,9 @@ class Told(BlockPolicy):
 def told(no: str, tokens: int = 6) -> tuple[list[str], bool]:
     """Returns the calls of two policies, of which the second refuses a request, and whether it got blocks."""
     notes: list[str] = []
-    manager = BlockManager.of(make_vllm_manager(8, BLOCK, 40, True), [Told("first", notes), Told("second", notes, no)])
+    manager = BlockManager.from_manager(
+        make_vllm_manager(8, BLOCK, 40, True), [Told("first", notes), Told("second", notes, no)]
+    )
     manager.new_step_starts()
     request = make_request("request", list(range(tokens)), BLOCK)
     return notes, manager.allocate_slots(request, tokens) is not None

@@ -26,7 +26,7 @@ def make_manager(num_blocks: int, caching: bool, partial: bool) -> BlockManager:
     policies: list[BlockPolicy] = [Compaction(totals)]
     if partial:
         policies.insert(0, PartialHits(BLOCK, lambda request: None, False, totals))
-    return BlockManager.of(manager, policies)
+    return BlockManager.from_manager(manager, policies)
 
 
 @settings(

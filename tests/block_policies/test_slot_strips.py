@@ -23,7 +23,7 @@ PREFIX = [0, 1, 2, 0, 1, 1, 2, 2, 0, 1, 2, 1]
 def make_manager(num_slots: int, caching: bool, most_ranges: int = MOST_RANGES) -> BlockManager:
     manager = make_vllm_manager(num_slots + 1, 1, LONGEST, caching)
     sizes = StripSizes(TILE, STRIP, LONGEST, most_ranges)
-    return BlockManager.of(manager, [TokenSlots(sizes)])
+    return BlockManager.from_manager(manager, [TokenSlots(sizes)])
 
 
 def queue_of(manager: BlockManager) -> FreeStrips:

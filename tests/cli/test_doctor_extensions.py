@@ -10,7 +10,7 @@ import pytest
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.doctor.extensions import REGISTRIES, extension_checks, option_names, registry_rows
 from vllm_gaudi_ucm.registry import Registry
-from vllm_gaudi_ucm.sparse.factory import ENTRY_POINTS, SPARSE_METHODS
+from vllm_gaudi_ucm.sparse.registry import ENTRY_POINTS, SPARSE_METHODS
 
 
 def rows() -> dict[str, Check]:

@@ -77,7 +77,7 @@ def test_every_bucket_of_a_set_is_small(requests: int, contiguous: bool, graphs:
 def test_prompts_of_any_length(rows: int, reach: int, fused: bool) -> None:
     limits = server(rows)
     for blocks in ((0, 0), (128, 2048)) if not fused else ((0, 0),):
-        shape = ForwardShape.of(True, rows, *blocks, 0, reach)
+        shape = ForwardShape.from_sizes(True, rows, *blocks, 0, reach)
         check(shape, nodes(shape, limits, fused=fused))
 
 
@@ -87,10 +87,10 @@ def test_sparse_phases(selected: int, contiguous: bool) -> None:
     """Decodes that choose blocks, verifications of several rows, and prompts beside them."""
     limits = server(contiguous=contiguous)
     for blocks in ((0, 512), (128, 0), (128, 512)):
-        decode = ForwardShape.of(False, 64, *blocks, selected)
+        decode = ForwardShape.from_sizes(False, 64, *blocks, selected)
         check(decode, nodes(decode, limits))
         for reach in (1, ALL_TILES):
-            prompt = ForwardShape.of(True, 2048, *blocks, selected, reach)
+            prompt = ForwardShape.from_sizes(True, 2048, *blocks, selected, reach)
             for most_rows in (1, 5):
                 check(prompt, nodes(prompt, limits, most_rows), most_rows)
 
@@ -101,7 +101,7 @@ def test_the_count_does_not_depend_on_sizes() -> None:
     assert small.operators == large.operators
 
 
-@pytest.mark.parametrize("shape", [ForwardShape("-su", 4, 2, 3), ForwardShape.of(True, 1024, 2, 3)])
+@pytest.mark.parametrize("shape", [ForwardShape("-su", 4, 2, 3), ForwardShape.from_sizes(True, 1024, 2, 3)])
 def test_the_count_is_that_of_torch_compile(shape: ForwardShape) -> None:
     """Against the graph that AOT autograd hands to a backend."""
     from torch._dynamo.backends.common import aot_autograd
@@ -114,7 +114,7 @@ def test_the_count_is_that_of_torch_compile(shape: ForwardShape) -> None:
         counted.append(count_graph(module.graph))
         return module.forward
 
-    tensors = LayerTensors.of(shape.query_len, 8, BLOCK, MODEL)
+    tensors = LayerTensors.from_sizes(shape.query_len, 8, BLOCK, MODEL)
     ready = prepare(parts, BLOCK, implementation="hpu")
 
     def layer(*inputs: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_little_more_is_multiplied_than_what_fills_the_bucket(shape: ForwardShap
 def test_packed_prompts_in_tiles(reach: int, most: float) -> None:
     """Against prompts that are as long as the bucket says, one behind the other; a spare tile in 32 comes on top."""
     rows, length = 8192, reach * prompt_tiles.TILE_ROWS
-    shape = ForwardShape.of(True, rows, 0, 0, 0, reach)
+    shape = ForwardShape.from_sizes(True, rows, 0, 0, 0, reach)
     cost = layer_cost(bucket_parts(shape, server(rows)), rows, BLOCKS, BLOCK, MODEL, "hpu")
     pairs = rows // length * length * (length + 1) // 2
     assert cost.flops <= most * (1 + 1 / 32) * (4.0 * MODEL.heads * MODEL.head_dim * pairs) * rows / (
@@ -178,7 +178,7 @@ def selection_nodes(kind: SummaryKind, monkeypatch: pytest.MonkeyPatch) -> NodeC
         layer = ChoosingLayer(scored, kind, stored, checks, Scoring(implementation="hpu"))
         tensors, step.block_table, step.first_places, step.spans, summary_blocks, before = of_step
         step.tensors = tensors
-        layer.take(before)
+        layer.take_stored(before)
         layer.summarise(keys, summary_blocks)
         layer.choose(query, step)
         return step.chosen
@@ -194,13 +194,13 @@ def test_a_layer_that_chooses_blocks(kind: SummaryKind, monkeypatch: pytest.Monk
     limits = server()
     found = selection_nodes(kind, monkeypatch)
     for blocks in ((0, 512), (128, 0), (128, 512)):
-        attention = nodes(ForwardShape.of(False, 64, *blocks, 2048), limits)
+        attention = nodes(ForwardShape.from_sizes(False, 64, *blocks, 2048), limits)
         assert 0 < found.num_operators + attention.num_operators <= SPARSE[kind], (found, attention)
     assert not [name for name in found.operators if name.removeprefix("aten::") in (*UNWANTED, "logaddexp")]
 
 
 @pytest.mark.parametrize(
-    "shape", [ForwardShape("-su", 64, 128, 512, 2048), ForwardShape.of(True, 2048, 128, 512, 0, 1)]
+    "shape", [ForwardShape("-su", 64, 128, 512, 2048), ForwardShape.from_sizes(True, 2048, 128, 512, 0, 1)]
 )
 def test_what_layers_have_in_common_is_a_small_graph(shape: ForwardShape) -> None:
     limits = server()

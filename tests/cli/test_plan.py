@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 from vllm_gaudi_ucm_tools.buckets.compile_cost import (
     DECODE_NODES,

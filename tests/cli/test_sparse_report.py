@@ -154,6 +154,6 @@ def test_a_context_that_the_windows_fill_asks_for_a_longer_text() -> None:
 
 
 def test_agreement_counts_decoded_tokens() -> None:
-    found = Agreement.of([9, 1, 2, 3, 4], [9, 1, 2, 0, 4], [8, 1, 0, 3, 4])
+    found = Agreement.from_tokens([9, 1, 2, 3, 4], [9, 1, 2, 0, 4], [8, 1, 0, 3, 4])
     assert found == Agreement(prefix=0.5, everywhere=0.75, followed=0.75)
-    assert Agreement.of([9, 1], [9, 1], [9, 1]) == Agreement()
+    assert Agreement.from_tokens([9, 1], [9, 1], [9, 1]) == Agreement()

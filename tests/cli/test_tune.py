@@ -34,7 +34,7 @@ MOST_GAP = 0.03
 def traffic(mix: str) -> tuple[Simulation, Steps, Steps]:
     """A mix's first steps, and those after them."""
     simulation = Simulation(MIXES[mix], COST, seed=0)
-    first, after = (Steps.of(record.bucket for record in simulation.steps(count)) for count in (STEPS, LATER))
+    first, after = (Steps.from_buckets(record.bucket for record in simulation.steps(count)) for count in (STEPS, LATER))
     return simulation, first, after
 
 

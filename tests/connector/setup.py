@@ -86,4 +86,4 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
             sliding_window=24,
         )
         groups.append(KVCacheGroupSpec(list(given["window_layers"]), window))
-    return ConnectorSetup.of(config, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups))
+    return ConnectorSetup.from_config(config, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups))

@@ -57,7 +57,9 @@ def key(model: Path, kind: str = "memory", **options: Any) -> bytes:
         block_size=config.cache_config.block_size, num_kv_heads=2, head_size=16, dtype=config.model_config.dtype
     )
     group = KVCacheGroupSpec(["0", "1"], spec)
-    setup = ConnectorSetup.of(config, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group]))
+    setup = ConnectorSetup.from_config(
+        config, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
+    )
     return setup.namespace(sparse=False)
 
 

@@ -31,7 +31,7 @@ class Storing:
             thread.start()
 
     def _run(self) -> None:
-        while (save := self._queue.take()) is not None:
+        while (save := self._queue.take_save()) is not None:
             self.keys.append(save.key)
             self._queue.release()
 
@@ -171,7 +171,7 @@ def test_a_thread_that_hangs_leaves_the_others_their_work(clock: Clock, activity
     queue = SaveQueue(16, 60.0, activity, clock)
     put(queue, 1, 2, 3)
     clock.now += 60
-    assert queue.take() is not None
+    assert queue.take_save() is not None
     storing = Storing(queue, 2)
     wait_until(lambda: sorted(storing.keys) == [b"\2", b"\3"])
     assert queue.taken == 1

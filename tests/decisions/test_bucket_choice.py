@@ -33,7 +33,8 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file
 from vllm_gaudi_ucm.graphs.strategies.grid import coarsest_grid
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 DEVICE = CpuDevice()
 
@@ -150,7 +151,7 @@ def test_a_sparse_decode_never_runs_in_the_graph_of_a_prompt(max_graphs: int) ->
     assert buckets.num_graphs <= max_graphs
     for chosen_blocks in (0, 1, 24):
         for shared, unique in ((0, 4), (4, 28), (0, 68), (32, 67), (32, 0)):
-            phase = ForwardShape.of(False, 8, shared, unique, chosen_blocks).step(8)
+            phase = ForwardShape.from_sizes(False, 8, shared, unique, chosen_blocks).step(8)
             assert "c" not in buckets.lookup(phase).phase, phase
 
 
@@ -159,7 +160,7 @@ def test_a_trace_or_a_file_without_sparse_decodes_gets_a_bucket_for_them(trace: 
     limits, path = replace(LIMITS, max_selected_blocks=24), tmp_path / "sparse.yaml"
     forward = [ForwardShape("--u", 8, 0, 40), ForwardShape("c--", 32, 0, 0)]
     write_bucket_file(path, BucketSet(forward, [4], limits, cost_model(VLLM, DEVICE, 16)), {})
-    step = ForwardShape.of(False, 8, 4, 28, 24).step(8)
+    step = ForwardShape.from_sizes(False, 8, 4, 28, 24).step(8)
     for given, most in (({"trace": trace, "max_graphs": 8}, 8), ({"buckets": path, "max_graphs": 8}, 6)):
         found = chosen(limits, **given)[0]
         assert found.num_graphs <= most

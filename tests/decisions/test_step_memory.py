@@ -18,7 +18,7 @@ def limits(rows: int, length: int, shared: int | None = None) -> Limits:
 
 def largest(found: Limits) -> int:
     """Bytes of prompts beside the most shared blocks."""
-    shape = ForwardShape.of(True, found.max_num_batched_tokens, found.most_shared_blocks, 0)
+    shape = ForwardShape.from_sizes(True, found.max_num_batched_tokens, found.most_shared_blocks, 0)
     return step_bytes(shape, LLAMA_8B, BLOCK)
 
 
@@ -42,7 +42,7 @@ def test_fewer_shared_blocks_but_those_of_a_request() -> None:
 def test_fewer_tokens_where_one_request_does_not_fit(length: int, most: int) -> None:
     memory = StepMemory(LLAMA_8B, 8.0)
     rows = memory.rows(most, 64, length)
-    shape = ForwardShape.of(True, rows, -(-length // BLOCK), 0)
+    shape = ForwardShape.from_sizes(True, rows, -(-length // BLOCK), 0)
     assert 64 <= rows < most
     assert step_bytes(shape, LLAMA_8B, BLOCK) <= 8 * GIB
 

@@ -113,11 +113,11 @@ def test_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_taken", 0)
     device = get_device("cuda")
     assert device.torch_device() == torch.device("cuda", 0)
-    device.take(2)
+    device.take_device(2)
     assert device.torch_device() == torch.device("cuda", 2)
     device.enter_thread()
     with pytest.raises(ValueError, match="worker 4 of this machine needs a GPU of its own, 3 are visible"):
-        device.take(3)
+        device.take_device(3)
     assert device.name() == "Some GPU"
     memory = device.memory()
     assert (memory.free, memory.total) == (3, 8)

@@ -64,7 +64,7 @@ def test_the_error_names_a_rank_that_was_killed_before() -> None:
 
 
 def test_one_worker_has_no_peers() -> None:
-    assert Peers.of(ALONE) == Peers(0, 1, {})
+    assert Peers.from_ranks(ALONE) == Peers(0, 1, {})
 
 
 class LateOutput(AsyncModelRunnerOutput):

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks, RanksDisagreeError
 def _agree(rank: int, size: int, group: dist.ProcessGroup) -> tuple[int, bool, bool, str]:
     ranks = Ranks(rank, size, 0, group)
     assert ranks.texts("x" * ranks.rank) == ["", "x", "xx"]
-    assert Peers.of(ranks).processes.keys() == {0, 1, 2} - {ranks.rank}
+    assert Peers.from_ranks(ranks).processes.keys() == {0, 1, 2} - {ranks.rank}
     least = ranks.least(7 - ranks.rank)
     assert ranks.least_of([ranks.rank, -ranks.rank, 4]) == [0, -2, 4]
     none, one = ranks.all_of(True), ranks.all_of(ranks.rank != 1)

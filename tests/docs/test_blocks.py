@@ -16,7 +16,7 @@ import yaml
 
 from tests.docs.commands import ROOT, pages
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
-from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS
 
 BLOCK = re.compile(r"^```(python|json|yaml|toml)\n(.*?)^```", re.S | re.M)
 READ: dict[str, Callable[[str], Any]] = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
@@ -59,4 +59,4 @@ def test_the_method_of_the_sparse_page_can_be_made(tmp_path: Path, monkeypatch: 
     options = json.loads(section)["ucm"]["ucm_sparse_config"]["BestHeads"]
     method = best_heads.BestHeads(UcmSparseRole.WORKER, options)
     assert method.options.heads == 4
-    assert "BestHeads" not in UcmSparseFactory.known_methods()
+    assert "BestHeads" not in SPARSE_METHODS.names()

@@ -119,7 +119,7 @@ def test_summaries_are_made_of_what_was_written(graphs: Graphs) -> None:
         pair = pair_of(batch)
         blocks = in_blocks(pair, BLOCK_SIZE)
         sizes = ServerSizes(256, 4, 1, BLOCK_SIZE, len(blocks.key), static=True)
-        selector = BlockSelection.of(method, [SelectionLayer(blocks.key, 0.25)], sizes).selector
+        selector = BlockSelection.from_layers(method, [SelectionLayer(blocks.key, 0.25)], sizes).selector
         prepared = prepare(batch.parts, BLOCK_SIZE, implementation="hpu")
         metadata = UnifiedAttentionMetadata(batch.slots, prepared, method, full)
         layer = UnifiedAttentionImpl(4, 16, 0.25, 2)

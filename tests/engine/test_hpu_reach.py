@@ -48,7 +48,7 @@ def serve(model: str, files: str) -> dict[str, Any]:
     prompt_tiles.TILE_ROWS = TILE
     file, log = Path(files, "buckets.yaml"), Path(files, "phases.jsonl")
     limits = Limits(512, 16, 512, 16, 200, False, bounds_prompt_tiles=True)
-    shapes = [ForwardShape.of(True, 512, *blocks) for blocks in ((0, 0), (40, 100))]
+    shapes = [ForwardShape.from_sizes(True, 512, *blocks) for blocks in ((0, 0), (40, 100))]
     shapes = [shape.with_prompt_tiles(reach) for shape in shapes for reach in REACHES]
     cost = CostModel(device_spec("gaudi2"), LLAMA_8B, 16)
     write_bucket_file(file, BucketSet([ForwardShape("-su", 16, 40, 100), *shapes], [16], limits, cost), {})

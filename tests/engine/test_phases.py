@@ -11,7 +11,8 @@ import pytest
 from tests.engine.serving import Engine, greedy_params
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 RNG = random.Random(6)
 COMMON = [RNG.randrange(3, VOCAB) for _ in range(64)]

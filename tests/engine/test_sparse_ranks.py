@@ -13,7 +13,8 @@ from tests.engine.hpu_counts import broken_duties, count_layer_graphs
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import VOCAB, make_config, make_model
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 pytestmark = pytest.mark.slow  # starts engines
 

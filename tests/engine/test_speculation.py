@@ -141,13 +141,13 @@ def _spy_on_divided_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> l
     if engine.runner.static is None:
         return taken
     divided = engine.runner.static.divided_logits
-    take = divided.take
+    logits_of = divided.logits_of
 
     def spy(slots: Any, position: int) -> Any:
         taken.append(position)
-        return take(slots, position)
+        return logits_of(slots, position)
 
-    monkeypatch.setattr(divided, "take", spy)
+    monkeypatch.setattr(divided, "logits_of", spy)
     return taken
 
 

@@ -18,7 +18,8 @@ from tests.engine.static_shapes import shapes, static
 from tests.engine.texts import SHORT
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 pytestmark = pytest.mark.slow  # starts engines
 

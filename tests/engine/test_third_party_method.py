@@ -12,7 +12,8 @@ from vllm import RequestOutput
 
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS
 
 RNG = random.Random(15)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (20, 100, 150)]

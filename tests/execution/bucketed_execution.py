@@ -27,7 +27,7 @@ class Model:
     def __init__(self) -> None:
         self.metadata: UnifiedAttentionMetadata | None = None
 
-    def run(self, step: DecoderStep) -> dict[str, torch.Tensor]:
+    def run_layers(self, step: DecoderStep) -> dict[str, torch.Tensor]:
         assert not isinstance(step.metadata, GroupedMetadata)
         self.metadata = step.metadata
         tokens, positions = step.rows["token_ids"], step.rows["positions"]

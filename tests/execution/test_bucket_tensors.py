@@ -18,7 +18,7 @@ from tests.execution.bucket_tensors import CPU, Static, in_bucket, server_limits
 from tests.execution.true_shape_tensors import WINDOWS
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
-from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
+from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, LogitsRows
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -49,7 +49,7 @@ def static_steps(draw: st.DrawFn) -> Static:
     causal = true.phase[0] == "c" or draw(st.booleans())
     least = 1 if plan.causal is None else true.max_prompt_tiles
     reach = draw(st.one_of(st.just(least), st.integers(least, least + 3), st.just(ALL_TILES)))
-    shape = ForwardShape.of(causal, q, s, u, 0, reach)
+    shape = ForwardShape.from_sizes(causal, q, s, u, 0, reach)
     return Static(step, plan, shape.step(logits), limits, draw(st.sampled_from([1, 5, 512])), window)
 
 
@@ -67,8 +67,8 @@ def _static(requests: list[Request], more: int = 0, contiguous: bool = False, se
 
 
 def poison_host(inputs: BucketTensors, value: int) -> None:
-    """Steps and logits rows are written over this."""
-    for buffer in (*inputs._steps.all, *inputs._logits_rows.all):
+    """Steps are written over this."""
+    for buffer in inputs._steps.all:
         buffer.tensor.fill_(value)
 
 
@@ -230,7 +230,7 @@ def test_pads_alone_touch_the_dummy_block_only_and_give_zeros(phase: str) -> Non
     static = _static([Request(9, 1, prefix=2), Request(8, 5, prefix=2), Request(2, 1)])
     inputs = static.inputs()
     static.fill(inputs)
-    shape = ForwardShape.of("c" in phase, 6, 5 * ("s" in phase), 7 * ("u" in phase))
+    shape = ForwardShape.from_sizes("c" in phase, 6, 5 * ("s" in phase), 7 * ("u" in phase))
     split = inputs.split(inputs.fill_pads(shape), shape)
     assert not split.slots.any()
     pads = _static([])._replace(bucket=shape.step(0), limits=static.limits)
@@ -240,11 +240,11 @@ def test_pads_alone_touch_the_dummy_block_only_and_give_zeros(phase: str) -> Non
 
 def test_rows_of_logits_are_followed_by_row_0() -> None:
     """covers: A9 A10"""
-    inputs = _static([Request(0, 1)] * 5).inputs()
-    assert inputs.fill_logits_rows(5, np.array([9, 8, 7, 6, 5])).tolist() == [9, 8, 7, 6, 5]
-    rows = inputs.fill_logits_rows(5, np.array([3, 1]))
+    inputs = LogitsRows(5, CPU)
+    assert inputs.fill(5, np.array([9, 8, 7, 6, 5])).tolist() == [9, 8, 7, 6, 5]
+    rows = inputs.fill(5, np.array([3, 1]))
     assert rows.tolist() == [3, 1, 0, 0, 0]
-    assert inputs.fill_logits_rows(2, np.array([4, 2])).tolist() == [4, 2]
+    assert inputs.fill(2, np.array([4, 2])).tolist() == [4, 2]
     assert rows.tolist() == [3, 1, 0, 0, 0]
 
 
@@ -262,12 +262,13 @@ def test_a_step_is_copied_whole_although_the_next_one_is_written_at_once() -> No
     static = _static([Request(0, 9), Request(3, 8), Request(4, 1)])
     expected, rows = static.fill(static.inputs()), np.arange(static.limits.max_num_seqs)
     inputs = BucketTensors(static.limits, static.causal_slice, torch.device("cuda"), pin_memory=True)
+    logits_rows = LogitsRows(static.limits.max_num_seqs, torch.device("cuda"), pin_memory=True)
     static.fill(inputs)
-    inputs.fill_logits_rows(static.limits.max_num_seqs, rows)
+    logits_rows.fill(static.limits.max_num_seqs, rows)
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     flat = static.fill(inputs)
-    chosen = inputs.fill_logits_rows(static.limits.max_num_seqs, rows)
+    chosen = logits_rows.fill(static.limits.max_num_seqs, rows)
     inputs.fill_pads(static.limits.phase_maximum(causal=False, shared=False, unique=True))
     assert torch.equal(flat.cpu(), expected)
     assert chosen.tolist() == rows.tolist()

@@ -77,7 +77,7 @@ def servers(draw: st.DrawFn) -> tuple[Step, Server]:
 
     def shape() -> ForwardShape:
         q, s, u = (draw(st.integers(low, high)) for low, high in zip((1, 0, 0), most[1:4], strict=True))
-        return ForwardShape.of(draw(st.booleans()), q, s, u)
+        return ForwardShape.from_sizes(draw(st.booleans()), q, s, u)
 
     rows = draw(st.lists(st.integers(1, most.logits), max_size=2))
     return step, Server(limits, [shape() for _ in range(draw(st.integers(0, 3)))], rows)

@@ -90,6 +90,6 @@ def test_drafts_have_a_buffer_for_each_position(parts: list[list[list[int]]]) ->
             divided.logits.put(rows, np.array(part, np.int64), sum(map(len, slots)), position)
     for position, slots in enumerate(parts):
         order = [slot for part in slots for slot in part]
-        found = divided.logits.take(np.array(order, np.int64), position)
+        found = divided.logits.logits_of(np.array(order, np.int64), position)
         assert len(found) == bucket_of(len(order))
         assert found[: len(order), 0].tolist() == [slot * 10.0 + position for slot in order]

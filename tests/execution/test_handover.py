@@ -60,7 +60,7 @@ class Layers:
         self.stage = stage
         self.is_last = self.has_logits = stage.is_last
 
-    def run(self, step: DecoderStep) -> Any:
+    def run_layers(self, step: DecoderStep) -> Any:
         self.stage.calls.append("run")
         tokens, received = step.rows["token_ids"], step.received
         hidden = torch.zeros(len(tokens), WIDTH) if received is None else received["hidden_states"]

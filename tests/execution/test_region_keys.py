@@ -19,7 +19,7 @@ from tests.batch.traffic import Traffic
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.planned_step import PlannedStep
 from vllm_gaudi_ucm.execution.attention_group import step_metadata
-from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, cut_copies
+from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, LogitsRows, cut_copies
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
@@ -41,11 +41,12 @@ class Keys:
     def __init__(self, buckets: BucketSet) -> None:
         self.buckets = buckets
         self.inputs = BucketTensors(LIMITS, 512, CPU, cut=cut_copies)
+        self.logits_rows = LogitsRows(LIMITS.max_num_seqs, CPU)
         self.warm: dict[ForwardShape | int, Any] = {
             shape: self._of_forward(shape, self.inputs.fill_pads(shape)) for shape in buckets.forward
         }
         none = np.zeros(0, np.int64)
-        self.warm.update((rows, describe(self.inputs.fill_logits_rows(rows, none))) for rows in buckets.logits)
+        self.warm.update((rows, describe(self.logits_rows.fill(rows, none))) for rows in buckets.logits)
 
     def of(self, plan: UnifiedPlan) -> dict[ForwardShape | int, Any]:
         """The same of a step, for its bucket's forward and logits."""
@@ -59,7 +60,7 @@ class Keys:
         }
         if step.logits:
             rows = np.arange(step.logits)
-            found[bucket.logits] = describe(self.inputs.fill_logits_rows(bucket.logits, rows))
+            found[bucket.logits] = describe(self.logits_rows.fill(bucket.logits, rows))
         return found
 
     def _of_forward(self, shape: ForwardShape, flat: torch.Tensor) -> Any:
@@ -87,7 +88,7 @@ def describe(value: Any) -> Any:
 def test_ten_thousand_random_steps_have_the_keys_of_warm_buckets() -> None:
     """covers: B1 B2"""
     shapes = itertools.product((False, True), (4, 16, 128), (0, 24), (0, 64, 256))
-    forward = [ForwardShape.of(causal, *sizes) for causal, *sizes in shapes]
+    forward = [ForwardShape.from_sizes(causal, *sizes) for causal, *sizes in shapes]
     keys = Keys(BucketSet(forward, [1, 4, 8], LIMITS, COST))
     rng, used, steps = random.Random(8), set(), 0
     while steps < STEPS:

@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_REMAINDERS, RemainderShapes, remainder_rows
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
 BLOCK = 16

@@ -52,4 +52,6 @@ def _child(request: Mapping[str, Any], said: str, fault: str) -> None:
     if fault:
         FAULTS[fault](setattr)
     with open(said, "w") as file:
-        child.run(lambda kind, **values: print(json.dumps({"kind": kind, **values}), file=file, flush=True), request)
+        child.run_probe(
+            lambda kind, **values: print(json.dumps({"kind": kind, **values}), file=file, flush=True), request
+        )

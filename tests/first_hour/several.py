@@ -120,7 +120,7 @@ def main(mode: str, folder: Path, ones: str) -> None:
                     stack.enter_context(mock.patch.object(serving, "Server", lent))
             if one.fault:
                 FAULTS[one.fault](_patching(stack))
-            child.run(say, {"function": BY_NUMBER[one.number].function, "bench": {**bench, "minutes": 0.02}})
+            child.run_probe(say, {"function": BY_NUMBER[one.number].function, "bench": {**bench, "minutes": 0.02}})
         if lent is None or not lent.users_left:
             _forget()
         print(json.dumps(events, default=str), flush=True)

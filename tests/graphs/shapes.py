@@ -61,7 +61,7 @@ def steps(draw: st.DrawFn, within: Limits) -> Bucket:
     shared, unique = (draw(st.sampled_from([0, 1])) * draw(st.integers(0, most[axis])) for axis in (2, 3))
     selected = draw(st.integers(0, most.selected_blocks))
     max_tiles = draw(PROMPT_TILES)
-    shape = ForwardShape.of(
+    shape = ForwardShape.from_sizes(
         draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique, selected, max_tiles
     )
     return shape.step(draw(st.integers(0, most.logits)))
@@ -93,7 +93,7 @@ def random_log(seed: int) -> tuple[Steps, Limits, CostModel]:
     size, seen = 10 ** rng.uniform(-3, 0), []
     for _ in range(rng.integers(2, 7)):
         seen += [_random_step(rng, within.maximum, size)] * int(10 ** rng.uniform(0, 3))
-    return Steps.of(seen), within, CostModel(device, model, 128)
+    return Steps.from_buckets(seen), within, CostModel(device, model, 128)
 
 
 def _random_step(rng: np.random.Generator, most: Bucket, size: float) -> Bucket:
@@ -101,5 +101,5 @@ def _random_step(rng: np.random.Generator, most: Bucket, size: float) -> Bucket:
     query = 1 + causal + int(rng.integers(max(1, int(most.query_len * size) - causal)))
     shared = int(rng.random() < 0.5) * int(rng.integers(int(most.shared_blocks * size) + 1))
     unique = int(rng.random() < 0.7) * int(rng.integers(int(most.unique_blocks * size) + 1))
-    shape = ForwardShape.of(causal, min(query, most.query_len), shared, unique)
+    shape = ForwardShape.from_sizes(causal, min(query, most.query_len), shared, unique)
     return shape.step(1 + int(rng.integers(max(1, int(most.logits * rng.random() ** 0.5)))))

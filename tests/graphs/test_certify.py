@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # tunes many sets of buckets
 
 
 def objective_of(seed: int, count: int, margin: float = 0.0) -> Objective:
-    return Objective.of(Steps.of(random_steps(seed, count)), LIMITS, COST, margin)
+    return Objective.of(Steps.from_buckets(random_steps(seed, count)), LIMITS, COST, margin)
 
 
 def joins_of(points: Shapes) -> Shapes:
@@ -66,7 +66,7 @@ def rows_seconds(objective: Objective, rows: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("max_graphs", [2, 3, 4])
 def test_the_bound_is_below_every_choice_and_within_a_few_percent(seed: int, max_graphs: int) -> None:
     """The relaxation may choose halves of shapes: with so few graphs that is worth up to some percent."""
-    steps, best = Steps.of(random_steps(seed, 6)), least_seconds(seed, max_graphs)
+    steps, best = Steps.from_buckets(random_steps(seed, 6)), least_seconds(seed, max_graphs)
     objective = objective_of(seed, 6)
     certified = certify(objective, tune(steps, LIMITS, COST, max_graphs, 0.0), max_graphs, gap=0.0)
     assert certified.bound <= best * (1 + 1e-9)
@@ -82,7 +82,7 @@ def test_the_bound_is_below_every_choice_and_within_a_few_percent(seed: int, max
     margin=st.sampled_from([0.0, 0.05]),
 )
 def test_the_bound_is_below_the_cost(seed: int, count: int, max_graphs: int, margin: float) -> None:
-    steps = Steps.of(random_steps(seed, count))
+    steps = Steps.from_buckets(random_steps(seed, count))
     objective = Objective.of(steps, LIMITS, COST, margin)
     buckets = tune(steps, LIMITS, COST, max_graphs, margin)
     certified = certify(objective, buckets, max_graphs, gap=0.05)
@@ -94,7 +94,7 @@ def test_the_bound_is_below_the_cost(seed: int, count: int, max_graphs: int, mar
 
 @pytest.mark.parametrize("max_graphs", [16, 32, 64])
 def test_the_gap_is_small_and_shrinks_with_more_rounds(max_graphs: int) -> None:
-    steps, objective = Steps.of(random_steps(3, 250)), objective_of(3, 250)
+    steps, objective = Steps.from_buckets(random_steps(3, 250)), objective_of(3, 250)
     buckets = tune(steps, LIMITS, COST, max_graphs, 0.0)
     quick, default, tight = (certify(objective, buckets, max_graphs, gap) for gap in (1.0, 0.025, 0.0))
     assert quick.buckets is buckets
@@ -106,7 +106,7 @@ def test_the_gap_is_small_and_shrinks_with_more_rounds(max_graphs: int) -> None:
 def test_odd_limits_have_a_bound(name: str) -> None:
     """covers: A17, B7."""
     within = ODD_LIMITS[name]
-    steps = Steps.of([Bucket("--u", 1, 0, 1, 1)] * 5)
+    steps = Steps.from_buckets([Bucket("--u", 1, 0, 1, 1)] * 5)
     certified = certify(Objective.of(steps, within, COST, 0.0), tune(steps, within, COST, 4, 0.0), 4)
     assert certified.bound == pytest.approx(certified.seconds)
 
@@ -122,7 +122,7 @@ def test_no_shape_earns_more_than_the_ceiling(seed: int, count: int, tolerance: 
     gain = np.maximum(prices - shape_seconds(COST, joins)[:, None], 0.0)
     np.testing.assert_allclose(earned, (gain * fits) @ objective.weights, rtol=1e-9)
     graph_price = 0.5 * float(earned.max())
-    ceiling = CeilingSearch(objective, prices, graph_price, tolerance).run()
+    ceiling = CeilingSearch(objective, prices, graph_price, tolerance).find_ceiling()
     assert earned.max() * (1 - 1e-9) <= ceiling.most <= earned.max() * (1 + tolerance) * (1 + 1e-9)
     assert (ceiling.profits > graph_price).all()
     np.testing.assert_allclose(reduced_profits(objective, prices, ceiling.shapes), ceiling.profits, rtol=1e-9)
@@ -131,9 +131,9 @@ def test_no_shape_earns_more_than_the_ceiling(seed: int, count: int, tolerance: 
 def test_a_ceiling_without_boxes_is_loose_but_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = objective_of(5, 200)
     prices = objective.seconds * 1.3
-    exact = CeilingSearch(objective, prices, 0.0, 0.0).run()
+    exact = CeilingSearch(objective, prices, 0.0, 0.0).find_ceiling()
     monkeypatch.setattr("vllm_gaudi_ucm_tools.buckets.certificate.MAX_BOXES", 20)
-    loose = CeilingSearch(objective, prices, 0.0, 0.0).run()
+    loose = CeilingSearch(objective, prices, 0.0, 0.0).find_ceiling()
     assert loose.most > exact.most * (1 + 1e-9)
 
 
@@ -142,7 +142,9 @@ def test_climbing_raises_the_dual_and_keeps_prices_within_reason() -> None:
     chosen = objective.shapes[:: len(objective.shapes) // 10]
     prices, most = first_prices(objective, chosen)
     ascent = Ascent(objective, objective.shapes, len(chosen), most)
-    found = ascent.run(DualPrices(prices, np.full(len(objective.shapes), 1.0 / len(objective.shapes))), sweeps=4)
+    found = ascent.find_prices(
+        DualPrices(prices, np.full(len(objective.shapes), 1.0 / len(objective.shapes))), sweeps=4
+    )
     assert ascent.value(found.seconds) > ascent.value(prices)
     assert found.shares.sum() == pytest.approx(1.0)
     assert (objective.seconds * (1 - 1e-9) <= found.seconds).all()
@@ -183,13 +185,13 @@ def test_a_coarse_objective_is_never_dearer(seed: int, most: int) -> None:
 
 def test_a_log_too_large_is_bounded_on_coarse_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_gaudi_ucm_tools.buckets.certificate.MAX_SHAPES", 100)
-    steps = Steps.of(random_steps(2, 300))
+    steps = Steps.from_buckets(random_steps(2, 300))
     certified = certify(objective_of(2, 300), tune(steps, LIMITS, COST, 24, 0.0), 24)
     assert 0.0 <= certified.gap <= 0.1
 
 
 def test_without_a_margin_the_objective_is_the_log() -> None:
-    steps, objective = Steps.of(random_steps(1, 300)), objective_of(1, 300)
+    steps, objective = Steps.from_buckets(random_steps(1, 300)), objective_of(1, 300)
     buckets = tune(steps, LIMITS, COST, 12)
     padding = measure_padding(buckets, steps)
     assert objective.padded_seconds(buckets) == pytest.approx(padding.seconds)
@@ -201,7 +203,7 @@ def test_many_logits_rows_are_grouped_on_the_safe_side() -> None:
     """Grouped upwards where rows are chosen, downwards where they are bounded."""
     within = Limits(8192, 4096, 2048, 128, 120)
     rng = np.random.default_rng(0)
-    steps = Steps.of([Bucket("--u", 9, 0, 3, int(rows)) for rows in rng.integers(1, 4097, 3000)])
+    steps = Steps.from_buckets([Bucket("--u", 9, 0, 3, int(rows)) for rows in rng.integers(1, 4097, 3000)])
     objective = Objective.of(steps, within, COST, 0.05)
     assert len(objective.logits) > MAX_VALUES
     best, values = best_rows(objective, 8)
@@ -216,7 +218,7 @@ def test_many_logits_rows_are_grouped_on_the_safe_side() -> None:
 
 def test_the_proof_holds_with_selected_blocks() -> None:
     """Five sizes: the bound is below the cost, and the rounds make the buckets no worse."""
-    within, steps = replace(LIMITS, max_selected_blocks=200), Steps.of(sparse_steps(2, 40))
+    within, steps = replace(LIMITS, max_selected_blocks=200), Steps.from_buckets(sparse_steps(2, 40))
     objective, buckets = Objective.of(steps, within, COST, 0.0), tune(steps, within, COST, 10, 0.0)
     certified = certify(objective, buckets, 10, gap=0.01)
     assert certified.buckets.num_graphs <= 10

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm_gaudi_ucm.graphs.runners.base import EagerRunner, GraphRunner, Replay, runner_maker
+from vllm_gaudi_ucm.graphs.runners.base import EagerRunner, GraphRunner, Replay
 from vllm_gaudi_ucm.graphs.runners.compiled import BEFORE_BUCKETS, StaticCompiler
+from vllm_gaudi_ucm.graphs.runners.maker import runner_maker
 
 KINDS = [
     ("eager", "cpu"),

@@ -22,7 +22,7 @@ def steps(draw: st.DrawFn) -> tuple[Bucket, list[tuple[GroupBlocks, int | None]]
     """A step and what it has of other groups: of a window at most `in_window` blocks for each request."""
     rows = draw(st.integers(1, 200))
     causal = draw(st.booleans()) and rows > 1
-    shape = ForwardShape.of(causal, rows, draw(SIZES), draw(SIZES))
+    shape = ForwardShape.from_sizes(causal, rows, draw(SIZES), draw(SIZES))
     others: list[tuple[GroupBlocks, int | None]] = []
     for _ in range(draw(st.integers(1, 3))):
         in_window = draw(st.none() | st.integers(1, 5))
@@ -44,7 +44,7 @@ def test_a_bucket_that_holds_the_raised_step_holds_every_group(
     assert dominates(needed, true)
     assert dominates(LIMITS.maximum, needed)
     sizes = (needed.query_len + rows, min(needed.shared_blocks + shared, 128), needed.unique_blocks + unique)
-    bucket = ForwardShape.of("c" in needed.phase, *sizes)
+    bucket = ForwardShape.from_sizes("c" in needed.phase, *sizes)
     for blocks, in_window in others:
         room = group_room(bucket, LIMITS, in_window)
         assert blocks.shared <= room.shared
@@ -52,10 +52,10 @@ def test_a_bucket_that_holds_the_raised_step_holds_every_group(
 
 
 def test_groups_that_need_no_more_leave_the_step_as_it_is() -> None:
-    step = ForwardShape.of(False, 8, 0, 64).step(8)
+    step = ForwardShape.from_sizes(False, 8, 0, 64).step(8)
     assert with_groups(step, [(GroupBlocks(0, 24), 3), (GroupBlocks(0, 64), None)]) is step
 
 
 def test_a_decode_bucket_has_its_windows_and_no_shared_part() -> None:
-    assert group_room(ForwardShape.of(False, 8, 0, 300), LIMITS, 3) == (0, 24)
-    assert group_room(ForwardShape.of(False, 8, 0, 10), LIMITS, 3) == (0, 10)
+    assert group_room(ForwardShape.from_sizes(False, 8, 0, 300), LIMITS, 3) == (0, 24)
+    assert group_room(ForwardShape.from_sizes(False, 8, 0, 10), LIMITS, 3) == (0, 10)

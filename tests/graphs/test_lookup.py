@@ -45,7 +45,7 @@ def test_a_larger_step_never_costs_less(case: tuple[BucketSet, Bucket], data: st
     buckets, step = case
     other = data.draw(steps(buckets.limits))
     sizes = map(max, step.forward.sizes, other.forward.sizes)
-    larger = ForwardShape.of("c" in step.phase + other.phase, *sizes).step(max(step.logits, other.logits))
+    larger = ForwardShape.from_sizes("c" in step.phase + other.phase, *sizes).step(max(step.logits, other.logits))
     assert COST.step(buckets.lookup(larger)) >= COST.step(buckets.lookup(step))
 
 
@@ -115,11 +115,11 @@ def test_a_step_takes_the_fewest_prompt_tiles_that_are_enough() -> None:
 
 
 def test_prompt_tiles_are_written_where_they_are_a_bound() -> None:
-    shape = ForwardShape.of(True, 600, 0, 0, 0, 2)
+    shape = ForwardShape.from_sizes(True, 600, 0, 0, 0, 2)
     assert shape.to_list() == ["c--", 600, 0, 0, 0, 2]
     assert shape.step(4).to_list() == ["c--", 600, 0, 0, 4, 0, 2]
     assert shape.with_prompt_tiles(3) == ForwardShape("c--", 600, 0, 0), "600 rows are three tiles"
-    assert ForwardShape.of(False, 600, 0, 9, 0, 2) == ForwardShape("--u", 600, 0, 9)
+    assert ForwardShape.from_sizes(False, 600, 0, 9, 0, 2) == ForwardShape("--u", 600, 0, 9)
 
 
 def test_a_shape_and_its_logits_rows_make_a_bucket() -> None:
@@ -159,7 +159,10 @@ def test_dominates_wants_every_dimension_and_every_part() -> None:
 def test_ten_thousand_random_steps_all_find_a_bucket() -> None:
     rng = np.random.default_rng(5)
     within = Limits(2048, 64, 8192, 128, 3000)
-    shapes = [ForwardShape.of(c, q, s, u) for c, q, s, u in itertools.product((0, 1), (8, 64, 512), (0, 100), (0, 900))]
+    shapes = [
+        ForwardShape.from_sizes(c, q, s, u)
+        for c, q, s, u in itertools.product((0, 1), (8, 64, 512), (0, 100), (0, 900))
+    ]
     buckets = BucketSet(shapes, [1, 8, 32], within, COST)
     most = within.maximum
     sizes = rng.integers(1, np.array(most[1:5]) + 1, (10_000, 4)).tolist()

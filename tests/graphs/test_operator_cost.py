@@ -55,7 +55,7 @@ def test_an_intermediate_that_fits_makes_no_traffic() -> None:
     assert len(found.operations) == 3
     assert memory_traffic(found, 64 * MB) == 2 * size
     assert memory_traffic(found, 2 * LINE) == 6 * size
-    assert StreamCost.of(found, MANY).touched == 6 * size
+    assert StreamCost.from_trace(found, MANY).touched == 6 * size
 
 
 def test_a_result_that_nobody_reads_again_is_not_written_back() -> None:

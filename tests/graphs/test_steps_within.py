@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps, steps_within
 
 @given(st.data(), limits(), limits())
 def test_no_step_is_lost_and_blocks_fit(data: st.DataObject, there: Limits, here: Limits) -> None:
-    seen = Steps.of(data.draw(st.lists(steps(there), max_size=12)))
+    seen = Steps.from_buckets(data.draw(st.lists(steps(there), max_size=12)))
     found = steps_within(seen, here)
     assert found.count == seen.count
     assert (found.forward[:, 2] <= here.most_shared_blocks).all()
@@ -26,7 +26,7 @@ def test_no_step_is_lost_and_blocks_fit(data: st.DataObject, there: Limits, here
 
 @given(st.data(), limits())
 def test_steps_within_the_limits_stay_as_they_are(data: st.DataObject, here: Limits) -> None:
-    seen = Steps.of(data.draw(st.lists(steps(here), min_size=1, max_size=12)))
+    seen = Steps.from_buckets(data.draw(st.lists(steps(here), min_size=1, max_size=12)))
     found = steps_within(seen, here)
     expected = seen if here.bounds_prompt_tiles else seen.without_prompt_tiles()
     assert found.shapes.tolist() == expected.shapes.tolist()
@@ -38,6 +38,8 @@ def test_steps_within_the_limits_stay_as_they_are(data: st.DataObject, here: Lim
 
 def test_steps_that_become_equal_are_counted_together() -> None:
     here = Limits(64, 8, 256, 16, 100, contiguous=False, max_shared_blocks=default_shared_blocks(256, 16))
-    seen = Steps.of([Bucket("csu", 40, 60, 100, 2), Bucket("csu", 40, 33, 120, 2), Bucket("csu", 40, 32, 99, 2)])
+    seen = Steps.from_buckets(
+        [Bucket("csu", 40, 60, 100, 2), Bucket("csu", 40, 33, 120, 2), Bucket("csu", 40, 32, 99, 2)]
+    )
     found = steps_within(seen, here)
     assert (found.forward.tolist(), found.forward_counts.tolist()) == ([[1, 40, 32, 99]], [3])

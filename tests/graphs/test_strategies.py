@@ -134,7 +134,7 @@ def test_strategies_that_need_more_say_so() -> None:
 
 def test_trace_fits_the_steps() -> None:
     step = Bucket("--u", 3, 0, 7, 3)
-    buckets = STRATEGIES.get("trace")().choose(BucketRequest(LIMITS, COST, 8, steps=Steps.of([step] * 50)))
+    buckets = STRATEGIES.get("trace")().choose(BucketRequest(LIMITS, COST, 8, steps=Steps.from_buckets([step] * 50)))
     assert buckets.num_graphs <= 8
     assert COST.step(buckets.lookup(step)) <= 1.02 * COST.step(step)
 

@@ -43,7 +43,7 @@ def every_choice(points: Shapes, counts: np.ndarray, k: int) -> float:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_small_cases_are_within_3_percent_of_every_choice(seed: int, k: int) -> None:
     """A join of any points is a join of at most four, one for each dimension."""
-    steps = Steps.of(random_steps(seed, 7))
+    steps = Steps.from_buckets(random_steps(seed, 7))
     best = every_choice(steps.forward, steps.forward_counts, k)
     found = Search(steps.forward, steps.forward_counts, COST, MAXIMUM).run(k)
     assert len(found) <= k
@@ -112,7 +112,7 @@ def test_fewer_shapes_than_places_are_no_obstacle() -> None:
     """Steps alike, steps of the maximum, and more graphs than there are sizes."""
     step = Bucket("--u", 2, 0, 3, 2)
     for steps in ([step] * 9, [LIMITS.maximum] * 3, [step, LIMITS.maximum]):
-        seen = Steps.of(steps)
+        seen = Steps.from_buckets(steps)
         for max_graphs in range(2, 9):
             objective = Objective.of(seen, LIMITS, COST, 0.0)
             reached = objective.padded_seconds(tune(seen, LIMITS, COST, max_graphs, margin=0.0))
@@ -139,7 +139,7 @@ def test_one_dimension_is_solved_exactly(values: list[tuple[int, int]], k: int) 
 
 @pytest.mark.parametrize("max_graphs", [2, 3, 6, 20, 64])
 def test_the_count_of_graphs_holds(max_graphs: int) -> None:
-    steps = Steps.of(random_steps(3, 250))
+    steps = Steps.from_buckets(random_steps(3, 250))
     buckets = tune(steps, LIMITS, COST, max_graphs)
     assert buckets.num_graphs <= max_graphs
     padding = measure_padding(buckets, steps)
@@ -147,7 +147,7 @@ def test_the_count_of_graphs_holds(max_graphs: int) -> None:
 
 
 def test_more_graphs_cost_less() -> None:
-    steps = Steps.of(random_steps(4, 250))
+    steps = Steps.from_buckets(random_steps(4, 250))
     costs = [measure_padding(tune(steps, LIMITS, COST, k, margin=0.0), steps).seconds for k in (2, 8, 16, 64)]
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] < 1.05 * steps.seconds(COST)
@@ -155,8 +155,8 @@ def test_more_graphs_cost_less() -> None:
 
 def test_the_same_steps_give_the_same_buckets_and_the_log_is_not_all_there_is() -> None:
     """Without a margin, steps a little larger than any before fall to the maximum."""
-    steps = Steps.of(random_steps(5, 200))
-    later = Steps.of(
+    steps = Steps.from_buckets(random_steps(5, 200))
+    later = Steps.from_buckets(
         [Bucket(b.phase, b.query_len, b.shared_blocks, b.unique_blocks + 3, b.logits) for b in random_steps(6, 200)]
     )
     with_margin, again, without = (tune(steps, LIMITS, COST, 24, margin=m) for m in (0.05, 0.05, 0.0))
@@ -168,7 +168,7 @@ def test_the_same_steps_give_the_same_buckets_and_the_log_is_not_all_there_is() 
 @pytest.mark.parametrize("max_graphs", [2, 3, 8, 24])
 def test_steps_with_selected_blocks_are_tuned(max_graphs: int) -> None:
     """covers: B1, B4."""
-    within, steps = replace(LIMITS, max_selected_blocks=200), Steps.of(sparse_steps(7, 100))
+    within, steps = replace(LIMITS, max_selected_blocks=200), Steps.from_buckets(sparse_steps(7, 100))
     buckets = tune(steps, within, COST, max_graphs, margin=0.0)
     assert buckets.num_graphs <= max_graphs
     assert buckets.lookup(within.maximum) == within.maximum
@@ -183,9 +183,9 @@ def test_steps_with_selected_blocks_are_tuned(max_graphs: int) -> None:
 
 def test_one_count_of_selected_blocks_is_met_exactly() -> None:
     within, step = replace(LIMITS, max_selected_blocks=200), Bucket("--u", 3, 0, 7, 3, 12)
-    buckets = tune(Steps.of([step] * 50), within, COST, 4, margin=0.0)
+    buckets = tune(Steps.from_buckets([step] * 50), within, COST, 4, margin=0.0)
     assert buckets.lookup(step).selected_blocks == 12
-    assert measure_padding(buckets, Steps.of([step])).axes["selected"] == 1
+    assert measure_padding(buckets, Steps.from_buckets([step])).axes["selected"] == 1
 
 
 def test_steps_of_known_prompt_tiles_are_tuned() -> None:
@@ -194,7 +194,7 @@ def test_steps_of_known_prompt_tiles_are_tuned() -> None:
     rng = np.random.default_rng(3)
     tiles = [int(most) for most in rng.choice([1, 2, 3, 20], 120)]
     seen = [Bucket("c--", int(rng.integers(7000, 8192)), 0, 0, 4, 0, most) for most in tiles]
-    steps = Steps.of(seen)
+    steps = Steps.from_buckets(seen)
     assert steps.has_prompt_tiles
     buckets = tune(steps, within, COST, 8)
     assert len({shape.max_prompt_tiles for shape in buckets.forward}) > 2
@@ -211,7 +211,7 @@ def test_steps_of_known_prompt_tiles_are_tuned() -> None:
 
 def test_a_limit_of_selected_blocks_alone_changes_no_other_size() -> None:
     """Dense steps on a server with a sparse method get the buckets of one without."""
-    steps, within = Steps.of(random_steps(8, 200)), replace(LIMITS, max_selected_blocks=200)
+    steps, within = Steps.from_buckets(random_steps(8, 200)), replace(LIMITS, max_selected_blocks=200)
     dense, sparse = (tune(steps, limits, COST, 12, margin=0.0) for limits in (LIMITS, within))
     assert dense.forward[:-1] == sparse.forward[:-1]
     assert dense.logits == sparse.logits
@@ -219,7 +219,7 @@ def test_a_limit_of_selected_blocks_alone_changes_no_other_size() -> None:
 
 def test_every_fraction_of_the_work_is_reported_once() -> None:
     seen: list[float] = []
-    tune(Steps.of(random_steps(1, 200)), LIMITS, COST, 16, report=seen.append)
+    tune(Steps.from_buckets(random_steps(1, 200)), LIMITS, COST, 16, report=seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
 
@@ -228,7 +228,7 @@ def test_every_fraction_of_the_work_is_reported_once() -> None:
 def test_odd_limits_are_tuned(name: str) -> None:
     """covers: A17, B7."""
     within = ODD_LIMITS[name]
-    steps = Steps.of([Bucket("--u", 1, 0, 1, 1)] * 5)
+    steps = Steps.from_buckets([Bucket("--u", 1, 0, 1, 1)] * 5)
     buckets = tune(steps, within, COST, 8)
     assert buckets.num_graphs <= 8
     assert buckets.lookup(within.maximum) == within.maximum
@@ -236,17 +236,17 @@ def test_odd_limits_are_tuned(name: str) -> None:
 
 def test_steps_beyond_the_limits_and_no_steps_are_refused() -> None:
     with pytest.raises(LimitsError, match="query_len 300, the limits allow 256"):
-        tune(Steps.of([Bucket("c--", 300, 0, 0, 1)]), LIMITS, COST, 8)
+        tune(Steps.from_buckets([Bucket("c--", 300, 0, 0, 1)]), LIMITS, COST, 8)
     with pytest.raises(LimitsError, match="selected_blocks 1, the limits allow 0"):
-        tune(Steps.of([Bucket("--u", 3, 0, 1, 1, 1)]), LIMITS, COST, 8)
+        tune(Steps.from_buckets([Bucket("--u", 3, 0, 1, 1, 1)]), LIMITS, COST, 8)
     with pytest.raises(LimitsError, match="no steps"):
-        tune(Steps.of([]), LIMITS, COST, 8)
+        tune(Steps.from_buckets([]), LIMITS, COST, 8)
     with pytest.raises(ValueError, match="max_graphs is 1"):
-        tune(Steps.of([Bucket("c--", 30, 0, 0, 1)]), LIMITS, COST, 1)
+        tune(Steps.from_buckets([Bucket("c--", 30, 0, 0, 1)]), LIMITS, COST, 1)
 
 
 def test_padding_counts_every_step_once() -> None:
-    steps = Steps.of(random_steps(9, 250))
+    steps = Steps.from_buckets(random_steps(9, 250))
     padding = measure_padding(tune(steps, LIMITS, COST, 12), steps)
     assert padding.used.sum() == 250
     assert sum(count for _, count, _ in padding.by_bucket()) == 250

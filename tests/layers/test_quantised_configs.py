@@ -23,8 +23,7 @@ from vllm_gaudi_ucm.layers.quantised.configs import (
 from vllm_gaudi_ucm.layers.quantised.experts import QuantisedExpertsMethod
 from vllm_gaudi_ucm.layers.quantised.formats import AwqFormat, PackedIntegers, ScaledFormat
 from vllm_gaudi_ucm.layers.quantised.method import QuantisedLinearMethod
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, RowRounding
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.quantised_weights import SERVED
 from vllm_gaudi_ucm.vllm_api.model import LinearBase, ParallelLMHead

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog, StepRecord
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 HEADER = {"model": "models/tiny", "block_size": 16, "max_num_seqs": 8}
 

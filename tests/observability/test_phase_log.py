@@ -22,11 +22,11 @@ from vllm_gaudi_ucm.observability.phase_log import (
     PhaseLog,
     PhaseLogError,
     PhaseLogReader,
-    StepRecord,
     bucket_shapes,
     read_phase_log,
 )
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, summary_text
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm_tools.phases.summary_json import summary_json
 
 OLD_FIELDS = (

@@ -26,7 +26,7 @@ def test_a_graph_with_selected_blocks_has_a_label_of_its_own() -> None:
     shape = ForwardShape("-su", 8, 4, 16)
     assert forward_label(shape) == "-su q8 s4 u16"
     assert forward_label(shape.with_selected(64)) == "-su q8 s4 u16 x64"
-    assert forward_label(ForwardShape.of(True, 8192, 0, 0, 0, 2)) == "c-- q8192 s0 u0 r2"
+    assert forward_label(ForwardShape.from_sizes(True, 8192, 0, 0, 0, 2)) == "c-- q8192 s0 u0 r2"
 
 
 @given(st.lists(st.tuples(SHAPES, SHAPES), max_size=30))
@@ -103,8 +103,8 @@ def test_reads_and_stages_of_the_host(folder: Path) -> None:
     assert seen[total("host_reads_total", reason="tokens")] == 2
     assert seen[total("host_reads_total", reason="logprobs")] == 1
     assert seen[total("host_stages_total", stage="drafts by n-grams")] == 2
-    assert work.take() == (3, ("drafts by n-grams",))
-    assert work.take() == (0, ())
+    assert work.take_counts() == (3, ("drafts by n-grams",))
+    assert work.take_counts() == (0, ())
 
 
 def test_known_series_start_at_zero_and_warm_up_when_it_begins(folder: Path) -> None:

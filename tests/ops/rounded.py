@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.quantised import random_weight
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, RowRounding
 
 ROUNDINGS = {
     "each row": RowRounding(),

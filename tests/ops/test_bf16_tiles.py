@@ -32,7 +32,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes._NamedFuncPointer
     tiles = f'-DUCM_EMULATED_TILES="{EMULATED_TILES}"'
     sources = [str(build.SOURCE / name) for name in ("bf16_tiles.cpp", "matrix_tiles.cpp")]
     command = [build.find_compiler(), *flags, *checked, tiles, f"-I{build.SOURCE}", *sources, "-o", str(library)]
-    build.run([command], library.parent)
+    build.run_compilers([command], library.parent)
     function = getattr(ctypes.CDLL(str(library)), NAME)
     function.restype, function.argtypes = None, argument_types(NAME)
     return function

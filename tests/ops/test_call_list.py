@@ -36,7 +36,7 @@ def test_addresses_integers_and_floats_arrive() -> None:
     for _ in range(2):
         x.normal_()
         out.fill_(torch.nan)
-        assert calls.run()
+        assert calls.run_calls()
         expected = torch.rms_norm(x.double(), (67,), weight.double(), 0.37)
         torch.testing.assert_close(out.double(), expected, rtol=40 * torch.finfo(torch.float32).eps, atol=1e-12)
 
@@ -48,16 +48,16 @@ def test_a_call_that_returns_something_else_stops_the_rest() -> None:
     arguments = (query.data_ptr(), 8, 1, key.data_ptr(), 8, 1, positions.data_ptr(), 2, angles.data_ptr(), 5, 8, 8)
     rotation, returned = recorded("ucm_rotary", *arguments)
     assert returned == -1
-    assert rotation.run()
+    assert rotation.run_calls()
     x, out = torch.randn(1, 8), torch.zeros(1, 4)
     gate = (x.data_ptr(), 8, out.data_ptr(), 1, 4)
     both = CallList([record_call("ucm_rotary", arguments, {})[0], record_call("ucm_silu_and_mul", gate, {})[0]])
     positions[1] = 5
-    assert not rotation.run()
-    assert not both.run()
+    assert not rotation.run_calls()
+    assert not both.run_calls()
     assert not out.any()
     positions[1] = 0
-    assert both.run()
+    assert both.run_calls()
     assert out.any()
 
 

@@ -13,8 +13,7 @@ from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import int8 as cuda_int8
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.tiles import LinearTiles
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, RowRounding
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

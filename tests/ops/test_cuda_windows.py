@@ -107,7 +107,7 @@ def verification_in_a_bucket(tokens: int) -> Batch:
     limits = server_limits(step, False, 40, 7, 30, window)
     plan = plan_batch(step.batch_input(), BLOCK, window=window)
     assert plan.unique is None
-    shape = ForwardShape.of(True, 50, min(80, limits.most_shared_blocks), 0, 0, ALL_TILES).step(8)
+    shape = ForwardShape.from_sizes(True, 50, min(80, limits.most_shared_blocks), 0, 0, ALL_TILES).step(8)
     static = Static(step, plan, shape, limits, 512, window)
     inputs = static.inputs()
     return in_bucket(static, inputs.split(static.fill(inputs), shape.forward))

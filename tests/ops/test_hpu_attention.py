@@ -136,7 +136,7 @@ def test_scores_are_float32() -> None:
     """bfloat16 would be off by up to 2^-9 of a score; a float32 sum of dim terms is off by dim * 2^-24 of these."""
     random = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, 1, 64, 128, generator=random).bfloat16() * 2 for _ in range(2))
-    products = Products.of(query, key, AttentionSpec(1.0))
+    products = Products.from_query(query, key, AttentionSpec(1.0))
     found = products.scores(products.query(query[0].transpose(0, 1), 1)[0].transpose(0, 1), products.key(key[0]))
     exact = query[0].double() @ key[0].double().transpose(1, 2)
     terms = query[0].abs().double() @ key[0].abs().double().transpose(1, 2)

@@ -68,7 +68,7 @@ def test_the_compiler_knows_the_highest_level(tmp_path: Path) -> None:
     """It has the instructions of all levels, most of which this CPU may lack; code is made by `make release`."""
     level = levels.LEVELS[-1]
     compiles, _ = build.commands(build.find_compiler(), tmp_path, tmp_path / level.file, level.march)
-    build.run([[*command, "-fsyntax-only", "-Wno-psabi"] for command in compiles], tmp_path)
+    build.run_compilers([[*command, "-fsyntax-only", "-Wno-psabi"] for command in compiles], tmp_path)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_builds_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build, "SOURCE", source)
     first = build.build(cache)
     assert [path.name for path in cache.iterdir()] == [first.name], "nothing but the library is left"
-    monkeypatch.setattr(build, "run", lambda commands, work: pytest.fail(f"compiled again: {commands}"))
+    monkeypatch.setattr(build, "run_compilers", lambda commands, work: pytest.fail(f"compiled again: {commands}"))
     assert build.build(cache) == first
 
 
@@ -122,11 +122,11 @@ def test_a_compiler_that_fails_ends_the_others(cache: Path, tmp_path: Path, monk
     command = ["/bin/sh", "-c", "exec sleep 60"]
     begin = time.monotonic()
     with pytest.raises(build.BuildError, match="/bin/sh failed: broken"):
-        build.run([command, ["/bin/sh", "-c", "echo broken >&2; exit 1"]], tmp_path)
+        build.run_compilers([command, ["/bin/sh", "-c", "echo broken >&2; exit 1"]], tmp_path)
     assert time.monotonic() - begin < 30
     monkeypatch.setattr(build, "TIMEOUT_S", 0.1)
     with pytest.raises(build.BuildError, match="/bin/sh did not finish"):
-        build.run([command], tmp_path)
+        build.run_compilers([command], tmp_path)
 
 
 @needs_compiler
@@ -139,7 +139,7 @@ constexpr Codes whole{{codes, nullptr, nullptr}}, second = panel_of<BFloat16>(wh
 static_assert(second.codes == codes + 32 * 16 * 2 && !second.scales && !second.offsets);
 """)
     flags = [*(flag for flag in build.FLAGS if not flag.startswith("-O")), *build.MARCH]
-    build.run([[build.find_compiler(), *flags, "-fsyntax-only", str(tmp_path / "panels.cpp")]], tmp_path)
+    build.run_compilers([[build.find_compiler(), *flags, "-fsyntax-only", str(tmp_path / "panels.cpp")]], tmp_path)
 
 
 def test_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from vllm_gaudi_ucm.ops.cpu.native.library import native
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import int8 as cpu
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu.int8 import CpuInt8
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding, joined, multiply_rounded, round_rows
+from vllm_gaudi_ucm.ops.quantised_linear.rounding import joined, multiply_rounded, round_rows
+from vllm_gaudi_ucm.ops.quantised_linear.weight import RowRounding
 
 KERNELS = native()
 needs_vnni = pytest.mark.skipif(
@@ -92,7 +93,7 @@ def test_a_graph_of_native_calls_holds_it() -> None:
     layer = packed_layer(product, weight)
     capture = Capture(MemoryPool(), {})
     x, bias = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(48, dtype=torch.bfloat16)
-    capture.run(lambda: product.multiply(x, layer, bias))
+    capture.record(lambda: product.multiply(x, layer, bias))
     assert not capture.refused
     assert {type(one) for one in capture.recorded} == {Call}
 

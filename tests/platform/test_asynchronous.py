@@ -12,8 +12,9 @@ from vllm.config import KVTransferConfig
 from tests.platform.features import NGRAM, save_config, start
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.platform.asynchronous import SYNCHRONOUS, reasons
-from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import decides_late
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS
 
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {}}}
 OTHERS_ON_A_GPU = "another KV connector than ours on a GPU"

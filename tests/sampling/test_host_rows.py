@@ -75,9 +75,9 @@ def test_one_row_crosses(monkeypatch: pytest.MonkeyPatch, name: str, mode: str) 
     for step in range(4):
         twins.sync(names)
         grammar = random_grammar(twins.batch.req_ids, rng) if step % 2 else None
-        twins.host.take()
+        twins.host.take_counts()
         found, expected = twins.sample(poisoned_logits(3, MAX_ROWS, weights), grammar)
-        counts = twins.host.take()
+        counts = twins.host.take_counts()
         assert counts.reads == 3  # tokens, logprobs, the row
         assert twins.bypasses[step:] == [f"sampling on host: {name}"]
         assert f"sampling: {name}" in counts.stages

@@ -30,7 +30,7 @@ def make_manager(reach: int = 0) -> BlockManager:
         swaps: Any = Swaps(HostSlots(1), BLOCK, 1, SwapCost(BLOCK, 1), True, totals)
         swaps.reach = lambda request: reach
         policies.append(swaps)
-    manager = BlockManager.of(make_vllm_manager(50, BLOCK, 40, True), policies)
+    manager = BlockManager.from_manager(make_vllm_manager(50, BLOCK, 40, True), policies)
     first = make_request("first", PROMPT, BLOCK)
     manager.new_step_starts()
     if not reach:

@@ -12,7 +12,8 @@ import pytest
 from tests.scheduler.scheduler import scheduler_of
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.scheduler.setup import logger, scheduler_role
-from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS, SparseMethodError
 
 
 class Lines(logging.Handler):

@@ -9,7 +9,8 @@ from openai import OpenAI
 
 from tests.server.metrics import read_metrics
 from tests.server.server import MODEL_NAME, Server
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 pytestmark = pytest.mark.skipif(
     not entry_points(group="vllm.stat_logger_plugins", name="gaudi_ucm"),

@@ -15,9 +15,10 @@ from vllm_gaudi_ucm.config.ucm_config import describe, resolve_config
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.factory import ENTRY_POINTS, SPARSE_METHODS, SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.gsa import ESA, GSA, GsaOptions
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.registry import ENTRY_POINTS, SPARSE_METHODS, SparseMethodError
 
 HERE = "tests.sparse.third_party"
 WORKER, SCHEDULER = UcmSparseRole.WORKER, UcmSparseRole.SCHEDULER
@@ -31,7 +32,7 @@ def registry() -> Iterator[None]:
 
 
 def test_our_methods() -> None:
-    assert UcmSparseFactory.known_methods() == ["GSA", "ESA", "KVStar"]
+    assert SPARSE_METHODS.names() == ["GSA", "ESA", "KVStar"]
     for name, wanted in (("GSA", GSA), ("ESA", ESA), ("KVStar", KVStar)):
         assert type(UcmSparseFactory.create_sparse_method(name, WORKER)) is wanted
 
@@ -110,7 +111,7 @@ def test_method_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         registry_module, "_installed", lambda group, path: EntryPoints([point] if group == ENTRY_POINTS else [])
     )
-    assert UcmSparseFactory.known_methods() == ["GSA", "ESA", "KVStar", "Newest"]
+    assert SPARSE_METHODS.names() == ["GSA", "ESA", "KVStar", "Newest"]
     method = UcmSparseFactory.create_sparse_method("KVStar", SCHEDULER, {"base_method": "Newest", "weight": 3.0})
     assert method.selecting_method.options.model_dump()["weight"] == 3.0
 

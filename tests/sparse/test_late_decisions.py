@@ -20,8 +20,9 @@ from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost
-from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import LateDecisions
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS, method_class
 from vllm_gaudi_ucm.vllm_api.steps import CachedRequestData, SchedulerOutput
 
 NUM_DRAFTS = 3
@@ -222,7 +223,7 @@ def test_which_methods_decide_by_counts() -> None:
         UcmSparseFactory.register_sparse_method("Newest", "tests.sparse.third_party", "Newest")
 
         def decides(name: str, **options: Any) -> bool:
-            kind = UcmSparseFactory.method_class(name)
+            kind = method_class(name)
             return kind.decides_by_counts(kind.Options.resolve(options, name))
 
         assert all(decides(name) for name in ("GSA", "ESA", "KVStar", "Newest", "Says"))

@@ -9,9 +9,10 @@ import pytest
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config, resolve_value
 from vllm_gaudi_ucm.options.errors import UcmConfigError
-from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS
 from vllm_gaudi_ucm.sparse.sections import SparseConfig
 
 SEED_GSA = """

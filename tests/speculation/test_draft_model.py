@@ -98,7 +98,7 @@ class World:
     def step(self) -> None:
         output = self.scheduler.step()
         self.table.update(output)
-        drafts = StepDrafts.of(output)
+        drafts = StepDrafts.from_scheduler_output(output)
         self._fill_cached(drafts)
         self.table.write_drafts(drafts.tokens)
         requests, batch = self.table.scheduled(drafts.num_scheduled)

@@ -42,7 +42,7 @@ PLACEHOLDERS = scheduled_drafts({"a": [-1] * 3, "b": [-1] * 3, "c": [-1] * 3}, {
 
 
 def test_drafts_take_the_places_of_the_schedulers(ahead: DraftsAhead, carried: CarriedTokens, reads: list[str]) -> None:
-    drafts = ahead.of(PLACEHOLDERS)
+    drafts = ahead.of_step(PLACEHOLDERS)
     assert drafts.num_scheduled == {"a": 3, "b": 2, "c": 1, "d": 1}
     assert {name: len(tokens) for name, tokens in drafts.tokens.items()} == {"a": 2, "b": 1}
     # the forward finds them on the device
@@ -55,7 +55,7 @@ def test_drafts_take_the_places_of_the_schedulers(ahead: DraftsAhead, carried: C
 
 
 def test_fewer_are_scheduled_than_were_proposed(ahead: DraftsAhead) -> None:
-    drafts = ahead.of(scheduled_drafts({"a": [-1]}, {"a": 2, "b": 1}))
+    drafts = ahead.of_step(scheduled_drafts({"a": [-1]}, {"a": 2, "b": 1}))
     assert ahead.read(drafts.tokens, early=True) == {"a": [70]}
 
 
@@ -63,7 +63,7 @@ def test_a_request_that_was_not_in_the_last_step_has_none(ahead: DraftsAhead) ->
     ahead.begin()
     ahead.end()
     ahead.proposed(DraftTokenIds(["b"], [[9]]))
-    assert ahead.of(PLACEHOLDERS) == StepDrafts({"b": [9]}, {"a": 1, "b": 2, "c": 1, "d": 1})
+    assert ahead.of_step(PLACEHOLDERS) == StepDrafts({"b": [9]}, {"a": 1, "b": 2, "c": 1, "d": 1})
 
 
 @pytest.mark.parametrize(("told", "compared"), [([-1, -1, -1], []), ([70, -1, -1], [70]), ([70, 71, -1], [70, 71])])
@@ -71,7 +71,7 @@ def test_a_grammar_takes_the_drafts_that_it_was_told(
     ahead: DraftsAhead, reads: list[str], told: list[int], compared: list[int]
 ) -> None:
     """The rows behind these are without a bitmask."""
-    drafts = ahead.of(PLACEHOLDERS)
+    drafts = ahead.of_step(PLACEHOLDERS)
     assert ahead.read(drafts.tokens, early=True)["a"] == [70, 71]
     assert reads == ["drafts of a model"]
     scheduled = scheduled_drafts({"a": told, "b": [-1] * 3}, {})

@@ -146,7 +146,7 @@ def test_logprobs_are_there_for_every_request_of_a_step(chunks: int) -> None:
 def test_drafts_of_minus_one_have_no_rows() -> None:
     """The scheduler pads new decodes with them."""
     output = scheduled_drafts({"a": [-1, -1], "b": [4, -1], "c": [5, 6]}, {"a": 3, "b": 3, "c": 3, "d": 7})
-    drafts = StepDrafts.of(output)
+    drafts = StepDrafts.from_scheduler_output(output)
     assert drafts.tokens == {"b": [4], "c": [5, 6]}
     assert drafts.num_scheduled == {"a": 1, "b": 2, "c": 3, "d": 7}
     assert output.num_scheduled_tokens == {"a": 3, "b": 3, "c": 3, "d": 7}

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.cuda import side_by_side
 from vllm_gaudi_ucm.ops.cuda.side_by_side import FoundKernels
 from vllm_gaudi_ucm.start.kernel_compilation import KernelCompilation, compile_kernels
 
-LARGEST, SMALL = ForwardShape.of(True, 2048, 8, 8), ForwardShape.of(False, 1, 0, 2)
+LARGEST, SMALL = ForwardShape.from_sizes(True, 2048, 8, 8), ForwardShape.from_sizes(False, 1, 0, 2)
 
 
 class Execution:

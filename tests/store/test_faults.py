@@ -171,7 +171,7 @@ def test_a_corrupt_block_that_cannot_be_removed_costs_no_other(
     assert (stats.corrupt, stats.errors, stats.breaker) == (1, 1, "closed")
 
 
-@pytest.mark.parametrize("step", ["copyto", "view", "take", "frombuffer"])
+@pytest.mark.parametrize("step", ["copyto", "view", "take_slot", "frombuffer"])
 def test_an_error_in_every_step_of_a_save_to_memory(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """covers: F7"""
     store = MemoryStore(BLOCK_BYTES, CAPACITY)
@@ -183,7 +183,7 @@ def test_an_error_in_every_step_of_a_save_to_memory(monkeypatch: pytest.MonkeyPa
 
     for number in range(10, 10 + 2 * BLOCKS):
         with monkeypatch.context() as patch:
-            patch.setattr(SlotPool if step in ("view", "take") else np, step, failing)
+            patch.setattr(SlotPool if step in ("view", "take_slot") else np, step, failing)
             with contextlib.suppress(MemoryError):
                 assert not store.save(key(number), block(number))
         store.check_integrity()

@@ -189,7 +189,7 @@ def test_page_locked_buffers_where_a_device_wants_them(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "empty", fake)
     pool = RecordPool(BLOCK_BYTES, can_pin)
-    assert {pool.take().nbytes, pool.take().nbytes} == {HEADER_BYTES + BLOCK_BYTES}
+    assert {pool.take_record().nbytes, pool.take_record().nbytes} == {HEADER_BYTES + BLOCK_BYTES}
     assert traits == [True, True]
     assert asked == [threading.current_thread()]
 

@@ -83,14 +83,14 @@ def test_no_memory_is_an_unsaved_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_taken_as_it_fills() -> None:
     pool = SlotPool(1 << 20, 1 << 30, pinned=False)
-    slots = [pool.take() for _ in range(65)]
+    slots = [pool.take_slot() for _ in range(65)]
     assert slots == list(range(65))
     assert (pool.allocated, pool.free) == (128, 63)
     pool.view(64)[:] = 7
     pool.view(63)[:] = 5
     assert (pool.view(64) == 7).all()
     pool.give(3)
-    assert pool.take() == 3
+    assert pool.take_slot() == 3
 
 
 def test_users_with_equal_options_share_one_store(open_one: Any) -> None:

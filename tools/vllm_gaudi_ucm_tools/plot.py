@@ -16,9 +16,10 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
+from vllm_gaudi_ucm.observability.phase_log import bucket_shapes
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
@@ -79,7 +80,7 @@ def bucket_padding(args: argparse.Namespace, logs: JoinedLogs, records: list[Ste
     limits = limits_of(args, logs.header, logs.header_place)
     cost = cost_model(args, limits.block_size)
     buckets = build_buckets("file", BucketRequest(limits, cost, path=args.buckets))
-    steps = Steps.of(bucket_shapes(records))
+    steps = Steps.from_buckets(bucket_shapes(records))
     check_steps(steps, limits)
     return measure_padding(buckets, steps)
 
@@ -291,7 +292,9 @@ def _phase_table(summary: PhaseSummary) -> str:
 def _padding_table(padding: Padding) -> str:
     rows = []
     buckets = padding.by_bucket()
-    columns = BucketColumns.of((shape for shape, _, _ in buckets), padding.buckets.limits.max_selected_blocks > 0)
+    columns = BucketColumns.from_shapes(
+        (shape for shape, _, _ in buckets), padding.buckets.limits.max_selected_blocks > 0
+    )
     for shape, steps, ratio in buckets:
         width = min(300.0, 200 * (ratio - 1.0))
         bar = f'<span class="bar" style="width:{width:.0f}px;background:{PHASE_COLOURS[shape.phase]}"></span>'

@@ -227,7 +227,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         elif kv_cache.key.dtype != E4M3:
             written = write_kv(key, value, kv_cache.key, kv_cache.value, attn_metadata.slots)
         else:
-            scales = CacheScales.of(layer, query.dtype)
+            scales = CacheScales.from_layer(layer, query.dtype)
             query, key, value = scales.divide(query, key, value)
             narrowed = narrow(key), narrow(value)
             written = write_kv(*narrowed, kv_cache.key, kv_cache.value, attn_metadata.slots)

@@ -22,7 +22,7 @@ class CacheScales(NamedTuple):
     value: torch.Tensor
 
     @classmethod
-    def of(cls, layer: AttentionLayer, dtype: torch.dtype) -> CacheScales:
+    def from_layer(cls, layer: AttentionLayer, dtype: torch.dtype) -> CacheScales:
         """Returns scales [1, 1] or [kv_heads, 1] from the checkpoint; 1 if it has none."""
         return cls(layer._k_scale.to(dtype).reshape(-1, 1), layer._v_scale.to(dtype).reshape(-1, 1))
 

@@ -185,7 +185,7 @@ def plan_batch(
     if window is not None and window.hides_from(positions):
         if selection is not None or batch.has_token_tables:
             raise ValueError("plan_batch: found a window with a selection or token tables, expected blocks alone")
-        within = WindowPlan.of(window, computed, positions, row_requests, query_start)
+        within = WindowPlan.from_rows(window, computed, positions, row_requests, query_start)
     if batch.has_token_tables:
         pairs = run_pairs(context, requests, batch.block_tables, block_size)
         shared, unique = divide_pairs(pairs, num_single, query_start)

@@ -29,7 +29,7 @@ class BlockTable:
     def clear(self, row: int) -> None:
         self.num_blocks[row] = 0
 
-    def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def blocks_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Returns [requests, width] the blocks of some requests, in the form of a BatchInput."""
         found: NDArray[np.int32] = self.blocks[rows, : int(self.num_blocks[rows].max(initial=0))]
         return found

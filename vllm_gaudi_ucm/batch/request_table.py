@@ -188,8 +188,8 @@ class RequestTable:
     def tables_of(self, rows: NDArray[np.int64], groups: Sequence[KvGroup]) -> tuple[NDArray[np.int32], ...]:
         """Returns the block tables of some rows in each of these groups, in the form of a BatchInput."""
         if self._tokens is not None:
-            return tuple(self._tokens.of(rows) for _ in groups)
-        return tuple(self._tables[group.number].of(rows) for group in groups)
+            return tuple(self._tokens.blocks_of(rows) for _ in groups)
+        return tuple(self._tables[group.number].blocks_of(rows) for group in groups)
 
     def room(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [rows] the number of tokens that the blocks or slots of some rows hold."""

@@ -82,7 +82,7 @@ class TokenTable:
         self.num_runs[row] = self.num_slots[row] = 0
         self._last[row] = _NOWHERE
 
-    def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def blocks_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Returns [requests, width, 3] the runs of some requests, followed by runs that begin at `NEVER`."""
         return self._runs[rows, : int(self.num_runs[rows].max(initial=0))]
 

@@ -50,7 +50,7 @@ class WindowPlan(NamedTuple):
     by_distance: bool
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         window: Window,
         computed: NDArray[np.int64],

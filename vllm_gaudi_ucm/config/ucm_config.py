@@ -48,6 +48,7 @@ from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS, options_class
 from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
 
 
@@ -253,9 +254,9 @@ def markdown_table(rows: Sequence[OptionRow] | None = None) -> str:
 
 def _registered() -> Iterator[tuple[str, FieldInfo]]:
     """Yields the options of sparse methods that others have registered."""
-    for name in UcmSparseFactory.known_methods():
+    for name in SPARSE_METHODS.names():
         if name not in SparseConfig.model_fields:
-            yield from _leaves(UcmSparseFactory.options_class(name), f"{ROOT}.ucm_sparse_config.{name}")
+            yield from _leaves(options_class(name), f"{ROOT}.ucm_sparse_config.{name}")
 
 
 def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:

@@ -95,7 +95,7 @@ class SaveQueue:
             if blocks:
                 self._changed.notify()
 
-    def take(self) -> QueuedSave | None:
+    def take_save(self) -> QueuedSave | None:
         """Waits for the next block that is due; None once the queue is closed and empty."""
         with self._lock:
             while not self._waiting or not self._is_due():
@@ -278,7 +278,7 @@ class BlockSaver:
             raise
 
     def _run(self) -> None:
-        while (save := self._queue.take()) is not None:
+        while (save := self._queue.take_save()) is not None:
             is_saved = False
             try:
                 is_saved = self._store.save(save.key, save.buffer)

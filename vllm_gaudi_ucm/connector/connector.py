@@ -42,7 +42,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._setup = ConnectorSetup.of(vllm_config, kv_cache_config)
+        self._setup = ConnectorSetup.from_config(vllm_config, kv_cache_config)
         self._caches: dict[str, LayerCache] = {}
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None

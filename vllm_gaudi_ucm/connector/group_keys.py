@@ -32,7 +32,7 @@ class GroupKeys:
         # one group has the keys of its blocks
         self._marks = [b"", *(f"kv cache group {number}".encode() for number in range(1, count))]
 
-    def of(self, keys: Sequence[bytes]) -> list[bytes]:
+    def keys_of(self, keys: Sequence[bytes]) -> list[bytes]:
         """Returns the keys of consecutive blocks in all groups, block by block. keys: keys of the blocks."""
         if self.count == 1:
             return list(keys)

@@ -173,7 +173,7 @@ class SavePlan:
             return []
         # memory mode, or a window, may have put the null block in its place
         held = self._groups.on_device(
-            self._groups.of(keys[state.saved :]), self._block_tables(request.request_id), state.saved
+            self._groups.keys_of(keys[state.saved :]), self._block_tables(request.request_id), state.saved
         )
         new = [block for block in held if block.key not in self._known]
         self._known.add(block.key for block in new)

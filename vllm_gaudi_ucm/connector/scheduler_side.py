@@ -129,7 +129,7 @@ class SchedulerSide:
         if state is None or request.num_computed_tokens or not self._may_load(state):
             return None
         keys = self._keys(state, (request.num_tokens - 1) // self._block_size)
-        return None if keys is None else self._groups.of(keys[self._cached_tokens(request) // self._block_size :])
+        return None if keys is None else self._groups.keys_of(keys[self._cached_tokens(request) // self._block_size :])
 
     def _wanted_part(self, request: Request, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Returns the wanted part of blocks that are all stored, up to the last one that may be loaded."""
@@ -185,7 +185,7 @@ class SchedulerSide:
         records: list[bytes] = []
         if self._partial is not None and not state.is_whole:
             records = self._partial.record_keys(state.request, keys, first)
-        lookup = self._lookups.ask(self._groups.of(keys[first:]), first, records)
+        lookup = self._lookups.ask(self._groups.keys_of(keys[first:]), first, records)
         state.ask(lookup)
         return lookup
 

@@ -50,7 +50,7 @@ class ConnectorSetup:
     windows: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ConnectorSetup:
+    def from_config(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ConnectorSetup:
         """Reads the configuration. Raises UcmConfigError for options that cannot be used."""
         assert vllm_config.kv_transfer_config is not None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config

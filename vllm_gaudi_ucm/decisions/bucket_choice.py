@@ -179,7 +179,7 @@ def _check_max_graphs(max_graphs: int, least: int, strategy: str, buckets: Bucke
 def _usage(trace: Path, limits: Limits) -> Steps:
     """The steps of a phase log, of this server or of another one whose steps were no larger."""
     with PhaseLogReader(trace) as log:
-        steps = steps_within(Steps.of(bucket_shapes(log.steps())), limits)
+        steps = steps_within(Steps.from_buckets(bucket_shapes(log.steps())), limits)
     try:
         check_steps(steps, limits)
     except LimitsError as error:

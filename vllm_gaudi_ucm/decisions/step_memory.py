@@ -65,7 +65,7 @@ class StepMemory:
 
     def gib_of(self, rows: int, tokens: int) -> float:
         """GiB of prompts of `rows` rows over `tokens` tokens of context."""
-        return step_bytes(ForwardShape.of(True, rows, tokens, 0), self.model, block_size=1) / GIB
+        return step_bytes(ForwardShape.from_sizes(True, rows, tokens, 0), self.model, block_size=1) / GIB
 
     def bound(self, limits: Limits) -> Limits:
         """The limits with fewer shared blocks per step if more do not fit, but at least those of one request."""

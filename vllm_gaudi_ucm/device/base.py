@@ -38,7 +38,7 @@ class Device(Protocol):
     def dist_backend(self) -> str:
         """The torch.distributed backend between such devices."""
 
-    def take(self, index: int) -> None:
+    def take_device(self, index: int) -> None:
         """Makes one of the visible devices the device of this process, before any other use.
 
         index: index of this worker among the workers on this machine. Makes collectives between such devices known to

@@ -29,7 +29,7 @@ class CpuDevice(Device):
     dist_backend = "gloo"
     pins_host_memory = False
 
-    def take(self, index: int) -> None:
+    def take_device(self, index: int) -> None:
         """All workers share the CPU."""
 
     def torch_device(self) -> torch.device:

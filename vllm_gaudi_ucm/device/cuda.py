@@ -20,7 +20,7 @@ class CudaDevice(Device):
     dist_backend = "nccl"
     pins_host_memory = True
 
-    def take(self, index: int) -> None:
+    def take_device(self, index: int) -> None:
         """The GPU with that index among the visible ones.
 
         Raises ValueError if there are fewer.

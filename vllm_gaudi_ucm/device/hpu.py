@@ -28,7 +28,7 @@ class HpuDevice:
     dist_backend = "hccl"
     pins_host_memory = False
 
-    def take(self, index: int) -> None:
+    def take_device(self, index: int) -> None:
         """Takes a card: the driver gives each process a free one of HABANA_VISIBLE_MODULES.
 
         Importing `hccl` makes that backend known to torch.

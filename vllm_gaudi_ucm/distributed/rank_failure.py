@@ -44,7 +44,7 @@ class Peers:
     processes: Mapping[int, int]
 
     @classmethod
-    def of(cls, ranks: Ranks) -> Peers:
+    def from_ranks(cls, ranks: Ranks) -> Peers:
         """Gathers the values of all ranks."""
         machine = _machine()
         found = [text.rpartition(" ") for text in ranks.texts(f"{machine} {os.getpid()}")]

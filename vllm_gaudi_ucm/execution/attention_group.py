@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.block_use import Room
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 StepMetadata = UnifiedAttentionMetadata | GroupedMetadata
@@ -117,8 +117,8 @@ class _InBuckets(NamedTuple):
 
     parts: BucketParts
 
-    def of(self, shape: ForwardShape, tensors: Tensors) -> AttentionInputs:
-        return AttentionInputs(tensors["slots"], self.parts.of(shape, tensors))
+    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> AttentionInputs:
+        return AttentionInputs(tensors["slots"], self.parts.attention_parts(shape, tensors))
 
     def refill(self) -> None:
         self.parts.refill()

@@ -49,7 +49,7 @@ class BucketParts:
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)
 
-    def of(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
+    def attention_parts(self, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
         """Returns the parts. tensors: tensors of the group, by their plain names."""
         return AttentionParts(
             causal=self._causal(shape, tensors) if "groups" in tensors else None,

@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import (
     BucketTensors,
     ForwardGraphs,
+    LogitsRows,
     Stage,
     cut_copies,
     cut_views,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 
@@ -147,11 +148,11 @@ class BucketedExecution:
                 groups=self._groups.groups,
                 inputs=decoder.inputs,
                 cut=cut,
-                rows_each=rows_each,
             )
             return ForwardGraphs(inputs, make_runner, self._compute, stage)
 
         self._ordinary = graphs(limits, choices)
+        self._logits_rows = LogitsRows(limits.max_num_seqs * rows_each, device, pin_memory)
         self._hidden, self._logits = _outputs(decoder, limits, device)
         self._logits_runner = make_runner(self._run_logits)
         self._logits_graphs: dict[int, Replay] = {}
@@ -213,7 +214,7 @@ class BucketedExecution:
         if not len(rows):
             return self._logits[:0]
         bucket = self.logits_bucket(len(rows))
-        self._ordinary.inputs.fill_logits_rows(bucket, rows)
+        self._logits_rows.fill(bucket, rows)
         with self._stage("logits"):
             self._logits_graphs[bucket]()
         return self._logits[:bucket]
@@ -226,7 +227,7 @@ class BucketedExecution:
         found = min((size for size in self._likeliest_graphs if size >= len(rows)), default=None)
         if found is None or not len(rows):
             return None
-        self._ordinary.inputs.fill_logits_rows(found, rows)
+        self._logits_rows.fill(found, rows)
         with self._stage("likeliest tokens"):
             self._likeliest_graphs[found]()
         return self._likeliest[:found]
@@ -279,7 +280,7 @@ class BucketedExecution:
         """
         if not self._decoder.has_logits:
             return self._logits[:rows]
-        chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
+        chosen = self._logits_rows.fill(rows, np.zeros(rows, np.int64))
         with self._stage("logits"):
             self._logits_graphs[rows] = self._logits_runner.capture((chosen,))
         self._warm_likeliest(rows * self._rows_each)
@@ -289,7 +290,7 @@ class BucketedExecution:
         """Captures the graph for as many verified rows as belong to a logits graph, unless there are too many."""
         if rows > len(self._likeliest):
             return
-        chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
+        chosen = self._logits_rows.fill(rows, np.zeros(rows, np.int64))
         with self._stage("likeliest tokens"):
             self._likeliest_graphs[rows] = self._likeliest_runner.capture((chosen,))
 
@@ -297,6 +298,7 @@ class BucketedExecution:
         """Zeroes every tensor that outlives a step, after a warm-up that computed nothing."""
         for graphs in filter(None, (self._ordinary, self._remainders)):
             graphs.inputs.refill()
+        self._logits_rows.refill()
         if self._handover is not None:
             self._handover.refill()
         for tensor in (self._hidden, self._logits, self._likeliest):
@@ -344,8 +346,8 @@ class BucketedExecution:
         if handover is None:
             if self._carried is not None:
                 inputs = inputs.with_tokens(self._carried.fill_in(inputs.token_ids))
-            return self._decoder.run(DecoderStep(inputs.rows, metadata))
-        found = self._decoder.run(DecoderStep(inputs.rows, metadata, handover.received(rows)))
+            return self._decoder.run_layers(DecoderStep(inputs.rows, metadata))
+        found = self._decoder.run_layers(DecoderStep(inputs.rows, metadata, handover.received(rows)))
         handover.leave(rows, found)
         return found
 
@@ -376,7 +378,7 @@ def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[to
     no_logits = torch.zeros((limits.max_num_seqs, 0))
     if not decoder.is_last:
         return torch.zeros((limits.max_num_batched_tokens, 0)), no_logits
-    one = decoder.run(decoder.unattended(1, device))[HIDDEN]
+    one = decoder.run_layers(decoder.unattended(1, device))[HIDDEN]
     hidden = one.new_zeros((limits.max_num_batched_tokens, one.shape[1]))
     if not decoder.has_logits:
         return hidden, no_logits

@@ -34,7 +34,7 @@ Tensors = Mapping[str, "torch.Tensor"]
 class GroupInBuckets(Protocol):
     """Makes the inputs of one group's layers from the static tensors of a bucket."""
 
-    def of(self, shape: ForwardShape, tensors: Tensors) -> Any:
+    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> Any:
         """Returns the group's inputs. tensors: tensors of the group, by their plain names."""
         ...
 

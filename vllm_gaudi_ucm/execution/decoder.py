@@ -186,9 +186,9 @@ class Decoder:
 
     def hidden(self, step: DecoderStep) -> torch.Tensor:
         """Returns [rows, hidden size]; all layers must be on this stage."""
-        return self.run(step)[HIDDEN]
+        return self.run_layers(step)[HIDDEN]
 
-    def run(self, step: DecoderStep) -> StageTensors:
+    def run_layers(self, step: DecoderStep) -> StageTensors:
         """Returns the tensors that the layers pass on, [rows, hidden size] each; `HIDDEN` on the last stage."""
         metadata, count = step.metadata, step.num_rows
         if isinstance(metadata, GroupedMetadata):
@@ -249,7 +249,7 @@ class Decoder:
         """Makes the connections between stages if there are several; see Stage."""
         if self.stage is None:
             return
-        found = self.run(self.unattended(1, device))
+        found = self.run_layers(self.unattended(1, device))
         self.stage.connect(found, self.between(1, device))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:

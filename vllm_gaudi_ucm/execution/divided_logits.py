@@ -35,7 +35,7 @@ class LogitsOfParts(Protocol):
         """
         ...
 
-    def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
+    def logits_of(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
         """Returns the rows of some slots, in this order: [at least len(slots), vocabulary]."""
         ...
 
@@ -53,7 +53,7 @@ class TrueShapeLogits:
         put_rows(whole, torch.from_numpy(slots).to(whole.device), logits[: len(slots)])
         return whole
 
-    def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
+    def logits_of(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
         whole = self._whole[position]
         return take_rows(whole, torch.from_numpy(slots).to(whole.device))
 
@@ -87,7 +87,7 @@ class DividedLogits:
         self._copy(logits, slots, self._whole[position])
         return self._whole[position][: self._execution.logits_bucket(count)]
 
-    def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
+    def logits_of(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
         """Returns rows with padding up to a bucket."""
         return self._select(slots, self._execution.logits_bucket(len(slots)), self._whole[position])
 

@@ -61,7 +61,7 @@ class _InBuckets(NamedTuple):
     longest: int
     causal_slice: int
 
-    def of(self, shape: ForwardShape, tensors: Tensors) -> AttentionInputs:
+    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> AttentionInputs:
         """Returns the inputs. Which rows a request has is data, so a slice sees all rows that may belong to it."""
         rows, more = shape.query_len, self.longest - 1
         slices = []

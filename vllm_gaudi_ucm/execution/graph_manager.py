@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.cache_group import CacheGroup
     from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 Stage = Callable[[str], AbstractContextManager[object]]
 """A region of device work that becomes one recipe; the label names it in reports. `nullcontext` if recipes are not
@@ -156,13 +156,16 @@ class _HostBuffer:
 
 
 class _HostBuffers:
-    """Buffers that take turns: a step is written while the copy of the previous one is still queued.
+    """Buffers that take turns, and the tensors on the device to which they are copied, by key.
 
-    One is enough if the host waits for each copy.
+    A step is written while the copy of the previous one is still queued. One buffer is enough if the host waits for
+    each copy.
     """
 
     def __init__(self, size: int, device: torch.device, pinned: bool) -> None:
         self.all = [_HostBuffer(size, device, pinned) for _ in range(2 if pinned else 1)]
+        self._device = device
+        self._flat: dict[ForwardShape | int, torch.Tensor] = {}
 
     def next(self) -> _HostBuffer:
         """Returns the buffer that was copied longest ago; it may be written."""
@@ -171,17 +174,53 @@ class _HostBuffers:
         buffer.await_copy()
         return buffer
 
+    def copy(self, buffer: _HostBuffer, key: ForwardShape | int, size: int) -> torch.Tensor:
+        """Copies the first `size` entries of a buffer to the tensor of this key, and returns the tensor."""
+        flat = self._flat.get(key)
+        if flat is None:
+            flat = self._flat[key] = torch.zeros(size, dtype=torch.int64, device=self._device)
+        buffer.copy_to(flat)
+        return flat
+
+    def refill(self) -> None:
+        """Zeroes the tensors on the device."""
+        for flat in self._flat.values():
+            flat.zero_()
+
+
+class LogitsRows:
+    """Rows of the step that ran last whose logits are computed: a device tensor for each number of them.
+
+    Args:
+        most: most rows of a step.
+        pin_memory: see BucketTensors.
+    """
+
+    def __init__(self, most: int, device: torch.device, pin_memory: bool = False) -> None:
+        self._buffers = _HostBuffers(most, device, pin_memory)
+
+    def fill(self, logits: int, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Returns int64 [logits]: the rows, at most `logits`; pads repeat row 0."""
+        buffer = self._buffers.next()
+        buffer.array[: len(rows)] = rows
+        buffer.array[len(rows) : logits] = 0
+        return self._buffers.copy(buffer, logits, logits)
+
+    def refill(self) -> None:
+        """Fills every tensor on the device again, after a warm-up that computed nothing."""
+        self._buffers.refill()
+
 
 class BucketTensors:
-    """Host buffers for all shapes, a flat device tensor per forward shape, and one per number of logits rows.
+    """Host buffers for all shapes, and a flat device tensor per forward shape.
 
     A step fills the whole tensor of its bucket: real values first, then pads, which refer to the dummy block, to no
     group and to an entry that sees nothing, so values of earlier steps are never read. A graph gets the flat tensor and
     cuts it itself (`split`): copying into a part of a larger tensor would be a separate recipe on Gaudi.
 
     A copy from a pinned buffer is queued after the pending work of the device: the graph of the previous step, if the
-    host has not waited for it (async scheduling, prompt chunks that yield no token). So buffers of steps and buffers of
-    logits rows each take turns, and none is written before its last copy has ended.
+    host has not waited for it (async scheduling, prompt chunks that yield no token). So buffers take turns, and none is
+    written before its last copy has ended.
 
     Args:
         limits: limits of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
@@ -189,7 +228,6 @@ class BucketTensors:
         pin_memory: whether host buffers are pinned, so that the host continues while they are copied.
         choices: sizes of the choices of a sparse method, if one is on.
         cut: `cut_views`, or `cut_copies` as a compiled region.
-        rows_each: rows of a request whose logits may be requested at once.
     """
 
     def __init__(
@@ -202,21 +240,17 @@ class BucketTensors:
         groups: Sequence[CacheGroup] = ONE_GROUP,
         inputs: RowInputs = BUILT_IN_INPUTS,
         cut: Callable[[torch.Tensor, Places], list[torch.Tensor]] = cut_views,
-        rows_each: int = 1,
     ) -> None:
         self._cut = cut
         self._limits = limits
         self._choices = choices
         self._groups = [group.in_buckets(k, limits, causal_slice, device) for k, group in enumerate(groups)]
-        self._device = device
         table = step_table(groups, inputs)
         self._table = [entry for entry in table if entry.only != "true shape"]
         self._inputs = input_names(table)
         largest = Sizes(limits.maximum.forward.with_prompt_tiles(1), limits, choices)
         size = _Layout(self._table, largest).size
         self._steps = _HostBuffers(size, device, pin_memory)
-        self._logits_rows = _HostBuffers(limits.max_num_seqs * rows_each, device, pin_memory)
-        self._flat: dict[ForwardShape | int, torch.Tensor] = {}
 
     def fill(self, shape: ForwardShape, step: PlannedStep) -> torch.Tensor:
         """Copies a step into the flat tensor of its bucket's shape, which must dominate it; returns the flat tensor."""
@@ -225,46 +259,31 @@ class BucketTensors:
         buffer = self._steps.next()
         layout = self._layout(shape, buffer)
         layout.fill(StepArrays(step, shape, block_ids))
-        return self._copy(buffer, shape, layout.size)
+        return self._steps.copy(buffer, shape, layout.size)
 
     def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
         """Returns the flat tensor of a shape with only pads: warm-up does not change the cache of any request."""
         buffer = self._steps.next()
         layout = self._layout(shape, buffer)
         layout.fill_pads()
-        return self._copy(buffer, shape, layout.size)
-
-    def fill_logits_rows(self, logits: int, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Returns int64 [logits]: rows of the step that ran last, at most `logits`; pads repeat row 0."""
-        buffer = self._logits_rows.next()
-        buffer.array[: len(rows)] = rows
-        buffer.array[len(rows) : logits] = 0
-        return self._copy(buffer, logits, logits)
+        return self._steps.copy(buffer, shape, layout.size)
 
     def split(self, flat: torch.Tensor, shape: ForwardShape) -> StepInputs:
         """Returns the tensors in a flat one. Raises ValueError if their phase differs from the phase of the shape."""
         layout = self._layout(shape, self._steps.all[0])
         tensors = dict(zip(layout.names, self._cut(flat, layout.places), strict=True))
-        groups = [group.of(shape, of_group(tensors, k)) for k, group in enumerate(self._groups)]
+        groups = [group.make_inputs(shape, of_group(tensors, k)) for k, group in enumerate(self._groups)]
         phase = phase_string(*(part is not None for part in groups[0].parts[:3]))
         if phase != shape.phase:
             raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
         choices = self._choices if shape.selected_blocks else None
-        return StepInputs.of(tensors, groups, choices, self._inputs)
+        return StepInputs.from_tensors(tensors, groups, choices, self._inputs)
 
     def refill(self) -> None:
         """Fills every tensor on the device again, after a warm-up that computed nothing."""
         for group in self._groups:
             group.refill()
-        for flat in self._flat.values():
-            flat.zero_()
-
-    def _copy(self, buffer: _HostBuffer, key: ForwardShape | int, size: int) -> torch.Tensor:
-        flat = self._flat.get(key)
-        if flat is None:
-            flat = self._flat[key] = torch.zeros(size, dtype=torch.int64, device=self._device)
-        buffer.copy_to(flat)
-        return flat
+        self._steps.refill()
 
     def _layout(self, shape: ForwardShape, buffer: _HostBuffer) -> _Layout:
         found = buffer.layouts.get(shape)

@@ -39,7 +39,7 @@ class LayerGroups(NamedTuple):
     steps: tuple[GroupStep, ...] = ()
 
     @classmethod
-    def of(cls, groups: Sequence[CacheGroup], layers: Mapping[str, GroupLayer]) -> LayerGroups:
+    def from_layers(cls, groups: Sequence[CacheGroup], layers: Mapping[str, GroupLayer]) -> LayerGroups:
         """Gives each layer the step object of its group. layers: all layers in groups, by name."""
         if len(groups) == 1:
             for layer in layers.values():

@@ -89,7 +89,7 @@ class StateInputs(NamedTuple):
     kept_at: torch.Tensor
 
     @classmethod
-    def of(cls, tensors: Tensors) -> StateInputs:
+    def from_tensors(cls, tensors: Tensors) -> StateInputs:
         return cls(*(tensors[name] for name in cls._fields))
 
 
@@ -182,7 +182,7 @@ class StateGroup(CacheGroup):
         return self._made_planner().divide(batch)
 
     def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> StateInputs:
-        return StateInputs.of(tensors)
+        return StateInputs.from_tensors(tensors)
 
     def in_buckets(self, number: int, limits: Limits, causal_slice: int, device: torch.device) -> _InBuckets:
         return _InBuckets()
@@ -194,8 +194,8 @@ class StateGroup(CacheGroup):
 class _InBuckets:
     """Makes the inputs of a state group in buckets; see GroupInBuckets."""
 
-    def of(self, shape: ForwardShape, tensors: Tensors) -> StateInputs:
-        return StateInputs.of(tensors)
+    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> StateInputs:
+        return StateInputs.from_tensors(tensors)
 
     def refill(self) -> None:
         """Does nothing, because the group has no tensors of its own."""

@@ -26,7 +26,7 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded, lev
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
 )
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     SelectionTensors,
 )
@@ -179,7 +179,7 @@ class StepInputs(NamedTuple):
     selection: SelectionTensors | None
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         tensors: dict[str, torch.Tensor],
         groups: Sequence[Any],
@@ -189,7 +189,7 @@ class StepInputs(NamedTuple):
         """Makes the inputs. groups: for attention, but the selected part. choices: if any. inputs: names of `rows`."""
         selection = None
         if choices is not None:
-            selection = SelectionTensors.of(tensors, choices)
+            selection = SelectionTensors.from_tensors(tensors, choices)
             first, *others = groups
             groups = (first._replace(parts=first.parts._replace(selected=selection.chosen_part())), *others)
         rows = {name: tensors[name] for name in inputs}

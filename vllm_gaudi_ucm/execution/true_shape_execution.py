@@ -134,13 +134,13 @@ class TrueShapeExecution:
         (rows,) = self._lockstep.agree([0])
         if rows:
             # a model cannot compute without rows
-            self._decoder.run(self._decoder.unattended(1, self._device, longest=rows))
+            self._decoder.run_layers(self._decoder.unattended(1, self._device, longest=rows))
 
     def _run_stage(self, stage: Stage, inputs: StepInputs, metadata: StepMetadata) -> None:
         received = self._decoder.received(len(inputs.token_ids), self._device)
         if received is not None:
             stage.receive(received)
-        found = self._decoder.run(DecoderStep(inputs.rows, metadata, received))
+        found = self._decoder.run_layers(DecoderStep(inputs.rows, metadata, received))
         if stage.is_last:
             self._hidden = found[HIDDEN]
         else:

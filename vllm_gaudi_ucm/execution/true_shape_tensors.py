@@ -25,7 +25,7 @@ from vllm_gaudi_ucm.execution.step_tensors import (
     true_shape,
 )
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 ContiguousPa = Literal["auto"] | bool
 
@@ -72,7 +72,7 @@ class TrueShapeTensors:
             group.at_true_shape(plan, own, of_group(tensors, number), self._tensor)
             for number, (group, own) in enumerate(zip(self._groups, plan.groups, strict=True))
         ]
-        return StepInputs.of(tensors, groups, choices, self._inputs), shape
+        return StepInputs.from_tensors(tensors, groups, choices, self._inputs), shape
 
     def _entries_of(self, parts: Parts) -> list[StepTensor]:
         found = self._entries.get(parts)

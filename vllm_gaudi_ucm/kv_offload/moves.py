@@ -25,7 +25,7 @@ class SummaryRows:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int | None:
+    def take_row(self) -> int | None:
         """A free row, None if all are taken."""
         return self._free.pop() if self._free else None
 
@@ -96,7 +96,7 @@ class Moves:
 
     def _take_row(self, state: OffloadState) -> int | None:
         """A free row, or the row of a block of the same request that is back on the device and stays there."""
-        row = self.rows.take()
+        row = self.rows.take_row()
         if row is None:
             back = next((number for number in state.saved - state.offloaded if number not in state.to_evict), None)
             if back is not None:
@@ -119,7 +119,7 @@ class Moves:
                 self._totals.found += 1
                 continue
             loads -= 1
-            block = state.loading[number] = self._blocks.take()
+            block = state.loading[number] = self._blocks.take_block()
             key = state.stored.get(number, b"")
             self.orders.loads.append(BlockMove(state.generation, number, block.block_id, state.rows[number], key))
         state.want(to_load=waiting)
@@ -142,7 +142,7 @@ class Moves:
         copies. keys: by logical block, the least wanted first. Returns their rows."""
         left: dict[int, int] = {}
         for number, key in keys.items():
-            row = self.rows.take()
+            row = self.rows.take_row()
             if row is None:
                 break
             self._blocks.release(state.request_id, number)
@@ -160,7 +160,7 @@ class Moves:
         """
         fetched: dict[int, tuple[bytes, int]] = {}
         for number in [number for number in numbers if number in state.stored][: max(0, most)]:
-            block, key = self._blocks.take(), state.stored[number]
+            block, key = self._blocks.take_block(), state.stored[number]
             self._put(state, number, block)
             fetched[number] = key, block.block_id
         return fetched

@@ -118,7 +118,7 @@ class ScoreBook:
         self._block_size = block_size
         self._totals = totals
 
-    def take(self, state: OffloadState, fresh: NDArray[np.float64]) -> bool:
+    def take_scores(self, state: OffloadState, fresh: NDArray[np.float64]) -> bool:
         """Sets the blocks to evict and to load. Returns True if the step of these scores should be repeated after
         `state.to_load`, because it was the first one on blocks that were loaded without a query and missed too much.
 

@@ -63,7 +63,7 @@ class RequestBlocks:
         """Gives logical block `number` a physical block that the caller owns."""
         self._lists[request_id][number] = block
 
-    def take(self) -> KVCacheBlock:
+    def take_block(self) -> KVCacheBlock:
         """A free block, which is the caller's now. Raises ValueError if there is none."""
         (block,) = self._pool.get_new_blocks(1)
         return block

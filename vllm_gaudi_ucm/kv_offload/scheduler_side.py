@@ -179,7 +179,7 @@ class OffloadScheduler:
                 orders.scored[request_id] = state.generation
         return orders
 
-    def take(self, report: OffloadReport, scheduled: Collection[str] = ()) -> dict[str, Fetched]:
+    def take_report(self, report: OffloadReport, scheduled: Collection[str] = ()) -> dict[str, Fetched]:
         """Takes the reports of a step, before the scheduler takes its output. Reports on earlier generations are
         ignored.
 
@@ -206,7 +206,7 @@ class OffloadScheduler:
     def _take_scores(self, state: OffloadState, scores: NDArray[np.float64]) -> None:
         if self._on_wanted is not None:
             self._on_wanted(state.request_id, wanted_blocks(scores, self._block_size, self.method))
-        if self._scores.take(state, scores):
+        if self._scores.take_scores(state, scores):
             self._repeat(state, state.to_load)
             state.want(to_load=[number for number in state.to_load if number in state.offloaded])
 

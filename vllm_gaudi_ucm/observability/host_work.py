@@ -51,7 +51,7 @@ class HostWork:
         self._stages[name] = None
         self._on_stage(name)
 
-    def take(self) -> HostCounts:
+    def take_counts(self) -> HostCounts:
         """The counts since the last call."""
         counts = HostCounts(self._reads, tuple(self._stages))
         self._reads, self._stages = 0, {}

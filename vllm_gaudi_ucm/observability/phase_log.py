@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, phase_string
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.log_file import GENERATIONS, HEADER_START, LONGEST_HEADER, LogFile
-from vllm_gaudi_ucm.observability.phase_summary import MEMORY, PhaseSummary
+from vllm_gaudi_ucm.observability.phase_summary import MEMORY, PhaseSummary, summary_text
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 SCHEMA = "gaudi-ucm.phase-log/1"
 COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs")
@@ -46,56 +46,6 @@ logger = plugin_logger(__name__)
 
 class PhaseLogError(ValueError):
     """Raised for a phase log that cannot be written or read; the message names the file, the line and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One executed step: its shape, its size, and its times.
-
-    A pair is one (row, token) product of one attention head that a part really computed, so the pair counts
-    compare the attention work of the parts.
-    """
-
-    step: int
-    bucket: Bucket
-    """The true shape of the step."""
-    padded: Bucket
-    """The shape it ran in."""
-    requests: int
-    prompts: int
-    """Requests with more than one scheduled token."""
-    tokens: int
-    causal_pairs: int
-    shared_pairs: int
-    unique_pairs: int
-    plan_ms: float
-    forward_ms: float
-    sample_ms: float
-    selected_pairs: int = 0
-    sparse: int = 0
-    """Requests that attended to a selection of their context."""
-    loaded_blocks: int = 0
-    """Blocks that a connector has filled since the step before."""
-    saved_blocks: int = 0
-    """Blocks that it has stored since then."""
-    transfer_ms: float = 0.0
-    """Duration of its calls in the step since then; not included in the other times."""
-    prompt_remainder: int = 0
-    """1 if it ran in a graph for prompt remainders, not in a bucket."""
-    host_reads: int = 0
-    """Reads of the device that it waited for, counted at static shapes."""
-    host_stages: tuple[str, ...] = ()
-    """Stages that ran on the host."""
-    copied_blocks: int = 0
-    """Blocks copied before the step, for requests that go on writing them (partial hits)."""
-    moved_blocks: int = 0
-    """Blocks that compaction moved."""
-    swapped_out_blocks: int = 0
-    """Blocks of preempted requests that went to host memory."""
-    swapped_in_blocks: int = 0
-    """Blocks that came back."""
-    time: float = 0.0
-    """When it ended, in seconds since 1970; 0: it was only modelled."""
 
 
 class PhaseLog:
@@ -143,9 +93,6 @@ class PhaseLog:
         self._file.close()
         self._file = None
         if self.summary.steps:
-            # rich is needed here only: importing it at start would cost every engine start 30 ms.
-            from vllm_gaudi_ucm.observability.phase_summary import summary_text
-
             self._emit(f"phase log {self.path}\n{summary_text(self.summary)}")
 
 

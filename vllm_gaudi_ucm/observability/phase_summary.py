@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.observability.phase_log import StepRecord
+    from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 # Step times are counted in logarithmic classes, sixteen per doubling: a median within 2.2 % from bounded memory.
 CLASSES_PER_DOUBLING = 16

@@ -179,7 +179,7 @@ class BucketColumns(NamedTuple):
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, shapes: Iterable[ForwardShape], selected: bool | None = None) -> BucketColumns:
+    def from_shapes(cls, shapes: Iterable[ForwardShape], selected: bool | None = None) -> BucketColumns:
         """selected: whether there is a sparse method; None: whether any shape has selected blocks."""
         listed = list(shapes)
         names = ["query_len", "shared_blocks", "unique_blocks"]

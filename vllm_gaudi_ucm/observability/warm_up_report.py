@@ -147,7 +147,7 @@ def warm_up_table(summary: WarmUpSummary) -> Table:
     """Returns one line per graph: forward, prompt remainders, logits rows; each in ascending order of cost."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("graph", no_wrap=True)
-    columns = BucketColumns.of(_shapes(summary))
+    columns = BucketColumns.from_shapes(_shapes(summary))
     for heading in (*columns.headings, "logits"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)

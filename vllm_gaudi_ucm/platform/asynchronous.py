@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.scheduler.scheduler_class import is_foreign
-from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.registry import method_class
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _decides_by_counts(config: UcmConfig) -> bool:
     name = config.ucm_sparse_method
     if name is None:
         return True
-    return UcmSparseFactory.method_class(name).decides_by_counts(config.ucm_sparse_config.options(name))
+    return method_class(name).decides_by_counts(config.ucm_sparse_config.options(name))
 
 
 SYNCHRONOUS: tuple[Synchronous, ...] = (

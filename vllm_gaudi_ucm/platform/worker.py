@@ -110,7 +110,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
             logger.warning("%s has no effect on %s with graphs %r", key, self._device.kind, kind)
         # before the device is started, which reads it once
         open_recipe_cache(graphs.recipe_cache, self._device, kind)
-        self._device.take(visible_device(self.parallel_config, self.local_rank))
+        self._device.take_device(visible_device(self.parallel_config, self.local_rank))
         self.device = self._device.torch_device()
         check_device_sizes(self._ucm, self._device.memory().total)
         self._set_threads()
@@ -149,7 +149,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
 
     def _name_rank_in_errors(self) -> None:
         """Wraps the calls that all workers of an engine answer together."""
-        peers = Peers.of(self._ranks)
+        peers = Peers.from_ranks(self._ranks)
         starts = RankGuard(peers, answers=self._ranks.rank == 0)
         steps = RankGuard(peers, answers=self._ranks.rank == self._ranks.output_rank)
         watch = None

@@ -62,7 +62,7 @@ class HostCache:
             slot.users += 1
         return slot
 
-    def take(self) -> Slot | None:
+    def take_slot(self) -> Slot | None:
         """Returns a slot to fill, in use until `release`: new, free, or the idle one that was used least recently."""
         if self._free:
             slot = self._free.pop()

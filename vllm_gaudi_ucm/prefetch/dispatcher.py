@@ -259,7 +259,7 @@ class Dispatcher(Settlement):
             self.mark(task, index, DONE)
             return None
         if task.deliver is None:
-            slot = self.cache.take()
+            slot = self.cache.take_slot()
             if slot is None:
                 self.counters.no_room += 1
                 self.mark(task, index, LOST)

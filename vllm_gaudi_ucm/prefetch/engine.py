@@ -302,7 +302,7 @@ class EngineThreads:
         try:
             self._enter()
             while loads := self._dispatcher.next_loads(generation):
-                self._runner.run(loads)
+                self._runner.run_loads(loads)
         except BaseException as error:
             # Its current blocks are lost already; the others must not wait for the next call.
             logger.error("prefetch: a thread of the engine ended: %s: %s", type(error).__name__, error)

@@ -79,7 +79,7 @@ class BlockReader:
         """Returns host memory for the block: the cache's, if that has room."""
         if load.slot is None:
             with self._dispatcher.lock:
-                load.use(self._dispatcher.cache.take())
+                load.use(self._dispatcher.cache.take_slot())
         if load.slot is None:
             return self._allocate(self._block_bytes)
         return load.slot.memory(self._allocate, self._block_bytes)
@@ -100,7 +100,7 @@ class LoadRunner:
         self._dispatcher = dispatcher
         self._reader = reader
 
-    def run(self, loads: Sequence[Load]) -> None:
+    def run_loads(self, loads: Sequence[Load]) -> None:
         """Runs loads, and leaves no trace of them even if the thread ends in the middle.
 
         The lock is taken once for all of them, before they are delivered: copies of large blocks evict the processor's
@@ -148,7 +148,7 @@ class LoadRunner:
                 load.begin_delivery(task, index)
                 return task, index
             if load.slot is None:
-                load.use(cache.take())
+                load.use(cache.take_slot())
             if load.slot is None:
                 dispatcher.counters.no_room += 1
                 dispatcher.mark(task, index, LOST)

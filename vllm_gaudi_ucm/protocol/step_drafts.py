@@ -18,7 +18,9 @@ class StepDrafts(NamedTuple):
     num_scheduled: dict[str, int]
 
     @classmethod
-    def of(cls, scheduler_output: SchedulerOutput, proposed: Mapping[str, list[int]] | None = None) -> StepDrafts:
+    def from_scheduler_output(
+        cls, scheduler_output: SchedulerOutput, proposed: Mapping[str, list[int]] | None = None
+    ) -> StepDrafts:
         """Returns the drafts of a step. The scheduler pads a new decode with drafts of -1, which no token equals: they
         get no rows, and count as rejected when it reads our output.
 

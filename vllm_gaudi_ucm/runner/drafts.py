@@ -40,7 +40,7 @@ class Drafts(WorkerPart):
         return None
 
     def _scheduled(self, scheduler_output: SchedulerOutput) -> StepDrafts:
-        return StepDrafts.of(scheduler_output)
+        return StepDrafts.from_scheduler_output(scheduler_output)
 
 
 class ProposedDrafts(Drafts):
@@ -82,7 +82,7 @@ class KeptDrafts(ProposedDrafts):
         return DraftTokenIds(list(found), list(found.values()))
 
     def _scheduled(self, scheduler_output: SchedulerOutput) -> StepDrafts:
-        return self.ahead.of(scheduler_output)
+        return self.ahead.of_step(scheduler_output)
 
     def _keep(self, drafts: DraftTokenIds) -> None:
         self.ahead.proposed(drafts)

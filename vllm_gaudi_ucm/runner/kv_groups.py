@@ -85,11 +85,11 @@ def layer_groups(
     found = kv_groups(groups, vllm_config, of_draft_model=of_draft_model)
     layers: dict[str, GroupLayer] = dict(_implementations(vllm_config, of_draft_model))
     if _encoder_layers(vllm_config):
-        return LayerGroups.of([EncoderGroup(group) for group in found], layers)
+        return LayerGroups.from_layers([EncoderGroup(group) for group in found], layers)
     others = () if of_draft_model else other_groups(vllm_config, found[0])
     context = attention_layers(vllm_config)
     layers |= {name: cast("GroupLayer", context[name]) for group in others for name in group.kv.layers}
-    return LayerGroups.of([*(AttentionGroup(group) for group in found), *others], layers)
+    return LayerGroups.from_layers([*(AttentionGroup(group) for group in found), *others], layers)
 
 
 def _encoder_layers(vllm_config: VllmConfig) -> tuple[str, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_gaudi_ucm.batch.planned_step import NO_BLOCKS
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog, StepRecord
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
 from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
@@ -39,8 +40,7 @@ class WorkerPart:
     """Hooks around a step in the worker, in the order in which a step calls them. A hook does nothing unless a part
     defines it.
 
-    A hook is called on one part after the other, in the order of the tuple that `make_parts` declares. A step without
-    tokens calls only `before_step`, `begin_step`, `requests_updated`, `without_tokens` and `end_step`.
+    A step without tokens calls only `before_step`, `begin_step`, `requests_updated`, `without_tokens` and `end_step`.
     """
 
     def before_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -99,6 +99,32 @@ class WorkerPart:
 
     def close(self) -> None:
         """Ends background work; a second call has no effect."""
+
+
+HOOKS = tuple(name for name in vars(WorkerPart) if not name.startswith("_"))
+
+
+class AllParts(WorkerPart):
+    """The parts of a worker as one. Each hook calls the parts that define it, one after the other, in the given order.
+
+    The calls are bound once, because a step has many hooks and most parts define few of them.
+    """
+
+    def __init__(self, parts: Sequence[WorkerPart]) -> None:
+        for name in HOOKS:
+            is_empty = getattr(WorkerPart, name)
+            defined = [getattr(part, name) for part in parts if getattr(type(part), name) is not is_empty]
+            setattr(self, name, _in_turn(defined))
+
+
+def _in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """Returns a function that makes all calls with its arguments; a single call stands for itself."""
+
+    def call_all(*args: object) -> None:
+        for call in calls:
+            call(*args)
+
+    return calls[0] if len(calls) == 1 else call_all
 
 
 class StaticSteps(WorkerPart):
@@ -287,7 +313,7 @@ class StepRecords(WorkerPart):
         self._block_size = block_size
 
     def step_computed(self, step: ComputedStep) -> None:
-        host = self._host.take()
+        host = self._host.take_counts()
         step.figures.update(host_reads=host.reads, host_stages=host.stages)
 
     def report(self, step: ComputedStep) -> None:

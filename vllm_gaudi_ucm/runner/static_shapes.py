@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Captu
 from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
 from vllm_gaudi_ucm.execution.graph_manager import Stage, uncompiled
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
-from vllm_gaudi_ucm.graphs.runners.base import runner_maker
+from vllm_gaudi_ucm.graphs.runners.maker import runner_maker
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.warm_up.extremes import extremes
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp

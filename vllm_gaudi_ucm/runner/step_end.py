@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.runner.steps_ahead import StepOutput, StepsAhead, VerifiedLater
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class StepEnd:
     """Samples steps and makes their output within one call."""
 
-    def __init__(self, sampler: NoSampler, parts: Sequence[WorkerPart]) -> None:
+    def __init__(self, sampler: NoSampler, parts: WorkerPart) -> None:
         self._sampler = sampler
         self._parts = parts
 
@@ -34,30 +34,25 @@ class StepEnd:
         sampled = self._sampler.sample(step, grammar)
         self._tell_sampled(step, lambda: sampled.tokens)
         output = self._finished(step, sampled_ids, sampled)
-        for part in self._parts:
-            part.end_step()
+        self._parts.end_step()
         return output
 
     def _tell_sampled(self, step: ComputedStep, tokens: Callable[[], list[list[int]]]) -> None:
-        for part in self._parts:
-            part.after_sampling(step, tokens)
+        self._parts.after_sampling(step, tokens)
         step.sampled(self._sampler.take_nans())
-        for part in self._parts:
-            part.step_computed(step)
+        self._parts.step_computed(step)
 
     def _finished(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
         self._report_later(step)
         output = step_output(step, sampled_ids, sampled)
-        for part in self._parts:
-            part.before_output(step, output)
+        self._parts.before_output(step, output)
         return output
 
     def _report_later(self, step: ComputedStep) -> None:
         self._report(step)
 
     def _report(self, step: ComputedStep) -> None:
-        for part in self._parts:
-            part.report(step)
+        self._parts.report(step)
 
 
 class EndInWorker(StepEnd):
@@ -65,7 +60,7 @@ class EndInWorker(StepEnd):
     the steps are written once the device has the next step.
     """
 
-    def __init__(self, sampler: NoSampler, parts: Sequence[WorkerPart], ahead: StepsAhead) -> None:
+    def __init__(self, sampler: NoSampler, parts: WorkerPart, ahead: StepsAhead) -> None:
         super().__init__(sampler, parts)
         self._ahead = ahead
 
@@ -110,7 +105,7 @@ class VerifiedEnd(EndInWorker):
         return self._ahead.add(later, lambda sampled, _: self._finished(step, sampled_ids, sampled), step)
 
 
-def make_end(sampler: NoSampler, parts: Sequence[WorkerPart], ahead: StepsAhead | None) -> StepEnd:
+def make_end(sampler: NoSampler, parts: WorkerPart, ahead: StepsAhead | None) -> StepEnd:
     """Chooses how steps end. ahead: steps in flight, with async scheduling."""
     if ahead is None:
         return StepEnd(sampler, parts)

@@ -13,8 +13,6 @@ from vllm_gaudi_ucm.sampling.sampling import Grammar
 from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
     from vllm_gaudi_ucm.batch.group_planner import StepPlanner
     from vllm_gaudi_ucm.batch.request_table import RequestTable
@@ -38,7 +36,7 @@ class StepRunner:
         sampler: NoSampler,
         drafts: Drafts,
         end: StepEnd,
-        parts: Sequence[WorkerPart],
+        parts: WorkerPart,
     ) -> None:
         self.requests = requests
         self.execution = execution
@@ -57,22 +55,18 @@ class StepRunner:
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | StepOutput | None:
         """Computes a step up to its logits. Returns None if `sample_tokens` returns the output."""
-        for part in self._parts:
-            part.before_step(scheduler_output)
+        self._parts.before_step(scheduler_output)
         clock = StepClock()
-        for part in self._parts:
-            part.begin_step(scheduler_output)
+        self._parts.begin_step(scheduler_output)
         self.requests.update(scheduler_output)
-        for part in self._parts:
-            part.requests_updated(scheduler_output, clock)
+        self._parts.requests_updated(scheduler_output, clock)
         if not scheduler_output.total_num_scheduled_tokens:
             return self._without_tokens(scheduler_output)
         drafts = self._drafts.of_step(scheduler_output)
         requests, batch = self.requests.scheduled(drafts.num_scheduled)
         yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
         step = ComputedStep(scheduler_output, requests, batch, yields, drafts)
-        for part in self._parts:
-            part.before_plan(step)
+        self._parts.before_plan(step)
         self._sampler.begin(step)
         self._compute_divisions(step, clock)
         self._computed = step
@@ -82,16 +76,14 @@ class StepRunner:
     @torch.inference_mode()
     def execute_dummy(self) -> None:
         """Runs a step without requests: takes part in the steps of other engines if they share out experts."""
-        for part in self._parts:
-            part.dummy_step()
+        self._parts.dummy_step()
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | StepOutput:
         """Samples the step that `execute_model` computed, and writes the tokens back to the request table."""
         step, self._computed = self._computed, None
         assert step is not None, "sample_tokens without a computed step"
-        for part in self._parts:
-            part.before_sampling(step)
+        self._parts.before_sampling(step)
         return self._end.end(step, None if grammar_output is None else Grammar(step.scheduler_output, grammar_output))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -99,22 +91,18 @@ class StepRunner:
         return self._drafts.take_proposed(self._computed)
 
     def close(self) -> None:
-        for part in self._parts:
-            part.close()
+        self._parts.close()
 
     def _without_tokens(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         output = copy(ModelRunnerOutput.with_kv_conn_output_only(None))
-        for part in self._parts:
-            part.without_tokens(scheduler_output, output)
-        for part in self._parts:
-            part.end_step()
+        self._parts.without_tokens(scheduler_output, output)
+        self._parts.end_step()
         return output
 
     def _compute_divisions(self, step: ComputedStep, clock: StepClock) -> None:
         """Runs the step as a whole, or in parts that fit a shape."""
         divisions = self.execution.divide(step.batch, step.remainders)
-        for part in self._parts:
-            part.before_divisions(step, len(divisions))
+        self._parts.before_divisions(step, len(divisions))
         if len(divisions) == 1:
             self._compute(step, Division(step.requests, step.batch, clock, is_part=False))
         else:
@@ -122,22 +110,18 @@ class StepRunner:
                 members = [step.requests[i] for i in index.tolist()]
                 self._compute(step, Division(members, step.batch.take(index), clock, is_part=True))
                 clock = StepClock()
-        for part in self._parts:
-            part.after_divisions()
+        self._parts.after_divisions()
 
     def _compute(self, step: ComputedStep, division: Division) -> None:
         """Runs a division, and keeps its logits in the order of the sampler's slots."""
-        for part in self._parts:
-            part.before_division(step, division)
+        self._parts.before_division(step, division)
         selection, members = division.selection, division.members
         plan, slots = self._sampler.in_order(self._planner.plan(division.batch, selection.input), members)
         division.staged(plan, self.execution.stage(self.requests.planned(plan, selection.summary_blocks)))
-        for part in self._parts:
-            part.before_forward(division)
+        self._parts.before_forward(division)
         division.clock.planned()
         self.execution.forward()
-        for part in self._parts:
-            part.after_forward(division)
+        self._parts.after_forward(division)
         self._sampler.compute_logits(step, division, slots)
         division.clock.computed()
         step.divisions.append(division)

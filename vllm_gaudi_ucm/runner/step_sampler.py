@@ -153,7 +153,7 @@ class StepSampler(NoSampler):
         return self._slots.begin(step.logits, grammar, carried, settle)
 
     def take_nans(self) -> dict[str, int] | None:
-        return self._nans.take()
+        return self._nans.take_counts()
 
     def _score_prompts(self, step: ComputedStep, division: Division) -> None:
         plan = division.plan

@@ -57,13 +57,13 @@ class AllowedTokens:
             for request, (_, must_go_on) in zip(slots, changing, strict=True)
         )
 
-    def of(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
+    def words_of(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
         """[slots, words] in the order of tokens. Source: vLLM's `Sampler.apply_logits_processors`."""
         return np.stack([self._line(request, *found) for request, found in zip(slots, changing, strict=True)])
 
     def within(self, grammar: Words, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
         """Combines this with a bitmask of grammars, [slots, words]: structured output may end if no token is left."""
-        lines = self.of(slots, changing)
+        lines = self.words_of(slots, changing)
         for slot, (request, (begun, _)) in enumerate(zip(slots, changing, strict=True)):
             is_structured = request.sampling_params.structured_outputs is not None
             if is_structured and not self._any(lines[slot] & grammar[slot]):

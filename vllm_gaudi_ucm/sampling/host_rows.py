@@ -142,7 +142,7 @@ class HostSampling:
         if bitmask is not None:
             rows = mask_logits(rows, torch.from_numpy(bitmask), self._shifts)
         # the sampler compiles its ranks for the platform's device, at this step's number of rows
-        with torch.compiler.set_stance("force_eager"), self._noise.of(batch.slots):
+        with torch.compiler.set_stance("force_eager"), self._noise.drawn_for(batch.slots):
             sampled = self._sampler(rows, batch.vllm_metadata)
         scores = sampled.logprobs_tensors
         return SampledTokens(sampled.sampled_token_ids.tolist(), None if scores is None else scores.tolists())

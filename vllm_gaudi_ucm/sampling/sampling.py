@@ -16,7 +16,6 @@ from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.sampling.slot_noise import SlotNoise, noise_seed
-from vllm_gaudi_ucm.sampling.stages.penalties import has_penalty
 from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens, TokensInFlight
 from vllm_gaudi_ucm.vllm_api.sampling import (
     BUILTIN_LOGITS_PROCESSORS,
@@ -36,6 +35,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.vllm_api.worker import InputBatch
+
+
+def has_penalty(params: SamplingParams) -> bool:
+    """True if any of the three does something."""
+    return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
 
 
 class SamplingBatch:
@@ -250,7 +254,7 @@ class NanCounter:
         for request_id, found in counts.items():
             self._counts[request_id] = self._counts.get(request_id, 0) + found
 
-    def take(self) -> dict[str, int] | None:
+    def take_counts(self) -> dict[str, int] | None:
         """The counts since the last call; None if VLLM_COMPUTE_NANS_IN_LOGITS is off."""
         counts, self._counts = self._counts, {}
         return counts if envs.VLLM_COMPUTE_NANS_IN_LOGITS else None
@@ -311,7 +315,7 @@ class VllmSampler:
         if grammar is not None:
             # all that vLLM's helper reads of its third argument is `req_ids`
             apply_grammar_bitmask(*grammar, cast("InputBatch", batch), logits)
-        with nullcontext() if batch.metadata.all_greedy else self._noise.of(batch.slots):
+        with nullcontext() if batch.metadata.all_greedy else self._noise.drawn_for(batch.slots):
             sampled = self._sampler(logits, batch.vllm_metadata)
         tokens, scores = sampled.sampled_token_ids, sampled.logprobs_tensors
         if scores is None:

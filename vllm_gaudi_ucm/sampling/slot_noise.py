@@ -57,7 +57,7 @@ class SlotNoise:
         self._mixes = torch.zeros(0, dtype=torch.int32)
 
     @contextmanager
-    def of(self, slots: Sequence[LiveRequest]) -> Iterator[None]:
+    def drawn_for(self, slots: Sequence[LiveRequest]) -> Iterator[None]:
         """Inside of it, row i is of request i."""
         self._slots = slots
         yield

@@ -24,9 +24,9 @@ from vllm_gaudi_ucm.sampling.host_rows import (
     score_row,
     with_scores,
 )
-from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle, nothing_to_settle
+from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle, has_penalty, nothing_to_settle
 from vllm_gaudi_ucm.sampling.stages.logit_bias import LogitBias
-from vllm_gaudi_ucm.sampling.stages.penalties import Penalties, has_penalty
+from vllm_gaudi_ucm.sampling.stages.penalties import Penalties
 from vllm_gaudi_ucm.sampling.stages.row_transfer import RowTransfer
 from vllm_gaudi_ucm.sampling.stages.token_choice import TokenChoice
 from vllm_gaudi_ucm.sampling.stages.token_mask import TokenMask, bitmask_of, mask_logits
@@ -175,7 +175,7 @@ class StaticSampler:
             return sampled
         found: dict[int, RowScores] = {}
         for slot, reason in rows.scores.items():
-            row, (token,) = self._rows.take(drawn.scored, slot, f"row for {reason}"), sampled.tokens[slot]
+            row, (token,) = self._rows.fetch_row(drawn.scored, slot, f"row for {reason}"), sampled.tokens[slot]
             found[slot] = score_row(row, token, batch.slots[slot].sampling_params, self._as_logits)
         return with_scores(sampled, found)
 
@@ -195,7 +195,7 @@ class StaticSampler:
         if any(request.sampling_params.logit_bias for request in batch.slots):
             logits = self._bias.apply(logits, batch)
         for slot, edits in ({} if rows is None else rows.edits).items():
-            row = self._rows.take(logits, slot, f"row for {edits[0][0]}")
+            row = self._rows.fetch_row(logits, slot, f"row for {edits[0][0]}")
             for _, edit in edits:
                 row = edit(row)
             logits = self._rows.put(logits, slot, row)
@@ -223,7 +223,7 @@ class StaticSampler:
         changing = allowed.changing(slots)
         if bitmask is not None and allowed.depends_on_grammar(slots, changing):
             return self._allowed.apply(logits, allowed.within(bitmask, slots, changing))
-        return self._allowed.apply_kept(logits, (batch.membership, changing), lambda: allowed.of(slots, changing))
+        return self._allowed.apply_kept(logits, (batch.membership, changing), lambda: allowed.words_of(slots, changing))
 
     def _device_tokens(self, batch: SamplingBatch, drawn: _Drawn, width: int | None) -> DeviceTokens:
         """width: scores of each row; None if no request wants any."""

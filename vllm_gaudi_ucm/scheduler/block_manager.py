@@ -21,7 +21,7 @@ class BlockManager(KVCacheManager):
     _brings_tokens: bool
 
     @classmethod
-    def of(cls, manager: KVCacheManager, policies: Sequence[BlockPolicy]) -> Self:
+    def from_manager(cls, manager: KVCacheManager, policies: Sequence[BlockPolicy]) -> Self:
         """Returns a replacement that shares everything with `manager`, which must not be used any more."""
         made = cls.__new__(cls)
         made.__dict__.update(manager.__dict__)

@@ -32,7 +32,7 @@ class BucketSeconds:
         self._buckets = buckets
 
     def __call__(self, sizes: StepSizes) -> float | None:
-        shape = ForwardShape.of(sizes.has_prompt, sizes.rows, sizes.shared, sizes.unique, sizes.selected)
+        shape = ForwardShape.from_sizes(sizes.has_prompt, sizes.rows, sizes.shared, sizes.unique, sizes.selected)
         try:
             bucket = self._buckets.lookup(shape.step(0)).forward
         except LimitsError:

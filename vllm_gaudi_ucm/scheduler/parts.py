@@ -307,7 +307,7 @@ class OffloadedSteps(SparseSteps):
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         super().before_output(scheduler_output, output)
         report = report_of(output) or OffloadReport()
-        self._repeated = self.offload.take(report, scheduler_output.num_scheduled_tokens)
+        self._repeated = self.offload.take_report(report, scheduler_output.num_scheduled_tokens)
         for request_id in self._repeated:
             # the output no longer contains its tokens
             drop_sampled_tokens(self._scheduler.requests[request_id], output)

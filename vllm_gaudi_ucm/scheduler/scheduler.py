@@ -23,7 +23,7 @@ class UcmScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.block_policies = make_policies(self)
         if self.block_policies.members:
-            self.kv_cache_manager = BlockManager.of(self.kv_cache_manager, self.block_policies.members)
+            self.kv_cache_manager = BlockManager.from_manager(self.kv_cache_manager, self.block_policies.members)
             if self.connector is not None:
                 self.connector.bind_kv_cache_manager(self.kv_cache_manager)
         self.parts = make_parts(self, self.block_policies)

@@ -24,9 +24,10 @@ from vllm_gaudi_ucm.scheduler.warm_up_steps import WarmUpSteps
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
-from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import decides_late
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.registry import SparseMethodError
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
 

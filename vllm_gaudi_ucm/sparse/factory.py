@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from vllm_gaudi_ucm.registry import Registry, RegistryError
+from vllm_gaudi_ucm.registry import RegistryError
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS, SparseMethodError, method_class
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
     from vllm_gaudi_ucm.sparse.options import MethodOptions
     from vllm_gaudi_ucm.sparse.sections import SparseConfig
-
-ENTRY_POINTS = "vllm_gaudi_ucm.sparse_methods"
-"""Group of the entry points `NAME = "package.module:ClassName"` that name methods of installed packages."""
-
-SPARSE_METHODS: Registry[type[UcmSparseBase]] = Registry(
-    "sparse method",
-    ENTRY_POINTS,
-    GSA="vllm_gaudi_ucm.sparse.methods.gsa:GSA",
-    ESA="vllm_gaudi_ucm.sparse.methods.gsa:ESA",
-    KVStar="vllm_gaudi_ucm.sparse.methods.kvstar:KVStar",
-)
-
-
-class SparseMethodError(ValueError):
-    """A sparse method is not known, cannot be loaded, or does not follow the interface."""
 
 
 @runtime_checkable
@@ -51,35 +37,6 @@ class UcmSparseFactory:
         except RegistryError as error:
             raise SparseMethodError(str(error)) from None
 
-    @staticmethod
-    def known_methods() -> list[str]:
-        """Returns every name by which a method can be created, ours first."""
-        return SPARSE_METHODS.names()
-
-    @staticmethod
-    def method_class(name: str) -> type[UcmSparseBase]:
-        """Imports and returns the class of a method. Raises `SparseMethodError`."""
-        from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-
-        try:
-            found = SPARSE_METHODS.get(name)
-        except RegistryError as error:
-            raise SparseMethodError(str(error)) from error
-        if not (isinstance(found, type) and issubclass(found, UcmSparseBase)):
-            place = f"sparse method {name!r}: {SPARSE_METHODS.place(name)}"
-            raise SparseMethodError(f"{place}: found {found!r}, expected a subclass of UcmSparseBase")
-        return found
-
-    @classmethod
-    def options_class(cls, name: str) -> type[MethodOptions]:
-        """Returns the model of a method's options. Raises `SparseMethodError`."""
-        from vllm_gaudi_ucm.sparse.options import MethodOptions
-
-        options = cls.method_class(name).Options
-        if not (isinstance(options, type) and issubclass(options, MethodOptions)):
-            raise SparseMethodError(f"sparse method {name!r}: Options is {options!r}, expected a MethodOptions")
-        return options
-
     @classmethod
     def create_sparse_method(
         cls,
@@ -99,7 +56,7 @@ class UcmSparseFactory:
         """
         from vllm_gaudi_ucm.sparse.sections import resolve_sparse_config
 
-        method = cls.method_class(name)
+        method = method_class(name)
         if isinstance(config, HasSparseSections):
             return method(role, config.ucm_sparse_config.options(name), **parts)
         if isinstance(config, Mapping) and ("ucm_sparse_config" in config or "ucm_sparse_method" in config):

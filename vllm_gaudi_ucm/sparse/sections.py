@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
 from vllm_gaudi_ucm.options.files import read_config_file
-from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions
 from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS, SparseMethodError, options_class
 
 
 class SparseConfig(BaseModel):
@@ -34,7 +34,7 @@ class SparseConfig(BaseModel):
         Raises `SparseMethodError` for an unknown method, `UcmConfigError` for sections that do not go together.
         """
         given = dict(self).get(name)
-        own: MethodOptions = UcmSparseFactory.options_class(name)() if given is None else given
+        own: MethodOptions = options_class(name)() if given is None else given
         return own.with_sections(self.options, key)
 
     def used_by(self, name: str | None) -> set[str]:
@@ -46,7 +46,7 @@ class SparseConfig(BaseModel):
             return self.options(other, key)
 
         if name is not None:
-            own: MethodOptions = dict(self).get(name) or UcmSparseFactory.options_class(name)()
+            own: MethodOptions = dict(self).get(name) or options_class(name)()
             own.with_sections(section_of, "ucm.ucm_sparse_config")
         return read
 
@@ -79,23 +79,23 @@ def resolve_sparse_method(name: str | None, key: str) -> str | None:
     """Returns the name of a method that can be created, or None. Raises `UcmConfigError`."""
     if name is None:
         return None
-    known = UcmSparseFactory.known_methods()
+    known = SPARSE_METHODS.names()
     if name not in known:
         nearest = unknown_key(name, "", known).expected
         raise UcmConfigError([Problem(key, repr(name), nearest.replace("valid key", "known method"))])
     try:
-        UcmSparseFactory.options_class(name)
+        options_class(name)
     except SparseMethodError as error:
         raise UcmConfigError([Problem(key, repr(name), f"a method that can be loaded ({error})")]) from error
     return name
 
 
 def _options_class(name: Any, key: str) -> type[MethodOptions]:
-    known = UcmSparseFactory.known_methods()
+    known = SPARSE_METHODS.names()
     if name not in known:
         raise UcmConfigError([unknown_key(str(name), key, known)])
     try:
-        return UcmSparseFactory.options_class(name)
+        return options_class(name)
     except SparseMethodError as error:
         problem = Problem(f"{key}.{name}", "options", f"a method that can be loaded ({error})")
         raise UcmConfigError([problem]) from error

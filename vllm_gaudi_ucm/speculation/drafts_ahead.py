@@ -55,9 +55,9 @@ class DraftsAhead:
         """Returns the drafts proposed by the last step. A request that was not in it has none any more."""
         self._proposed = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
 
-    def of(self, scheduler_output: SchedulerOutput) -> StepDrafts:
+    def of_step(self, scheduler_output: SchedulerOutput) -> StepDrafts:
         """Returns the drafts that a step verifies, instead of the scheduler's placeholders."""
-        return StepDrafts.of(scheduler_output, self._proposed)
+        return StepDrafts.from_scheduler_output(scheduler_output, self._proposed)
 
     def read(self, drafts: Mapping[str, Sequence[int]], *, early: bool = False) -> dict[str, list[int]]:
         """Reads drafts of requests, as tokens. early: no earlier wait covered the forward that read them."""

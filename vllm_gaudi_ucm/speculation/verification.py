@@ -99,7 +99,7 @@ class StepLogits:
             return self._first
         rows = np.array([self._row_of[request] for request in slots], np.int64)
         if self._divided is not None:
-            return self._divided.take(rows, position)
+            return self._divided.logits_of(rows, position)
         if self._everything is not None:
             return self._everything[torch.from_numpy(rows + position).to(self._everything.device)]
         return self._execution.logits(rows + position)

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.decisions.bucket_choice import (
 )
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.runners.base import runner_maker
+from vllm_gaudi_ucm.graphs.runners.maker import runner_maker
 from vllm_gaudi_ucm.graphs.warm_up.agreement import ALONE, Agreement
 from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import check_budget
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
-    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 logger = plugin_logger(__name__)
 

@@ -337,7 +337,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_step(self, decoder: Decoder, num_tokens: int) -> None:
         """Runs the largest step without attention, whose tiles bound its memory."""
-        found = decoder.run(decoder.unattended(num_tokens, self._tensors_on))
+        found = decoder.run_layers(decoder.unattended(num_tokens, self._tensors_on))
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
         if decoder.has_logits:
             decoder.logits(found[HIDDEN][:rows])

@@ -168,7 +168,7 @@ def make_sparse_worker(
     on = next(iter(kv_caches.values())).key.device
 
     def select(kept: KeptQueries | None) -> BlockSelection:
-        selection = BlockSelection.of(
+        selection = BlockSelection.from_layers(
             choosing, list(layers.values()), sizes, kept, over_ranks=over_ranks, place=place, device=on
         )
         for number, implementation, layer in zip(

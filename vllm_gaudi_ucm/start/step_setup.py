@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
 from vllm_gaudi_ucm.runner.parts import (
     TOO_MANY_BLOCKS,
     AheadSteps,
+    AllParts,
     LockstepSteps,
     MemorySteps,
     SparseSteps,
@@ -22,7 +23,6 @@ from vllm_gaudi_ucm.runner.parts import (
     StepRecords,
     TransferSteps,
     TrueShapeSteps,
-    WorkerPart,
 )
 from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.runner.step_check import StepCheck
@@ -104,8 +104,8 @@ def _make_parts(
     drafts: Drafts,
     records: StepRecords,
     execution: Execution,
-) -> tuple[WorkerPart, ...]:
-    """Makes the parts in the order of a step: each hook is called on one part after the other, in this order."""
+) -> AllParts:
+    """Makes the parts. Each hook is called on one part after the other, in this order."""
     sparse, transfer, adapters = allocated.sparse, allocated.transfer, allocated.model.adapters
     pooler = allocated.model.pooler if allocated.model.decoder.is_last else None
     lockstep = allocated.model.decoder.lockstep
@@ -128,7 +128,7 @@ def _make_parts(
         # behind all that add figures
         records,
     )
-    return tuple(part for part in parts if part is not None)
+    return AllParts([part for part in parts if part is not None])
 
 
 def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:

@@ -263,7 +263,7 @@ class GuardedStore(KvStore):
         records: list[memoryview] = []
         try:
             while len(records) < count:
-                records.append(self._records.take())
+                records.append(self._records.take_record())
         except (MemoryError, RuntimeError) as error:
             self._counts.add(errors=1)
             logger.warning("%s: the system gives no more memory: %s", self._medium.place(), str(error))

@@ -105,7 +105,7 @@ class SlotPool:
         """Returns the number of slots with memory that are not in use."""
         return len(self._free)
 
-    def take(self) -> int | None:
+    def take_slot(self) -> int | None:
         """Takes a slot; None if all are taken. Raises MemoryError or RuntimeError if the system has no memory."""
         if not self._free and self._allocated < self._most:
             count = min(self._slab_slots, self._most - self._allocated)
@@ -282,7 +282,7 @@ class MemoryStore(KvStore):
     def _take_slot(self) -> int | None:
         """Returns a free slot, otherwise that of the oldest block without readers; None if there is none to give."""
         try:
-            slot = self._pool.take()
+            slot = self._pool.take_slot()
         except (MemoryError, RuntimeError) as error:
             logger.warning("memory store: the system has no more memory: %s", error)
             slot = None
@@ -291,7 +291,7 @@ class MemoryStore(KvStore):
             if oldest is not None:
                 self._remove(oldest)
                 self._counts.add(evictions=1)
-                slot = self._pool.take()
+                slot = self._pool.take_slot()
         return slot
 
     def _remove(self, key: bytes) -> bool:

@@ -20,7 +20,7 @@ class RecordPool:
         self._is_pinned: bool | None = None
         self._free: list[memoryview] = []
 
-    def take(self) -> memoryview:
+    def take_record(self) -> memoryview:
         """Takes a buffer for header and block, with undefined content. Raises MemoryError or RuntimeError."""
         try:
             return self._free.pop()

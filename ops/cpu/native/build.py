@@ -81,7 +81,7 @@ def identity(compiler: str) -> tuple[str, ...]:
     return str(file), str(status.st_size), str(status.st_mtime_ns), asked.stdout
 
 
-def run(commands: Sequence[Sequence[str]], work: Path) -> None:
+def run_compilers(commands: Sequence[Sequence[str]], work: Path) -> None:
     """Runs compilers on all cores, started in this order. work: a folder for their temporary files.
 
     Raises BuildError if one fails, CacheError if it fails for lack of space; the others are then terminated.
@@ -260,8 +260,8 @@ def _compile(compiler: str, library: Path, found: str) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=_UNFINISHED) as work:
         built = Path(work) / library.name
         compiles, link = commands(compiler, Path(work), built, MARCH)
-        run(compiles, Path(work))
-        run([link], Path(work))
+        run_compilers(compiles, Path(work))
+        run_compilers([link], Path(work))
         seal(built)
         built.replace(library)
         _write_through(library.parent)

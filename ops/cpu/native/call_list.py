@@ -59,7 +59,7 @@ class CallList:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def run(self) -> bool:
+    def run_calls(self) -> bool:
         """Runs the calls; False if one did not succeed, in which case the calls after it did not run.
 
         A call fails if it finds something that its caller has to handle: a bad index, a result that is not finite.

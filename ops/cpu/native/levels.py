@@ -103,8 +103,8 @@ def build_levels(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]:
             compile_level, link = build.commands(compiler, work / level.name, folder / level.file, level.march)
             compiles += compile_level
             links.append([*link, "-s", "-Wl,--build-id=none"])
-        build.run(compiles, work)
-        build.run(links, work)
+        build.run_compilers(compiles, work)
+        build.run_compilers(links, work)
     paths = [folder / level.file for level in levels]
     for path in paths:
         os.chmod(path, 0o755)

@@ -33,7 +33,7 @@ def bucket_sets(draw: st.DrawFn) -> BucketSet:
 def usages(draw: st.DrawFn, within: Limits) -> Steps | None:
     if draw(st.booleans()):
         return None
-    return Steps.of(draw(st.lists(steps(within), max_size=8)))
+    return Steps.from_buckets(draw(st.lists(steps(within), max_size=8)))
 
 
 def keys_of(buckets: BucketSet) -> list[GraphKey]:

@@ -33,7 +33,7 @@ def test_predictions_grow_with_the_shape_and_keep_to_what_was_measured(data: st.
     buckets, measured = data.draw(measured_sets())
     memory = GraphMemory(measured)
     small, other = data.draw(steps(buckets.limits)).forward, data.draw(steps(buckets.limits)).forward
-    large = ForwardShape.of("c" in small.phase + other.phase, *map(max, small.sizes, other.sizes))
+    large = ForwardShape.from_sizes("c" in small.phase + other.phase, *map(max, small.sizes, other.sizes))
     assert 0 <= memory.bytes_of(small) <= memory.bytes_of(large) <= max(measured.values())
     for key, size in measured.items():
         assert memory.bytes_of(key) >= size

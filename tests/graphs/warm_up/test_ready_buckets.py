@@ -106,7 +106,7 @@ def test_lookups_in_another_thread_never_see_a_cold_bucket() -> None:
 def test_live_steps_change_what_is_next() -> None:
     """The usage says prompts; then decodes come."""
     buckets = BucketSet([DECODE, PROMPT], (), LIMITS, COST)
-    usage = Steps.of([Bucket("c--", 180, 0, 0, 1)] * 5)
+    usage = Steps.from_buckets([Bucket("c--", 180, 0, 0, 1)] * 5)
     ready = skeleton_ready(buckets, usage)
     assert ready.next_cold() == PROMPT
     for _ in range(20_000):
@@ -116,7 +116,7 @@ def test_live_steps_change_what_is_next() -> None:
 
 def test_steps_that_run_in_their_bucket_do_not_count() -> None:
     buckets = BucketSet([DECODE, PROMPT], (), LIMITS, COST)
-    ready = skeleton_ready(buckets, Steps.of([Bucket("c--", 180, 0, 0, 1)] * 5))
+    ready = skeleton_ready(buckets, Steps.from_buckets([Bucket("c--", 180, 0, 0, 1)] * 5))
     ready.mark_warm(DECODE)
     for _ in range(20_000):
         assert look_up(ready, Bucket("--u", 4, 0, 30, 4)).forward == DECODE
@@ -127,7 +127,7 @@ def test_what_saves_nothing_any_more_comes_later() -> None:
     """A second decode bucket of nearly the same size waits for the prompts', although decodes are most of the steps."""
     larger = ForwardShape("--u", 16, 0, 102)
     buckets = BucketSet([DECODE, larger, PROMPT], (), LIMITS, COST)
-    usage = Steps.of([Bucket("--u", 9, 0, 100, 9)] * 50 + [Bucket("c--", 180, 0, 0, 1)] * 5)
+    usage = Steps.from_buckets([Bucket("--u", 9, 0, 100, 9)] * 50 + [Bucket("c--", 180, 0, 0, 1)] * 5)
     ready = skeleton_ready(buckets, usage)
     order = []
     while (key := ready.next_cold()) is not None:

@@ -46,7 +46,7 @@ def test_skeleton_holds_every_step_and_is_part_of_the_set(data: st.DataObject) -
 @given(st.data())
 def test_more_buckets_never_cost_the_usage_more(data: st.DataObject) -> None:
     buckets = data.draw(bucket_sets())
-    usage = Steps.of(data.draw(st.lists(steps(buckets.limits), min_size=1, max_size=8)))
+    usage = Steps.from_buckets(data.draw(st.lists(steps(buckets.limits), min_size=1, max_size=8)))
     costs = []
     for count in range(1, 5):
         skeleton = choose_skeleton(buckets, usage, count)
@@ -60,7 +60,7 @@ def test_the_first_graphs_of_a_sparse_server_hold_its_largest_selection() -> Non
     within = replace(LIMITS, max_selected_blocks=4000)
     buckets = server_buckets(within, 40)
     dense, sparse = Bucket("--u", 4, 0, 30, 4), Bucket("--u", 4, 0, 30, 4, 4000)
-    skeleton = choose_skeleton(buckets, Steps.of([dense] * 99), 2)
+    skeleton = choose_skeleton(buckets, Steps.from_buckets([dense] * 99), 2)
     assert skeleton.forward[0].selected_blocks == 4000
     warm = BucketSet(*skeleton, within, COST)
     assert dominates(warm.lookup(sparse), sparse)
@@ -80,8 +80,8 @@ def test_usage_decides() -> None:
     """Decodes only: the first bucket beside the maximum is the one they run in."""
     decode, prompt = ForwardShape("--u", 16, 0, 100), ForwardShape("c--", 200, 0, 0)
     buckets = BucketSet([decode, prompt], [4, 8], LIMITS, COST)
-    decodes = Steps.of([Bucket("--u", 9, 0, 40, 9)] * 5)
-    prompts = Steps.of([Bucket("c--", 180, 0, 0, 1)] * 5)
+    decodes = Steps.from_buckets([Bucket("--u", 9, 0, 40, 9)] * 5)
+    prompts = Steps.from_buckets([Bucket("c--", 180, 0, 0, 1)] * 5)
     assert choose_skeleton(buckets, decodes, 2).forward == [LIMITS.maximum.forward, decode]
     assert choose_skeleton(buckets, prompts, 2).forward == [LIMITS.maximum.forward, prompt]
 

@@ -71,11 +71,11 @@ def test_gaps_are_joined(seed: int) -> None:
             del lent[start]
             continue
         size = chosen.randrange(1, 6000)
-        start = arena.take(size)
+        start = arena.take_bytes(size)
         if start is not None:
             assert all(start + size <= other or other + length <= start for other, length in lent.items())
             lent[start] = size
     for start in chosen.sample([*lent], len(lent)):
         arena.give_back(start)
-    assert arena.take(1 << 16) == 0
-    assert arena.take(1) is None
+    assert arena.take_bytes(1 << 16) == 0
+    assert arena.take_bytes(1) is None

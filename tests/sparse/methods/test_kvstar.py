@@ -7,9 +7,10 @@ import pytest
 from tests.sparse.steps import BLOCK_SIZE, Live, decode, step_of
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
-from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.gsa import ESA, GSA
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS
 
 SELECT, REUSE, CHECK = SelectionMode
 

@@ -8,8 +8,7 @@ from tests.sparse.steps import BLOCK_SIZE, Live, decode
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
-from vllm_gaudi_ucm.sparse.methods.locked_verification import KVStarSpeculative
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar, KVStarSpeculative
 
 SELECT, REUSE, CHECK = SelectionMode
 

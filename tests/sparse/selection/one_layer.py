@@ -27,7 +27,8 @@ from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, Scoring
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits, SelectionState
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionState
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

@@ -18,8 +18,9 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.selection.block_scorer import OverRanks
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, OverRanks, Scoring
+from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, Scoring
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
 
 WAIT = 60  # seconds until a rank that is alone in a collective fails
@@ -201,6 +202,6 @@ def test_the_option_decides(method: str, given: dict[str, Any], asks: bool) -> N
     layer, sizes = SelectionLayer(torch.zeros(16, 4, 1, 8), 1.0), OneLayer(options()).sizes
     same: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     for over_ranks, expected in ((same, not asks), (None, True)):
-        (chooses,) = BlockSelection.of(made, [layer], sizes, over_ranks=over_ranks).selector.layers
+        (chooses,) = BlockSelection.from_layers(made, [layer], sizes, over_ranks=over_ranks).selector.layers
         assert isinstance(chooses, ChoosingLayer)
         assert chooses.chooses_at_once is expected

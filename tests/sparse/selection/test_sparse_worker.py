@@ -38,7 +38,7 @@ def worker(remainder_rows: int = 0) -> SparseWorker:
         max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=remainder_rows > 0
     )._replace(remainder_rows=remainder_rows)
     assert isinstance(method, BlockSparse)
-    return SparseWorker(method, BlockSelection.of(method, [SelectionLayer(keys, 1.0)], sizes))
+    return SparseWorker(method, BlockSelection.from_layers(method, [SelectionLayer(keys, 1.0)], sizes))
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_stages_count_layers_in_the_model(place: LayerPlace, leaders: list[int |
     assert isinstance(method, BlockSparse)
     layers = [SelectionLayer(torch.zeros(16, BLOCK_SIZE, 1, 8), 1.0)] * 4
     sizes = ServerSizes(max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=True)
-    selector = BlockSelection.of(method, layers, sizes, place=place).selector
+    selector = BlockSelection.from_layers(method, layers, sizes, place=place).selector
     assert selector.leaders == leaders
     numbers = [layer._layer_idx for layer in selector.layers if isinstance(layer, ChoosingLayer)]
     assert numbers == [place.first + index for index, leader in enumerate(leaders) if leader == index]
     with pytest.raises(ValueError, match=r"dense_layers has \[6\], expected indices below 6"):
-        BlockSelection.of(method, layers, sizes, place=LayerPlace(2, 6))
+        BlockSelection.from_layers(method, layers, sizes, place=LayerPlace(2, 6))
 
 
 def test_narrow_summaries_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +70,10 @@ def test_narrow_summaries_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPat
     assert isinstance(method, BlockSparse)
     layers = [SelectionLayer(torch.zeros(16, BLOCK_SIZE, 1, 8, dtype=torch.bfloat16), 1.0)]
     sizes = ServerSizes(max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=True)
-    assert BlockSelection.of(method, layers, sizes).selector.summaries[0].dtype == torch.float8_e4m3fn
+    assert BlockSelection.from_layers(method, layers, sizes).selector.summaries[0].dtype == torch.float8_e4m3fn
     monkeypatch.setattr(sparse_worker, "has_e4m3", lambda device: False)
     with pytest.raises(ValueError, match="summary_dtype is 'fp8', expected 'auto' on this GPU"):
-        BlockSelection.of(method, layers, sizes)
+        BlockSelection.from_layers(method, layers, sizes)
 
 
 def test_layers_between_windows_are_counted_alone() -> None:
@@ -85,7 +85,7 @@ def test_layers_between_windows_are_counted_alone() -> None:
     assert isinstance(method, BlockSparse)
     layers = [SelectionLayer(torch.zeros(16, BLOCK_SIZE, 1, 8), 1.0)] * 4
     sizes = ServerSizes(max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=True)
-    selector = BlockSelection.of(method, layers, sizes, place=LayerPlace(0, 12, (2, 5, 8, 11))).selector
+    selector = BlockSelection.from_layers(method, layers, sizes, place=LayerPlace(0, 12, (2, 5, 8, 11))).selector
     assert selector.leaders == [0, None, 2, 2]
     assert [layer._layer_idx for layer in selector.layers if isinstance(layer, ChoosingLayer)] == [2, 8]
 
@@ -108,7 +108,7 @@ def summarised(computed: int, drafts: list[int]) -> list[int]:
     output: Any = SimpleNamespace(
         scheduled_spec_decode_tokens={"a": drafts}, num_scheduled_tokens={"a": 1 + len(drafts)}
     )
-    step_drafts = StepDrafts.of(output)
+    step_drafts = StepDrafts.from_scheduler_output(output)
     new = step_drafts.num_scheduled["a"]
     batch = BatchInput(
         *(np.array([count], np.int32) for count in (computed, new, computed + new)),

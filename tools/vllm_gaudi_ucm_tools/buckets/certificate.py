@@ -64,7 +64,7 @@ class CeilingSearch:
         self._shapes: list[Shapes] = []
         self._profits: list[Floats] = []
 
-    def run(self) -> Ceiling:
+    def find_ceiling(self) -> Ceiling:
         """Returns the ceiling, which is loose if the number of boxes was not enough."""
         boxes = Boxes(np.zeros((1, len(self._axes)), np.int64), np.array([[len(sizes) - 1 for sizes in self._axes]]))
         seen, highest, most = 0, self._graph_price, 0.0
@@ -223,9 +223,9 @@ class _Rounds:
             self._begin()
         tolerance = TOLERANCES[min(self._number, len(TOLERANCES) - 1)]
         self._number += 1
-        prices = Ascent(self._coarse, self._candidates, self._k, self._most).run(self._prices, SWEEPS)
+        prices = Ascent(self._coarse, self._candidates, self._k, self._most).find_prices(self._prices, SWEEPS)
         graph_price = float(reduced_profits(self._coarse, prices.seconds, self._candidates).max(initial=0.0))
-        ceiling = CeilingSearch(self._coarse, prices.seconds, graph_price, tolerance).run()
+        ceiling = CeilingSearch(self._coarse, prices.seconds, graph_price, tolerance).find_ceiling()
         self._bound = max(self._bound, self._bound_of(prices.seconds, ceiling.most))
         best = self._candidates[np.argsort(-prices.shares, kind="stable")[:MAX_CANDIDATES]]
         self._exchange(best)

@@ -83,7 +83,7 @@ class Ascent:
         """Returns the value of the dual: no k of the candidates cost less."""
         return float(self._objective.weights @ prices) - self._k * float(self._profits(prices).max(initial=0.0))
 
-    def run(self, start: DualPrices, sweeps: int) -> DualPrices:
+    def find_prices(self, start: DualPrices, sweeps: int) -> DualPrices:
         """Returns better prices and shares, after `sweeps` sweeps of moves."""
         best, best_value = start.seconds, self.value(start.seconds)
         now, shares = start.seconds, start.shares

@@ -21,7 +21,8 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, remai
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes
+from vllm_gaudi_ucm.observability.phase_log import bucket_shapes
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm_tools.buckets.compile_cost import AttentionNodes
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
@@ -167,7 +168,7 @@ def _steps_and_remainders(logs: JoinedLogs) -> tuple[Steps, int]:
             num_remainders += record.prompt_remainder
             yield record
 
-    return Steps.of(bucket_shapes(counted())), num_remainders
+    return Steps.from_buckets(bucket_shapes(counted())), num_remainders
 
 
 def _step_memory(args: argparse.Namespace, cost: CostModel) -> StepMemory | None:
@@ -258,7 +259,7 @@ def _simulate(traffic: MixTraffic, name: str, cost: CostModel) -> Steps:
         for bucket in traffic.buckets(cost, MIX_STEPS):
             buckets.append(bucket)
             progress(len(buckets) / MIX_STEPS)
-    return Steps.of(buckets)
+    return Steps.from_buckets(buckets)
 
 
 def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:

@@ -364,7 +364,7 @@ def _show_padding(console: Any, padding: Padding, traffic: str) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="where the time goes", title_justify="left")
     table.add_column("phase")
     rows = padding.by_bucket()
-    columns = BucketColumns.of((shape for shape, _, _ in rows), padding.buckets.limits.max_selected_blocks > 0)
+    columns = BucketColumns.from_shapes((shape for shape, _, _ in rows), padding.buckets.limits.max_selected_blocks > 0)
     for heading in (*columns.headings, "steps", "padded / true"):
         table.add_column(heading, justify="right")
     for shape, steps, ratio in rows[:MOST_ROWS]:

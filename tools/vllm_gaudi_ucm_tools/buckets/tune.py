@@ -16,7 +16,8 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps, check_steps
 from vllm_gaudi_ucm.graphs.strategies import blind_strategies, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, StepRecord, bucket_shapes
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.buckets.certificate import GOOD_GAP, MAX_ROUNDS, Certified, certify
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
@@ -214,8 +215,8 @@ def read_steps(logs: Sequence[PhaseLogReader], holdout: float) -> tuple[Steps, S
             rest.append(log.steps())
             yield from islice(rest[-1], count - int(count * holdout) if holdout else None)
 
-    tuned = Steps.of(bucket_shapes(first()))
-    return tuned, Steps.of(bucket_shapes(chain.from_iterable(rest)))
+    tuned = Steps.from_buckets(bucket_shapes(first()))
+    return tuned, Steps.from_buckets(bucket_shapes(chain.from_iterable(rest)))
 
 
 def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any, limits: Any) -> TuneReport:

@@ -12,8 +12,8 @@ from typing import Any
 from rich.rule import Rule
 from rich.text import Text
 
-from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, attention_sentence, summary_table
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.demo.engine import Answer
 from vllm_gaudi_ucm_tools.demo.load import GUIDE, LONG, SAMPLED, SHORT

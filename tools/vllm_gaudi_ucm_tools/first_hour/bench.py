@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.device import Device, get_device
-from vllm_gaudi_ucm_tools.first_hour.child import loading
+from vllm_gaudi_ucm_tools.first_hour.loading import loading
 
 F = TypeVar("F", bound=Callable[..., Any])
 BACKENDS = {"hpu": "hpu_backend", "cuda": "inductor", "cpu": "aot_eager"}

@@ -15,10 +15,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from vllm_gaudi_ucm_tools.first_hour.loading import LONGEST_ERROR, DoesNotApply, Refused, loading
 
 Say = Callable[..., None]
 """Takes a kind and values by name."""
@@ -26,16 +27,7 @@ Say = Callable[..., None]
 PROBES = "vllm_gaudi_ucm_tools.first_hour.probes"
 MACHINE = "card:machine"
 PR_SET_PDEATHSIG = 1  # of Linux, <linux/prctl.h>
-LONGEST_ERROR = 400
 STACKS_AT = 0.9  # of the time limit: the stacks of a process that hangs
-
-
-class DoesNotApply(Exception):
-    """Raised if the question has no meaning on this machine; the text gives the reason."""
-
-
-class Refused(Exception):
-    """Raised if the mode is refused, as it must be here; the text tells what refuses it."""
 
 
 def main(descriptor: int, request: dict[str, Any]) -> int:
@@ -49,7 +41,7 @@ def main(descriptor: int, request: dict[str, Any]) -> int:
         line = json.dumps(_plain({"kind": kind, **values}), default=str)
         os.write(descriptor, line.encode() + b"\n")
 
-    run(say, request)
+    run_probe(say, request)
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -57,7 +49,7 @@ def main(descriptor: int, request: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def run(say: Say, request: Mapping[str, Any]) -> None:
+def run_probe(say: Say, request: Mapping[str, Any]) -> None:
     """Runs the function, and reports how it ended, even after an exception."""
     try:
         module, _, name = request["function"].partition(":")
@@ -81,29 +73,6 @@ def run(say: Say, request: Mapping[str, Any]) -> None:
         say("end", status="error", text=f"{type(error).__name__}: {text}")
     else:
         say("end", status="done", text="")
-
-
-def is_upstream_torch() -> bool:
-    """True if the installed torch is not the vendor's, whose version has the suffix `+git`. Does not import it."""
-    return "+git" not in metadata.version("torch")
-
-
-@contextlib.contextmanager
-def loading(mode: str) -> Iterator[None]:
-    """A context for loading torch, and the bridge with it. Raises Refused if lazy mode is refused, as it must be.
-
-    torch loads the bridge by itself and hides the bridge's own error as the cause of another; a missing bridge, or one
-    that lacks a library, is not a refusal.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason: BaseException = error
-        while reason.__cause__ is not None:
-            reason = reason.__cause__
-        if mode == "lazy" and is_upstream_torch() and not isinstance(reason, ImportError):
-            raise Refused(f"{type(reason).__name__}: {' '.join(str(reason).split())[:LONGEST_ERROR]}") from error
-        raise
 
 
 def _die_first() -> None:
@@ -132,7 +101,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # exceptions must be those of the module, which probes raise
-    from vllm_gaudi_ucm_tools.first_hour import child
-
-    child.main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))

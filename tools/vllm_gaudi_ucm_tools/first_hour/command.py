@@ -143,7 +143,7 @@ def _run(hour: Any) -> Any:
             progress.console.print(line)
             progress.advance(task)
 
-        return hour.run(begin, end)
+        return hour.run_steps(begin, end)
 
 
 def _style(verdict: str) -> str:

@@ -79,7 +79,7 @@ class Hour:
         self.findings = Findings(_device(machine.get("device")), machine, interrupted=ending.interrupted)
         self.units = list(units(options.probes, self.findings.device, options.modes))
 
-    def run(self, on_begin: Callable[[Unit], None], on_end: Callable[[Result], None]) -> Findings:
+    def run_steps(self, on_begin: Callable[[Unit], None], on_end: Callable[[Result], None]) -> Findings:
         """Runs all probes, even after failures; a KeyboardInterrupt ends with the probes that ran."""
         try:
             self._run_all(on_begin, on_end)

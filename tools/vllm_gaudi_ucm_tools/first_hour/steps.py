@@ -71,7 +71,7 @@ class Step:
         unique = 0 if self.plan.unique is None else len(self.plan.unique.blocks)
         exact = true_shape(self.plan, unique).forward
         sizes = (size + PADS if size else 0 for size in (exact.shared_blocks, exact.unique_blocks))
-        return ForwardShape.of("c" in exact.phase, exact.query_len + PADS, *sizes)
+        return ForwardShape.from_sizes("c" in exact.phase, exact.query_len + PADS, *sizes)
 
 
 def make_step(requests: list[tuple[int, int]], shared_blocks: int, heads: Heads, dtype: torch.dtype) -> Step:

@@ -260,7 +260,7 @@ class StreamCost:
     operators: int
 
     @classmethod
-    def of(cls, trace: OperatorTrace, on_chip: int) -> StreamCost:
+    def from_trace(cls, trace: OperatorTrace, on_chip: int) -> StreamCost:
         """Computes the cost. on_chip: bytes of SRAM."""
         operations = trace.operations
         work = Work(

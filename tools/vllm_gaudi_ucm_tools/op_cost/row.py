@@ -104,9 +104,9 @@ class LayerCost:
         return self.by_device[device].work.seconds(device_spec(device))
 
     @classmethod
-    def of(cls, stream: OperatorTrace) -> LayerCost:
+    def from_stream(cls, stream: OperatorTrace) -> LayerCost:
         """Computes the cost on each card, with the on-chip memory that it has."""
-        return cls({name: StreamCost.of(stream, chip.on_chip) for name, chip in CHIPS.items()})
+        return cls({name: StreamCost.from_trace(stream, chip.on_chip) for name, chip in CHIPS.items()})
 
 
 def step_parts(plan: UnifiedPlan) -> AttentionParts:
@@ -131,7 +131,7 @@ class LayerTensors(NamedTuple):
     out: Tensor
 
     @classmethod
-    def of(cls, rows: int, num_blocks: int, block_size: int, model: ModelSpec) -> LayerTensors:
+    def from_sizes(cls, rows: int, num_blocks: int, block_size: int, model: ModelSpec) -> LayerTensors:
         """rows: of the flat batch. num_blocks: of the KV cache."""
         dtype = torch.float32 if model.dtype_bytes == 4 else torch.bfloat16
 
@@ -154,18 +154,18 @@ def _spec(model: ModelSpec) -> AttentionSpec:
 def layer_cost(
     parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelSpec, implementation: str
 ) -> LayerCost:
-    """The cost of attention in one layer, with the fused kernel of a card. See `LayerTensors.of`."""
-    *tensors, out = LayerTensors.of(rows, num_blocks, block_size, model)
+    """The cost of attention in one layer, with the fused kernel of a card. See `LayerTensors.from_sizes`."""
+    *tensors, out = LayerTensors.from_sizes(rows, num_blocks, block_size, model)
     ready, spec = prepare(parts, block_size, implementation=implementation), _spec(model)
     with fused_kernel():
-        return LayerCost.of(trace(unified_attention, *tensors, ready, spec, out))
+        return LayerCost.from_stream(trace(unified_attention, *tensors, ready, spec, out))
 
 
 def layer_nodes(
     parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelSpec, *, fused: bool = False
 ) -> NodeCount:
     """Returns the nodes of a layer's attention in a graph for Gaudi, without those of `plan_nodes`. See
-    `LayerTensors.of`.
+    `LayerTensors.from_sizes`.
 
     A selected part is the layer's own choice. fused: with the card's kernel if a step has only prompts.
     """
@@ -180,7 +180,7 @@ def layer_nodes(
         )
 
     with fused_kernel() if fused else nullcontext():
-        return count_nodes(attend, LayerTensors.of(rows, num_blocks, block_size, model), ready.plan, chosen)
+        return count_nodes(attend, LayerTensors.from_sizes(rows, num_blocks, block_size, model), ready.plan, chosen)
 
 
 def plan_nodes(parts: AttentionParts, block_size: int) -> NodeCount:
@@ -302,7 +302,8 @@ def _used(buckets: BucketSet, steps: Steps, model: ModelSpec) -> list[tuple[Forw
         mine = found == index
         counts = steps.forward_counts[mine]
         works = [
-            _full(ForwardShape.of(bool(c), q, s, u), buckets.limits, model) for c, q, s, u in shapes[mine].tolist()
+            _full(ForwardShape.from_sizes(bool(c), q, s, u), buckets.limits, model)
+            for c, q, s, u in shapes[mine].tolist()
         ]
         total = int(counts.sum())
         flops, moved = (

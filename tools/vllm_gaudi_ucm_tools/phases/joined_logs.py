@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, PhaseLogReader, StepRecord, different_limit
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, PhaseLogReader, different_limit
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 
 class JoinedLogs:

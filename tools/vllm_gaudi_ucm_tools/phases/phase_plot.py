@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm.options.errors import counted
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.output import check_output, report_console
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs

@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.registry import method_class
 
 if TYPE_CHECKING:
     pass
@@ -76,7 +77,7 @@ def make_cases(
 
 def _case(method: str, sections: Mapping[str, Any], given: Mapping[str, Any]) -> Case:
     # first: its error names the nearest method; the error of an unknown section would not
-    UcmSparseFactory.method_class(method)
+    method_class(method)
     section = {**sections.get(method, {}), **given}
     ucm = {"ucm_sparse_method": method, "ucm_sparse_config": {**sections, method: section}}
     created = UcmSparseFactory.create_sparse_method(method, UcmSparseRole.SCHEDULER, resolve_config({"ucm": ucm}))

@@ -32,7 +32,7 @@ class Agreement:
     followed: float = 1.0
 
     @classmethod
-    def of(cls, dense: Sequence[int], free: Sequence[int], followed: Sequence[int]) -> Agreement:
+    def from_tokens(cls, dense: Sequence[int], free: Sequence[int], followed: Sequence[int]) -> Agreement:
         """dense, free, followed: token ids of equal length >= 2."""
         equal = [one == other for one, other in zip(free[1:], dense[1:], strict=True)]
         same = [one == other for one, other in zip(followed[1:], dense[1:], strict=True)]
@@ -116,7 +116,7 @@ def measure(
         prefill,
         decode_tokens_per_s=_decode_tokens_per_s(*sparse),
         dense_tokens_per_s=_decode_tokens_per_s(*dense),
-        agreement=Agreement.of(expected, free.tokens, reply.likeliest),
+        agreement=Agreement.from_tokens(expected, free.tokens, reply.likeliest),
         **figures,
     )
 

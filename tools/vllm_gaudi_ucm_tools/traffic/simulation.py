@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.observability.phase_log import StepRecord
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm_tools.traffic.step import Scheduled, measure_step
 
 

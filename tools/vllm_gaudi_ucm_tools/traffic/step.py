@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, phase_string
-from vllm_gaudi_ucm.observability.phase_log import StepRecord
+from vllm_gaudi_ucm.observability.step_record import StepRecord
 
 
 class Scheduled(NamedTuple):

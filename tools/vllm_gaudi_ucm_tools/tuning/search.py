@@ -119,7 +119,7 @@ WIDENED = 1024
 
 def to_shapes(found: Shapes) -> list[ForwardShape]:
     """Returns rows as forward shapes."""
-    return [ForwardShape.of(bool(causal), *sizes) for causal, *sizes in found.tolist()]
+    return [ForwardShape.from_sizes(bool(causal), *sizes) for causal, *sizes in found.tolist()]
 
 
 class Split(NamedTuple):

@@ -88,7 +88,7 @@ def measure(kind: str, rank: int, workers: int, store: str) -> list[float]:
     from vllm_gaudi_ucm.device import get_device
 
     device = get_device(kind)
-    device.take(rank)
+    device.take_device(rank)
     on = device.torch_device()
     limit = timedelta(seconds=LIMIT_SECONDS / 2)
     dist.init_process_group(device.dist_backend, f"file://{store}", limit, world_size=workers, rank=rank)

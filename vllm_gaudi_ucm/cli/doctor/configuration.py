@@ -25,6 +25,7 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS, options_class
 
 CONFIGURATION = "configuration"
 
@@ -251,11 +252,11 @@ def _unused(config: UcmConfig) -> Iterator[Check]:
     name = config.ucm_sparse_method
     used = config.ucm_sparse_config.used_by(name)
     for section, options in config.ucm_sparse_config:
-        if section not in used and options != UcmSparseFactory.options_class(section)():
+        if section not in used and options != options_class(section)():
             found = f"options of a method that is not on (the method is {json.dumps(name)})"
             advice = f"set {METHOD} to {section}, or remove the section"
             yield Check(SPARSE, f"ucm.ucm_sparse_config.{section}", "warn", found, "options of the method", advice)
 
 
 def _names() -> str:
-    return ", ".join(UcmSparseFactory.known_methods())
+    return ", ".join(SPARSE_METHODS.names())

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
 from vllm_gaudi_ucm.ops.moe.implementation import MOE
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.registry import Registry, RegistryEntry, RegistryError
-from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS
 from vllm_gaudi_ucm.store.factory import STORES
 
 EXTENSIONS = "extensions"

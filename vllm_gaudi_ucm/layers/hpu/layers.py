@@ -78,7 +78,7 @@ class GaudiRotaryEmbedding(RotaryEmbedding):
         super().__init__(*args, **options)
         self._fused = ROTARY.resolve().call
         if self._fused is not None:
-            cos, sin = RotaryTables.of(self.cos_sin_cache, self.is_neox_style)
+            cos, sin = RotaryTables.from_angles(self.cos_sin_cache, self.is_neox_style)
             self.register_buffer("cos_table", cos, persistent=False)
             self.register_buffer("sin_table", sin, persistent=False)
 

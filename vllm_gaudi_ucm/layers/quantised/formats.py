@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding, joined
+from vllm_gaudi_ucm.ops.quantised_linear.rounding import joined
 from vllm_gaudi_ucm.ops.quantised_linear.weight import (
     QuantisedWeight,
+    RowRounding,
     scales_of_exponents,
     unpack_e2m1,
     unpack_integers,

@@ -12,19 +12,12 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.request_table import UNKNOWN_TOKEN, LiveRequest
 from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
+from vllm_gaudi_ucm.sampling.sampling import SamplingBatch, has_penalty
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 from vllm_gaudi_ucm.vllm_api.sampling import apply_penalties
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
-
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
-    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
-
-
-def has_penalty(params: SamplingParams) -> bool:
-    """True if any of the three does something."""
-    return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
 
 
 class Penalties:

@@ -30,7 +30,7 @@ class RowTransfer:
         self._place = StagedRows((1,), np.int64, 0, device)
         self._row = StagedRows((1, vocab_size), np.float32, 0.0, device)
 
-    def take(self, logits: torch.Tensor, row: int, reason: str) -> torch.Tensor:
+    def fetch_row(self, logits: torch.Tensor, row: int, reason: str) -> torch.Tensor:
         """float32 [vocabulary] on the host, of logits [rows, vocabulary]."""
         place = self._place.stage(np.array([row]), 1)
         with self._stage("row to the host"):

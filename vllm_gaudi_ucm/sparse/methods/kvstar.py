@@ -1,8 +1,9 @@
-"""KVStar keeps the selection of any base method locked over several steps. Source: seed 002."""
+"""KVStar keeps a selection of any base method locked over several steps and their drafts. Source: seed 002."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
@@ -11,9 +12,9 @@ from pydantic import ConfigDict, Field
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, unknown_key
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole, WrappingSparse
-from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.locked_verification import KVStarSpeculative, Sessions
+from vllm_gaudi_ucm.sparse.methods.kvstar_metrics import KVStarMetrics
 from vllm_gaudi_ucm.sparse.options import MethodOptions
+from vllm_gaudi_ucm.sparse.registry import SPARSE_METHODS, SparseMethodError, method_class, options_class
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
@@ -78,17 +79,17 @@ class KVStarOptions(MethodOptions):
 
     def base_options(self) -> MethodOptions:
         """Returns the options with which the base method is created."""
-        return UcmSparseFactory.options_class(self.base_method).resolve(self.given_base_options(), "KVStar")
+        return options_class(self.base_method).resolve(self.given_base_options(), "KVStar")
 
 
 def _resolve_base(name: Any, given: dict[str, Any], key: str, own: list[str]) -> MethodOptions:
     """Resolves the base method's options from keys that are not KVStar's `own`; problems name KVStar's key."""
-    others = [method for method in UcmSparseFactory.known_methods() if method != "KVStar"]
+    others = [method for method in SPARSE_METHODS.names() if method != "KVStar"]
     wrong = Problem(f"{key}.base_method", repr(name), f"another method, one of {', '.join(others)}")
     if name not in others:
         raise UcmConfigError([wrong])
     try:
-        options = UcmSparseFactory.options_class(name)
+        options = options_class(name)
     except SparseMethodError as error:
         raise UcmConfigError([Problem(wrong.key, wrong.found, f"a method that can be loaded ({error})")]) from error
     known = list(options.model_fields)
@@ -155,46 +156,19 @@ class KVStarState:
         return SelectionMode.REUSE
 
 
-class KVStarMetrics:
-    """Counters since start; the scheduler's role counts locks and drafts, the worker's role checkpoints."""
+@dataclass(frozen=True)
+class SpeculativeSession:
+    """Drafts of a request that are not verified yet."""
 
-    def __init__(self) -> None:
-        self.lock_count = 0
-        self.unlock_count = 0
-        self.checkpoint_updates = 0
-        self.checkpoint_maintains = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
+    request_id: str
+    num_tokens: int
+    start_position: int
 
-    def record_lock(self) -> None:
-        self.lock_count += 1
 
-    def record_unlock(self) -> None:
-        self.unlock_count += 1
-
-    def record_checkpoint(self, updated: bool, count: int = 1) -> None:
-        """Counts selections (one per layer) that were compared with a new one, and replaced or kept."""
-        if updated:
-            self.checkpoint_updates += count
-        else:
-            self.checkpoint_maintains += count
-
-    def record_speculation(self, drafted: int, accepted: int) -> None:
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-
-    def get_stats(self) -> dict[str, float]:
-        """Returns the counters, and the fraction of checkpoints that replaced a selection (0 without any)."""
-        checkpoints = self.checkpoint_updates + self.checkpoint_maintains
-        return {
-            "lock_count": self.lock_count,
-            "unlock_count": self.unlock_count,
-            "checkpoint_updates": self.checkpoint_updates,
-            "checkpoint_maintains": self.checkpoint_maintains,
-            "checkpoint_update_rate": self.checkpoint_updates / checkpoints if checkpoints else 0,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-        }
+Sessions = dict[str, deque[SpeculativeSession]]
+"""Open speculations by request, oldest first: under asynchronous scheduling the drafts of a step may begin before those
+of the previous one are verified.
+"""
 
 
 class KVStar(WrappingSparse):
@@ -212,7 +186,7 @@ class KVStar(WrappingSparse):
         self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None = None, **parts: Any
     ) -> None:
         options = KVStarOptions.resolve({} if config is None else config, "KVStar")
-        base = UcmSparseFactory.create_sparse_method(options.base_method, role, options.base_options(), **parts)
+        base = method_class(options.base_method)(role, options.base_options(), **parts)
         super().__init__(role, options, base)
         self.kvstar_options = options
         self.metrics = KVStarMetrics()
@@ -225,7 +199,7 @@ class KVStar(WrappingSparse):
     def decides_by_counts(cls, options: MethodOptions) -> bool:
         base = cast(KVStarOptions, options)
         own = cls.build_sparse_meta is KVStar.build_sparse_meta
-        return own and UcmSparseFactory.method_class(base.base_method).decides_by_counts(base.base_options())
+        return own and method_class(base.base_method).decides_by_counts(base.base_options())
 
     # --- selections that the host makes ---
 
@@ -348,3 +322,69 @@ class KVStar(WrappingSparse):
         self.unlock_selection(request_id)
         self._states.pop(request_id, None)
         self.sessions.pop(request_id, None)
+
+
+class KVStarSpeculative:
+    """Opens and closes speculations: drafts and their verification see one selection.
+
+    A speculation is one step of the lock, however many of its tokens are accepted.
+
+    Args:
+        kvstar: the method, which owns the open speculations.
+    """
+
+    def __init__(self, kvstar: KVStar) -> None:
+        self.kvstar = kvstar
+        self._sessions = kvstar.sessions
+
+    def begin_speculation(
+        self, request_id: str, num_speculative_tokens: int | None = None, *, num_speculative: int | None = None
+    ) -> None:
+        """Begins drafts; locks the selection if none is locked. The number may be given by either name of the seed.
+
+        Raises TypeError unless exactly one of the names is given, ValueError for a negative number.
+        """
+        if (num_speculative_tokens is None) == (num_speculative is None):
+            raise TypeError(
+                f"begin_speculation of request {request_id!r}: found num_speculative_tokens="
+                f"{num_speculative_tokens!r} and num_speculative={num_speculative!r}, expected exactly one of them"
+            )
+        num_tokens = num_speculative if num_speculative_tokens is None else num_speculative_tokens
+        if num_tokens is None or num_tokens < 0:
+            raise ValueError(f"begin_speculation of request {request_id!r}: found {num_tokens} tokens, expected >= 0")
+        self.kvstar.ensure_locked(request_id)
+        position = self.kvstar.current_position(request_id)
+        session = SpeculativeSession(request_id, num_tokens, position)
+        self._sessions.setdefault(request_id, deque()).append(session)
+
+    def end_speculation(self, request_id: str, accepted_tokens: int) -> None:
+        """Ends the oldest open speculation after verification. The lock stays, whether all, some or no drafts were
+        accepted.
+
+        Does nothing for a request without an open speculation, which has finished or was preempted. Raises ValueError
+        for more accepted tokens than drafts.
+        """
+        session = self.oldest_session(request_id)
+        if session is None:
+            return
+        if not 0 <= accepted_tokens <= session.num_tokens:
+            raise ValueError(
+                f"end_speculation of request {request_id!r}: found {accepted_tokens} accepted tokens, "
+                f"expected 0 to {session.num_tokens}"
+            )
+        sessions = self._sessions[request_id]
+        sessions.popleft()
+        if not sessions:
+            del self._sessions[request_id]
+        self.kvstar.metrics.record_speculation(session.num_tokens, accepted_tokens)
+
+    def oldest_session(self, request_id: str) -> SpeculativeSession | None:
+        """Returns the drafts that are verified next; None if none are open."""
+        sessions = self._sessions.get(request_id)
+        return sessions[0] if sessions else None
+
+    def verify_consistency(
+        self, request_id: str, draft_selection: Iterable[int], target_selection: Iterable[int]
+    ) -> bool:
+        """Returns whether drafts and verification of a request used the same blocks."""
+        return set(draft_selection) == set(target_selection)

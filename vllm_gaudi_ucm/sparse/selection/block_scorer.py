@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-    from vllm_gaudi_ucm.sparse.selection.layer_selector import OverRanks
     from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
+
+
+OverRanks = Callable[[torch.Tensor], torch.Tensor]
+"""Scores by the heads of this rank, float32 [candidates] -> the mean over the ranks. It may run inside a graph."""
 
 
 class ScoredLayer(NamedTuple):
@@ -195,7 +199,7 @@ class SummaryQueue:
         self._waiting[missing] = True
         self._queue.extend(missing.tolist())
 
-    def take(self, most: int | None = None) -> NDArray[np.int64]:
+    def take_blocks(self, most: int | None = None) -> NDArray[np.int64]:
         """Returns the blocks to summarise in this step, longest waiting first; they count as summarised from now on."""
         taken: list[int] = []
         while self._queue and (most is None or len(taken) < most):

@@ -8,17 +8,16 @@ import torch
 from vllm_gaudi_ucm.observability.room_metrics import DeviceCounts
 from vllm_gaudi_ucm.ops.block_selection.api import chosen_implementation, new_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
+from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, OverRanks, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import (
     ChoosingLayer,
     DenseLayer,
     FollowingLayer,
     LayerSelection,
     LayerSelector,
-    OverRanks,
     Scoring,
 )
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -178,7 +177,7 @@ class BlockSelector:
             tensor.zero_()
         for layer in self._choosing:
             layer.stored.fill_(-1)
-            layer.take(layer.stored[:0])
+            layer.take_stored(layer.stored[:0])
         if self.scorer is not None:
             self.scorer.refill()
 
@@ -194,7 +193,7 @@ class BlockSelector:
             return
         rows = self._read([layer.stored for layer in self._choosing], selection.tensors.choice_slots)
         for layer, before in zip(self._choosing, rows, strict=True):
-            layer.take(before)
+            layer.take_stored(before)
 
     def end(self, selection: LayerSelection) -> None:
         """Adds to `recall` after the layers have run, from the last layer that has scored. One layer, to be cheap."""

@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.implementation import ChoosingSpans, Prepared
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
-from vllm_gaudi_ucm.sparse.selection.block_scorer import ScoredLayer, keep_queries
+from vllm_gaudi_ucm.sparse.selection.block_scorer import OverRanks, ScoredLayer, keep_queries
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RankedSpans(NamedTuple):
     prepared: Prepared | None
 
     @classmethod
-    def of(cls, t: SelectionTensors, num_rows: torch.Tensor, implementation: str) -> RankedSpans:
+    def from_tensors(cls, t: SelectionTensors, num_rows: torch.Tensor, implementation: str) -> RankedSpans:
         rows = t.candidate_spans, t.first_rows, num_rows, t.max_rows
         return cls(num_rows, prepare_spans(*rows, t.counts, t.modes, t.most, implementation=implementation))
 
@@ -110,9 +110,9 @@ class LayerSelection:
         self.first_places = t.choice_spans * t.width
         self.spans = self.measured = RankedSpans(t.num_rows, None)
         if not self.reused and not self.at_once:
-            self.spans = self.measured = RankedSpans.of(t, t.num_rows, self.implementation)
+            self.spans = self.measured = RankedSpans.from_tensors(t, t.num_rows, self.implementation)
             if passes_over(t.modes.device.type, implementation=self.implementation):
-                self.spans = RankedSpans.of(t, t.ranked_rows, self.implementation)
+                self.spans = RankedSpans.from_tensors(t, t.ranked_rows, self.implementation)
         if self.at_once:
             from vllm_gaudi_ucm.ops.block_selection.impl.cpu.native import NativeSelection, StepCandidates
 
@@ -126,9 +126,6 @@ class LayerSelection:
 
 Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]
 """(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
-
-OverRanks = Callable[[torch.Tensor], torch.Tensor]
-"""Scores by the heads of this rank, float32 [candidates] -> the mean over the ranks. It may run inside a graph."""
 
 
 class Scoring(NamedTuple):
@@ -252,7 +249,7 @@ class ChoosingLayer(LayerSelector):
         """Returns whether a native call may score and choose, because no other computation is needed in between."""
         return self._score is None and self._over_ranks is None
 
-    def take(self, before: torch.Tensor) -> None:
+    def take_stored(self, before: torch.Tensor) -> None:
         """Takes int64 [spans, most], the stored rankings of the step's requests.
 
         A region that read them itself would have to copy `stored` before it writes there.

@@ -9,7 +9,7 @@ import torch
 
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 SPAN_ARRAYS = (
     *("first_rows", "num_rows", "scored_rows", "ranked_rows"),
@@ -62,7 +62,7 @@ class SelectionTensors(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], limits: SelectionLimits) -> SelectionTensors:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], limits: SelectionLimits) -> SelectionTensors:
         """Makes the tensors. tensors: by the names of SelectionPlan."""
         arrays = {name: tensors[name] for name in SelectionPlan._fields}
         return cls(**arrays, max_rows=limits.max_rows, width=limits.width, most=limits.most)

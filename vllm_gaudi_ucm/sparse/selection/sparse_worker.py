@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.protocol.attachments import attach_buckets, attach_report, a
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
+from vllm_gaudi_ucm.sparse.selection.block_scorer import OverRanks
 from vllm_gaudi_ucm.sparse.selection.block_selector import (
     BlockSelector,
     ChoosingLayers,
@@ -25,8 +26,9 @@ from vllm_gaudi_ucm.sparse.selection.block_selector import (
     Region,
     SelectionLayer,
 )
-from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, OverRanks, Scoring
-from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionLimits, SelectionState, StepSelection
+from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, Scoring
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionState, StepSelection
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +106,7 @@ class BlockSelection:
     selector: BlockSelector
 
     @classmethod
-    def of(
+    def from_layers(
         cls,
         method: BlockSparse,
         layers: Sequence[SelectionLayer],

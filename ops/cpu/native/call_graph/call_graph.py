@@ -60,7 +60,7 @@ class Capture:
         self._stand_ins = stand_ins
         self._operations = 0
 
-    def run(self, function: Callable[[], Tensor]) -> Tensor:
+    def record(self, function: Callable[[], Tensor]) -> Tensor:
         """Runs the function and returns its result. If the function raises, there is no graph."""
         with standing_in(_RecordingLibrary(self)), _Operations(self, self._pool):
             return function()
@@ -182,7 +182,7 @@ class CpuGraph:
         for part in self._parts:
             if isinstance(part, Operation):
                 part.run()
-            elif not part.run():
+            elif not part.run_calls():
                 return False
         return True
 
@@ -224,7 +224,7 @@ def capture(function: Callable[[], Tensor], pool: MemoryPool, stand_ins: Mapping
         that replays pass instead.
     """
     recording = Capture(pool, stand_ins)
-    result = recording.run(function)
+    result = recording.record(function)
     if recording.refused:
         return Captured(result, None, recording.refused, recording.stopped)
     result = pool.unkept(result)

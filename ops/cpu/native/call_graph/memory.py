@@ -33,7 +33,7 @@ class Arena:
         # in order, and disjoint
         self._gaps = [(0, len(self.memory))]
 
-    def take(self, size: int) -> int | None:
+    def take_bytes(self, size: int) -> int | None:
         """Lends `size` bytes and returns their start; None if no gap is large enough."""
         size = _aligned(size)
         for index, (start, end) in enumerate(self._gaps):
@@ -117,10 +117,10 @@ class MemoryPool:
 
     def _place(self, size: int) -> tuple[Arena, int]:
         for arena in self._arenas:
-            if (start := arena.take(size)) is not None:
+            if (start := arena.take_bytes(size)) is not None:
                 return arena, start
         arena = Arena(max(size, self._arena_bytes))
         self._arenas.append(arena)
-        start = arena.take(size)
+        start = arena.take_bytes(size)
         assert start is not None, "as large as asked for"
         return arena, start

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.moe.choice import TINY
+from vllm_gaudi_ucm.ops.moe.spec import TINY
 
 # Experts whose scores a program keeps in registers.
 LARGEST = 2048

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from vllm_gaudi_ucm.ops.cpu.native.half_rows import narrow_rows, widen_rows
 from vllm_gaudi_ucm.ops.cpu.native.library import HALF_TYPES, is_rows, native
-from vllm_gaudi_ucm.ops.quantised_linear.rounding import MOST_INPUTS, RowRounding, multiply_rounded
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm.ops.quantised_linear.rounding import MOST_INPUTS, multiply_rounded
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, RowRounding
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target

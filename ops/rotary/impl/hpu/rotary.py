@@ -21,7 +21,7 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def of(cls, angles: Tensor, is_neox: bool) -> RotaryTables:
+    def from_angles(cls, angles: Tensor, is_neox: bool) -> RotaryTables:
         """Builds the tables of angles [positions, width], the cosines of width / 2 angles before their sines."""
         cos, sin = (cls._spread(half, is_neox) for half in angles.chunk(2, -1))
         return cls(cos, sin)

@@ -103,7 +103,7 @@ class HpuAttention(AttentionImplementation):
             fused_causal(query, key, value, causal, mask, spec.scale, out, fused)
             return True
 
-        products = Products.of(query, key_cache, spec, per_head.slopes)
+        products = Products.from_query(query, key_cache, spec, per_head.slopes)
         rows = products.query(query, kv_heads)
         seen: Seen | None = None
         if hidden is not None:

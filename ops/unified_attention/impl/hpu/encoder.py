@@ -83,7 +83,7 @@ class HpuEncoder(AttentionImplementation):
         hidden = [one.hidden if spec.reach is None else one.hidden | (one.distance >= spec.reach) for one in plan]
         fused = hpu_kernels.FUSED_SDPA
         if fused is None or query.dtype != torch.bfloat16 or value.shape[-1] != query.shape[-1]:
-            write(_by_products(query, key, value, plan, hidden, Products.of(query, key_cache, spec)), out)
+            write(_by_products(query, key, value, plan, hidden, Products.from_query(query, key_cache, spec)), out)
             return True
         key, value, broken = finite(key, value, query.dtype)
         pieces = []

@@ -54,7 +54,7 @@ class Products(NamedTuple):
     slopes: Tensor | None = None
 
     @classmethod
-    def of(cls, query: Tensor, cache: Tensor, spec: AttentionSpec, slopes: Tensor | None = None) -> Products:
+    def from_query(cls, query: Tensor, cache: Tensor, spec: AttentionSpec, slopes: Tensor | None = None) -> Products:
         """Makes the products of a layer. slopes: fp32 [heads]."""
         narrow = query.device.type == "cuda" and query.dtype == cache.dtype == torch.bfloat16
         by_group = None if slopes is None else slopes.view(cache.shape[2], -1)

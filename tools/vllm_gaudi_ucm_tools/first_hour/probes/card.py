@@ -12,7 +12,7 @@ import torch
 from vllm_gaudi_ucm.device import detect
 from vllm_gaudi_ucm.device.gaudi_software import BRIDGE, installed_gaudi_software
 from vllm_gaudi_ucm_tools.first_hour.bench import Bench, attempt
-from vllm_gaudi_ucm_tools.first_hour.child import is_upstream_torch
+from vllm_gaudi_ucm_tools.first_hour.loading import is_upstream_torch
 
 ALLOCATOR = "DeviceAllocator"
 # vLLM's loader and its shared code call these; the first five raise on a Gaudi. `empty_host_cache`

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from vllm_gaudi_ucm_tools.first_hour.bench import Bench, attempt
-from vllm_gaudi_ucm_tools.first_hour.child import DoesNotApply
 from vllm_gaudi_ucm_tools.first_hour.launcher import run_apart
+from vllm_gaudi_ucm_tools.first_hour.loading import DoesNotApply
 from vllm_gaudi_ucm_tools.first_hour.result import Ending
 
 WORLD = 2

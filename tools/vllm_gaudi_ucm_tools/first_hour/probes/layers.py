@@ -102,7 +102,10 @@ def _host_cost(bench: Bench, call: Callable[[], Any]) -> None:
 def without_fallback(bench: Bench) -> None:
     """Probe 8: PT_HPU_USE_EAGER_FALLBACK=0 makes an error of whatever leaves the graph."""
     sizes = _Sizes(bench)
-    for shape in (ForwardShape.of(False, sizes.rows, 0, sizes.unique), ForwardShape.of(True, sizes.rows, 0, 0)):
+    for shape in (
+        ForwardShape.from_sizes(False, sizes.rows, 0, sizes.unique),
+        ForwardShape.from_sizes(True, sizes.rows, 0, 0),
+    ):
         outcome = attempt(lambda: sizes.run(bench, shape, write=True))  # noqa: B023 - called at once
         bench.claim(f"layer in {shape.phase}", outcome.error or "nothing falls back", "nothing falls back")
 
@@ -115,7 +118,7 @@ def phases(bench: Bench) -> None:
     for scale in bench.pick((1,), (1, 4, 16)):
         for causal, shared, unique in ((c, s, u) for c in (0, 1) for s in (0, 1) for u in (0, 1)):
             counts = (count * scale for count in (shared * sizes.shared, unique * sizes.unique))
-            shape = ForwardShape.of(bool(causal), sizes.rows * scale, *counts)
+            shape = ForwardShape.from_sizes(bool(causal), sizes.rows * scale, *counts)
             costs += _compile_cost(bench, sizes, shape)
     bench.answer("memory that the device lost to all of them", f"{bench.used_memory() - memory} bytes")
     points = [(cost.nodes, cost.seconds) for cost in costs]

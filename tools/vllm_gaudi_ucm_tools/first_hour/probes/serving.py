@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_gaudi_ucm_tools.first_hour.bench import Bench
-from vllm_gaudi_ucm_tools.first_hour.child import DoesNotApply
+from vllm_gaudi_ucm_tools.first_hour.loading import DoesNotApply
 from vllm_gaudi_ucm_tools.first_hour.random_model import vocabulary, write_model
 
 FEW_GRAPHS = 8
