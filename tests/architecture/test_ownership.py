@@ -27,6 +27,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/vllm_api/blocks.py": "requests of vLLM's scheduler",
     "vllm_gaudi_ucm/vllm_api/engine_process.py": "vLLM's configuration",
     "vllm_gaudi_ucm/vllm_api/loading.py": "methods of vLLM's loader, models and weights, which it gives back",
+    "vllm_gaudi_ucm/vllm_api/lora.py": "the matrices of vLLM's layers with adapters",
     "vllm_gaudi_ucm/vllm_api/model.py": "the class of vLLM's attention layers",
     "vllm_gaudi_ucm/vllm_api/moe.py": "the class of vLLM's routers",
     "vllm_gaudi_ucm/vllm_api/platforms.py": "vLLM's configuration",

@@ -1,4 +1,4 @@
-"""What vLLM's layers with adapters call: the products of their adapters, by the operation `ops/lora`."""
+"""The products of a layer's adapters, for vLLM's layers, by the operation `ops/lora`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.lora import PunicaWrapperBase
 
 if TYPE_CHECKING:
-    from vllm.config.lora import LoRAConfig
+    from vllm.config import LoRAConfig
 
 
 class LayerAdapters(PunicaWrapperBase):
