@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.connector.worker_side import BlockLoads
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_cache.pair import KvPair
-from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
+from vllm_gaudi_ucm.memory_mode.worker_side import OffloadWorker
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders

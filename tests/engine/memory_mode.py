@@ -9,7 +9,7 @@ from vllm import RequestOutput
 
 from tests.engine.serving import Engine
 from tests.engine.sparse import STATIC
-from vllm_gaudi_ucm.kv_offload.copies import CopyStore
+from vllm_gaudi_ucm.memory_mode.copies import CopyStore
 
 WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.serving import Engine, greedy_params
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
-from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
+from vllm_gaudi_ucm.memory_mode.scheduler_side import OffloadScheduler
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
 
 

@@ -10,7 +10,6 @@ from transformers import AutoConfig
 from vllm.model_executor.layers.attention import (
     Attention,
     CrossAttention,
-    EncoderOnlyAttention,
     MLAAttention,
 )
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -45,7 +44,7 @@ def test_attention_in_both_directions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [CrossAttention, EncoderOnlyAttention, MLAAttention, MambaMixer2, TransformersMoERunner],
+    [CrossAttention, MLAAttention, MambaMixer2, TransformersMoERunner],
 )
 def test_layers_of_other_kinds(kind: type[Any]) -> None:
     """Every one of them enters itself there while its model is built. covers: A18"""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+from vllm_gaudi_ucm.memory_mode.options import MemoryModeOptions
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.options.values import parse_bytes, show_bytes
 from vllm_gaudi_ucm.store.factory import resolve_store_options

@@ -34,7 +34,7 @@ class AdapterSlots(RowInput):
     @classmethod
     def is_read_by(cls, model: nn.Module) -> bool:
         """Returns whether the model has slots for adapters; a draft model has none."""
-        return hasattr(model, "lora_manager")
+        return "lora_manager" in vars(model)
 
     @classmethod
     def kwargs(cls, values: T) -> dict[str, T]:

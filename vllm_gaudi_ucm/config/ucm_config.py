@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.config.sections import (
     PreemptionConfig,
 )
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
-from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+from vllm_gaudi_ucm.memory_mode.options import MemoryModeOptions
 from vllm_gaudi_ucm.options.errors import (
     NOTE,
     Problem,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.connector.group_keys import Tables
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
-    from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
+    from vllm_gaudi_ucm.memory_mode.scheduler_side import OffloadScheduler
+    from vllm_gaudi_ucm.memory_mode.worker_side import StoredCopies
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, RecordLoad, RecordSave
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
+    from vllm_gaudi_ucm.memory_mode.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 Order = Callable[[Sequence[bytes]], Sequence[int]]

@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.vllm_api.blocks import is_isolated
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.group_keys import Tables
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
+    from vllm_gaudi_ucm.memory_mode.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
 
 logger = plugin_logger(__name__)

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.config.ucm_config import UcmConfig, connector_prefetch, reso
 from vllm_gaudi_ucm.connector.forward_inputs import forward_inputs
 from vllm_gaudi_ucm.connector.group_keys import GroupKeys
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
-from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
+from vllm_gaudi_ucm.memory_mode.summary_records import summary_bytes
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.prefetch.options import EngineOptions, PrefetchOptions
 from vllm_gaudi_ucm.store.block_key import Namespace

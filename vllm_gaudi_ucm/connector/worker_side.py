@@ -15,10 +15,10 @@ from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
 from vllm_gaudi_ucm.device import Device, get_device
 from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
-from vllm_gaudi_ucm.kv_offload.copies import CopyLoads
-from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords
-from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.memory_mode.copies import CopyLoads
+from vllm_gaudi_ucm.memory_mode.summary_records import SummaryRecords
+from vllm_gaudi_ucm.memory_mode.worker_side import StoredCopies
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.observability.room_metrics import PrefetchMetrics, StoreMetrics, TransferMetrics, TransferTotals
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics

@@ -166,6 +166,8 @@ class BucketedExecution:
             self._most_rows = choices.max_rows
             self._remainders = graphs(self.remainders.limits, choices.of_remainder())
         self._graphs = self._ordinary
+        # without a cache every step is one of prompts, which a bucket holds
+        self._divides = self.ready.buckets.limits.has_cache
         self._shape: StepShape
 
     @property
@@ -177,7 +179,7 @@ class BucketedExecution:
         return self._logits.shape[1]
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
-        if not self.ready.buckets.limits.has_cache:
+        if not self._divides:
             return [np.arange(len(batch.num_scheduled))]
         first = self._groups.groups[0]
         whole = batch.of_group(0)

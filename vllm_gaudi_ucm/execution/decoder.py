@@ -170,7 +170,8 @@ class Decoder:
         forward is one region. The context that layers read is set outside: entering it is not part of a graph.
         """
         try:
-            layers = compile_regions(cast(nn.Module, self.model), compiler)
+            others = () if self._adapters is None else self._adapters.regions
+            layers = compile_regions(cast(nn.Module, self.model), compiler, others)
         except ValueError as error:
             logger.warning(
                 "%s is compiled as a whole, which takes longer the more layers it has: %s",

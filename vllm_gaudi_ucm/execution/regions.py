@@ -20,7 +20,6 @@ from vllm_gaudi_ucm.vllm_api.model import (
     PPMissingLayer,
     RMSNorm,
     VocabParallelEmbedding,
-    VocabParallelEmbeddingWithLoRA,
     forget_names,
     plain_parameters,
 )
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 # Arguments that vLLM's models pass to a layer: tensors, and None for the first layer's residual.
 TENSOR_ARGUMENTS = frozenset({"positions", "position_ids", "hidden_states", "residual"})
 # Modules outside the layers; classes that read only their inputs and weights.
-SMALL_REGIONS = (VocabParallelEmbeddingWithLoRA, VocabParallelEmbedding, RMSNorm, nn.LayerNorm, nn.Embedding)
+SMALL_REGIONS = (VocabParallelEmbedding, RMSNorm, nn.LayerNorm, nn.Embedding)
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
@@ -54,9 +53,11 @@ def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
     return [_present(layers) for layers in outermost]
 
 
-def compile_regions(model: nn.Module, compiler: StaticCompiler) -> int:
+def compile_regions(model: nn.Module, compiler: StaticCompiler, others: tuple[type[nn.Module], ...] = ()) -> int:
     """Replaces the forward of each layer by the shared region, and also those of embeddings and norms outside the
     layers.
+
+    others: further classes of modules outside the layers; modules in them belong to their regions.
 
     Returns the number of layers.
 
@@ -77,10 +78,9 @@ def compile_regions(model: nn.Module, compiler: StaticCompiler) -> int:
             run_layers[held] = compiler.region(_own_copy(_run_layer, number) if number else _run_layer)
         layer.forward = _layer_call(run_layers[held], layer)
     for module in model.modules():
-        if isinstance(module, SMALL_REGIONS) and id(module) not in inside:
-            # what a region holds belongs to it, such as the embedding of one with adapters
+        if isinstance(module, (*others, *SMALL_REGIONS)) and id(module) not in inside:
             inside |= {id(part) for part in module.modules()}
-            module.forward = _part_call(run_part, module)  # type: ignore[method-assign]
+            module.forward = _part_call(run_part, module)
     return len(layers)
 
 

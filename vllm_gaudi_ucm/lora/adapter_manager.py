@@ -21,7 +21,9 @@ from vllm_gaudi_ucm.vllm_api.lora import (
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
     MoERunner,
+    SupportsLoRA,
     VocabParallelEmbeddingWithLoRA,
+    write_through,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         super().register_module(module_name, module)
         weights = _laid_out(module)
         written = weights.on_host() if weights.up.device.type == "hpu" else weights
-        _write_through(module, written)
+        write_through(module, *_views(module, written))
         self.weights[module_name], self._written[module_name] = weights, written
 
     def begin_steps(self, routes: StepRoutes) -> None:
@@ -83,17 +85,11 @@ def _laid_out(module: BaseLayerWithLoRA) -> AdapterWeights:
     raise AdapterError(f"layers with adapters: found {type(module).__name__}, expected a linear layer or an embedding")
 
 
-def _write_through(module: BaseLayerWithLoRA, written: AdapterWeights) -> None:
-    """Replaces the stacked matrices of a layer, which are zeros, by views through which vLLM writes adapters."""
+def _views(module: BaseLayerWithLoRA, written: AdapterWeights) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """Returns views of each slice's matrices, in the shapes that vLLM writes."""
     if isinstance(module, VocabParallelEmbeddingWithLoRA):
-        module.lora_a_stacked = written.down.view(module.lora_a_stacked.shape)
-        (module.lora_b_stacked,) = written.up_of_slices()
-        return
-    downs, ups = written.down_of_slices(), written.up_of_slices()
-    if isinstance(module, LogitsProcessorWithLoRA):
-        (module.lora_a_stacked,), (module.lora_b_stacked,) = downs, ups
-    else:
-        module.lora_a_stacked, module.lora_b_stacked = downs, ups
+        return (written.down.view(module.lora_a_stacked.shape),), written.up_of_slices()
+    return written.down_of_slices(), written.up_of_slices()
 
 
 def _zeros_like(down: torch.Tensor, ups: tuple[torch.Tensor, ...]) -> AdapterWeights:
@@ -127,7 +123,7 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         agree: Callable[[bool], bool] = bool,
     ) -> None:
         self._agree = agree
-        super().__init__(vllm_config, device, getattr(model, "embedding_modules", {}))
+        super().__init__(vllm_config, device, cast(SupportsLoRA, model).embedding_modules)
         self.create_lora_manager(model, vllm_config)
         self.routes = StepRoutes(
             self.lora_config.max_loras,
@@ -135,6 +131,7 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
             vllm_config.scheduler_config.max_num_batched_tokens,
             device,
             captured=captured,
+            regions=(VocabParallelEmbeddingWithLoRA,),
         )
         self._adapter_manager.begin_steps(self.routes)
 

@@ -1,4 +1,4 @@
-"""What vLLM's layers with adapters call: the products of their adapters, by the operation `ops/lora`."""
+"""The products of a layer's adapters, for vLLM's layers, by the operation `ops/lora`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.lora import PunicaWrapperBase
 
 if TYPE_CHECKING:
-    from vllm.config.lora import LoRAConfig
+    from vllm.config import LoRAConfig
 
 
 class LayerAdapters(PunicaWrapperBase):
@@ -50,8 +50,9 @@ class LayerAdapters(PunicaWrapperBase):
         assert self._weights is not None, "of_layer gives a layer its weights"
         return self._weights
 
+    # vLLM's class assigns the tensor in each step; its layers only read it
     @property
-    def _embeddings_indices(self) -> torch.Tensor:
+    def _embeddings_indices(self) -> torch.Tensor:  # type: ignore[override]
         """Returns int64 [rows], where the rows of each row's adapter begin in the first matrices of an embedding. A row
         without an adapter reads those of slot 0, and `add_lora_embedding` discards them.
         """

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from vllm_gaudi_ucm.ops.lora.api import Routes, route_rows
 from vllm_gaudi_ucm.ops.lora.weights import NO_ADAPTER
@@ -28,12 +29,22 @@ class StepRoutes:
         num_rows: rows of the largest step.
         device: device of the model.
         captured: forwards are captured at static shapes.
+        regions: classes of modules with adapters outside of a model's layers, which are compiled as regions.
 
     current: routes of the rows that layers compute.
     """
 
-    def __init__(self, slots: int, rank: int, num_rows: int, device: torch.device, *, captured: bool) -> None:
-        self.slots, self.rank = slots, rank
+    def __init__(
+        self,
+        slots: int,
+        rank: int,
+        num_rows: int,
+        device: torch.device,
+        *,
+        captured: bool,
+        regions: tuple[type[nn.Module], ...] = (),
+    ) -> None:
+        self.slots, self.rank, self.regions = slots, rank, regions
         self._captured = captured
         self._implementation = AUTO
         self._make: Callable[[torch.Tensor], Routes] = self._route

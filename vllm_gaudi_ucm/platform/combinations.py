@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
-    from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+    from vllm_gaudi_ucm.memory_mode.options import MemoryModeOptions
 
 _MODE = "with ucm.memory_mode"
 

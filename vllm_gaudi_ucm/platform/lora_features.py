@@ -9,8 +9,7 @@ from vllm_gaudi_ucm.connector.transfer_config import OFFLOADING, OURS, configure
 from vllm_gaudi_ucm.platform.feature import Feature
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.config.lora import LoRAConfig
+    from vllm.config import LoRAConfig, VllmConfig
 
 
 def _option(name: str, flag: str, why: str, found: Callable[[LoRAConfig], object]) -> Feature[VllmConfig]:

@@ -33,7 +33,7 @@ from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput, SchedulerOutput
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
+    from vllm_gaudi_ucm.memory_mode.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection

@@ -36,7 +36,7 @@ from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, RequestSta
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.block_policies.policies import BlockPolicies
     from vllm_gaudi_ucm.connector.connector import UcmConnector
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
+    from vllm_gaudi_ucm.memory_mode.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler

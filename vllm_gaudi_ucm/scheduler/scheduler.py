@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.vllm_api.blocks import drop_steps_in_flight, forget_uncomput
 from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, EngineCoreOutputs, Scheduler
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
+    from vllm_gaudi_ucm.memory_mode.scheduler_side import OffloadScheduler
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, block_options, blocks_ahead, idle_options, resolve_config
 from vllm_gaudi_ucm.connector.connector import UcmConnector, our_connector
-from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
-from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.memory_mode.request_blocks import RequestBlocks
+from vllm_gaudi_ucm.memory_mode.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.scheduler.choice_cost import register_choice_cost
 from vllm_gaudi_ucm.scheduler.parts import (
     FailedRequests,

@@ -205,7 +205,7 @@ class ModelRunner:
 
     @property
     def adapters(self) -> AdapterManager | None:
-        """What loads adapters; None if they are switched off, and before the model is loaded."""
+        """Loads adapters (LoRA); None if they are switched off, and before the model is loaded."""
         return self._adapters
 
     @property

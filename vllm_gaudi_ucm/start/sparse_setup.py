@@ -18,8 +18,8 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import remainder_rows
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_cache.pair import LayerCache, in_blocks
-from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
-from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker, StoredCopies
+from vllm_gaudi_ucm.memory_mode.copies import CopyFolder, CopyStore
+from vllm_gaudi_ucm.memory_mode.worker_side import OffloadWorker, StoredCopies
 from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics, SparseMetrics
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole

@@ -5,12 +5,12 @@ Internal: `LRUCacheWorkerLoRAManager` and `LRUCacheLoRAModelManager`, which load
 `LoRAModel` and `LoRALayerWeights`, what they load; `BaseLayerWithLoRA`, `BaseLinearLayerWithLoRA`,
 `LogitsProcessorWithLoRA` and `VocabParallelEmbeddingWithLoRA`, the layers that they put in a model; `LoRARequest`, the
 adapter that a request names; `LoRAAdapterNotFoundError`, which a server answers by 404; `MoERunner`,
-`QKVParallelLinear` and `MergedColumnParallelLinear`, the kinds of layers that are told apart; `supports_lora`.
+`QKVParallelLinear` and `MergedColumnParallelLinear`, the kinds of layers that are told apart; `SupportsLoRA`, models
+with such layers.
 """
 
-from typing import cast
 
-from torch import nn
+import torch
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.layers import (
     BaseLayerWithLoRA,
@@ -26,7 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
-from vllm.model_executor.models import supports_lora
+from vllm.model_executor.models import SupportsLoRA
 from vllm.model_executor.models.utils import PPMissingLayer
 
 __all__ = [
@@ -44,9 +44,10 @@ __all__ = [
     "PPMissingLayer",
     "PunicaWrapperBase",
     "QKVParallelLinear",
+    "SupportsLoRA",
     "VocabParallelEmbeddingWithLoRA",
     "full_outputs",
-    "supports_lora",
+    "write_through",
 ]
 
 
@@ -65,13 +66,19 @@ def full_outputs(layer: BaseLinearLayerWithLoRA) -> tuple[int, ...]:
     if isinstance(base, MergedColumnParallelLinear):
         whole = tuple(base.output_sizes)
         return whole if layer.n_slices == len(whole) else (sum(whole),)
-    return (cast(int, base.output_size),)
+    return (base.output_size,)
 
 
-def embedding_modules(model: nn.Module) -> dict[str, str]:
-    """Returns the embeddings of a model that take adapters, by name.
+def write_through(layer: BaseLayerWithLoRA, downs: tuple[torch.Tensor, ...], ups: tuple[torch.Tensor, ...]) -> None:
+    """Has vLLM write adapters to these tensors instead of the stacked matrices that a layer was made with.
 
-    Reason: models without any lack the attribute.
-    Remove when: `SupportsLoRA` gives it to all.
+    downs: [slots, 1, rank, inputs] of each slice; of an embedding [slots, tokens, rank]. ups: [slots, 1, outputs, rank]
+    of each slice.
+
+    Reason: a layer allocates a tensor for each slice, and writes an adapter to a slot of it.
+    Remove when: a layer can be given the memory of its adapters.
     """
-    return cast("dict[str, str]", getattr(model, "embedding_modules", {}))
+    if isinstance(layer, BaseLinearLayerWithLoRA):
+        layer.lora_a_stacked, layer.lora_b_stacked = downs, ups
+    else:
+        (layer.lora_a_stacked,), (layer.lora_b_stacked,) = downs, ups

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
-from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, EncoderOnlyAttention
@@ -67,7 +66,6 @@ __all__ = [
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
     "VocabParallelEmbedding",
-    "VocabParallelEmbeddingWithLoRA",
     "YaRNScalingRotaryEmbedding",
     "as_trained",
     "densely",

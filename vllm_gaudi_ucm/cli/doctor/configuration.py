@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.decisions.graph_kind import graph_kind
 from vllm_gaudi_ucm.decisions.recipe_cache import RecipeCacheError, check_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_REMAINDERS
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, read_bucket_file
-from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+from vllm_gaudi_ucm.memory_mode.options import MemoryModeOptions
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, read_phase_log
 from vllm_gaudi_ucm.options.errors import UcmConfigError, counted
 from vllm_gaudi_ucm.options.files import parse_json

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.kv_offload.fake_worker import FakeWorker
-from tests.kv_offload.scheduler_side import run_step, scheduler_of
+from tests.memory_mode.fake_worker import FakeWorker
+from tests.memory_mode.scheduler_side import run_step, scheduler_of
 from tests.scheduler.schedulers import BLOCK_SIZE, request
-from vllm_gaudi_ucm.kv_offload.scheduler_side import STEPS_UNDER_WAY
+from vllm_gaudi_ucm.memory_mode.scheduler_side import STEPS_UNDER_WAY
 
 
 def test_what_is_freed_admits_others(tmp_path: Path) -> None:

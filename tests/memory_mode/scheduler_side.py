@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.kv_offload.fake_worker import FakeWorker
+from tests.memory_mode.fake_worker import FakeWorker
 from tests.scheduler.schedulers import finish_step, make_scheduler, sampled_ids, vllm_config
 from vllm_gaudi_ucm.protocol.attachments import attach_report
 from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.kv_offload.placement import ChosenMoves, choose_moves
+from vllm_gaudi_ucm.memory_mode.placement import ChosenMoves, choose_moves
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 

@@ -13,8 +13,8 @@ from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.kv_offload.offload_state import OffloadState
-    from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+    from vllm_gaudi_ucm.memory_mode.offload_state import OffloadState
+    from vllm_gaudi_ucm.memory_mode.options import MemoryModeOptions
     from vllm_gaudi_ucm.protocol.offload import OffloadTotals
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.kv_offload.fake_worker import FakeWorker
-from tests.kv_offload.prefetch import config_of
-from tests.kv_offload.scheduler_side import run_step, scheduler_of
+from tests.memory_mode.fake_worker import FakeWorker
+from tests.memory_mode.prefetch import config_of
+from tests.memory_mode.scheduler_side import run_step, scheduler_of
 from tests.scheduler.schedulers import request
 from vllm_gaudi_ucm.config.ucm_config import blocks_ahead, idle_options, memory_mode_prefetch, resolve_config
-from vllm_gaudi_ucm.kv_offload.copies import CopyStore
+from vllm_gaudi_ucm.memory_mode.copies import CopyStore
 from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.stats import PrefetchStats

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.distributed.ranks import Ranks
-from vllm_gaudi_ucm.kv_offload.agreed_moves import AgreedMoves, EndedMove
+from vllm_gaudi_ucm.memory_mode.agreed_moves import AgreedMoves, EndedMove
 
 
 class ThreadRanks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kv_offload.block_scorer import Scored
+from tests.memory_mode.block_scorer import Scored
 from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 

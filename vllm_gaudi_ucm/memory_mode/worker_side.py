@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY, DeviceBlocks
-from vllm_gaudi_ucm.kv_offload.agreed_moves import AgreedMoves, EndedMove
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.memory_mode.agreed_moves import AgreedMoves, EndedMove
 from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders, OffloadReport
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.device import Fence
-    from vllm_gaudi_ucm.kv_offload.copies import CopyLoads, CopyStore, Pair
+    from vllm_gaudi_ucm.memory_mode.copies import CopyLoads, CopyStore, Pair
     from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics
     from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionState

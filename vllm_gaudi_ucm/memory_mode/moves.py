@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders, OffloadTotals, TablePatch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.kv_offload.offload_state import OffloadState
-    from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
+    from vllm_gaudi_ucm.memory_mode.offload_state import OffloadState
+    from vllm_gaudi_ucm.memory_mode.request_blocks import RequestBlocks
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
     from vllm_gaudi_ucm.vllm_api.steps import Request
 

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tests.kv_offload.fake_worker import FakeWorker
-from tests.kv_offload.scheduler_side import run_step, scheduler_of
+from tests.memory_mode.fake_worker import FakeWorker
+from tests.memory_mode.scheduler_side import run_step, scheduler_of
 from tests.scheduler.schedulers import request
 
 

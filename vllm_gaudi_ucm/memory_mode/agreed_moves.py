@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.kv_offload.copies import Pair
+    from vllm_gaudi_ucm.memory_mode.copies import Pair
 
 # the outcome of a move is the smallest value of all ranks
 _UNDER_WAY, _FAILED, _DONE = range(3)

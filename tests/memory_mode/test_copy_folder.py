@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.kv_offload.copies import block, wait_for
-from tests.kv_offload.prefetch import config_of
+from tests.memory_mode.copies import block, wait_for
+from tests.memory_mode.prefetch import config_of
 from tests.open_files import open_files
 from tests.warm_process import WarmProcess
-from vllm_gaudi_ucm.kv_offload import copies as copy_folder
-from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
+from vllm_gaudi_ucm.memory_mode import copies as copy_folder
+from vllm_gaudi_ucm.memory_mode.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.start.sparse_setup import open_copies

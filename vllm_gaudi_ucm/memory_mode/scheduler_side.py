@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from vllm_gaudi_ucm.kv_offload.moves import Moves
-from vllm_gaudi_ucm.kv_offload.offload_state import OffloadState
-from vllm_gaudi_ucm.kv_offload.placement import ScoreBook, dispensable_blocks, wanted_blocks
+from vllm_gaudi_ucm.memory_mode.moves import Moves
+from vllm_gaudi_ucm.memory_mode.offload_state import OffloadState
+from vllm_gaudi_ucm.memory_mode.placement import ScoreBook, dispensable_blocks, wanted_blocks
 from vllm_gaudi_ucm.protocol.offload import OffloadOrders, OffloadReport, OffloadTotals
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
-    from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
+    from vllm_gaudi_ucm.memory_mode.options import MemoryModeOptions
+    from vllm_gaudi_ucm.memory_mode.request_blocks import RequestBlocks
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.vllm_api.steps import Request
 

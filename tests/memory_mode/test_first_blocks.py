@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_gaudi_ucm.kv_offload.placement import dispensable_blocks
+from vllm_gaudi_ucm.memory_mode.placement import dispensable_blocks
 from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 
 OPTIONS = GsaOptions(min_tokens=32, sparse_ratio=0.2, min_blocks=2, init_window_sz=1, local_window_sz=2)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.kv_offload.copies import BLOCK_BYTES, block, wait_for
+from tests.memory_mode.copies import BLOCK_BYTES, block, wait_for
 from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.kv_offload.copies import CopyStore
+from vllm_gaudi_ucm.memory_mode.copies import CopyStore
 from vllm_gaudi_ucm.observability.metrics_file import make_private
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import host_memory

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kv_offload.block_scorer import DIM, KV_HEADS, ROWS, SIZE, Scored
+from tests.memory_mode.block_scorer import DIM, KV_HEADS, ROWS, SIZE, Scored
 from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.device import get_device
-from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords, summary_bytes
+from vllm_gaudi_ucm.memory_mode.summary_records import SummaryRecords, summary_bytes
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
