@@ -77,7 +77,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.attention.implementation": (
         ["auto", "reference", "cpu", "native", "hpu", "cuda"],
         ["fast", "CPU", None, 1],
-        'one of "auto", "reference", "cpu", "native", "hpu", "cuda"',
+        'one of "auto", "reference", "cpu", "native", "hpu", "cuda", "encoder", "hpu_encoder", "cuda_encoder"',
     ),
     "ucm.kv_cache.partial_hits": ([True, False], ["yes", 1, None], "true or false"),
     "ucm.kv_cache.compaction": ([True, False], ["yes", 1, None], "true or false"),

@@ -26,6 +26,7 @@ condition for its removal ("Remove when:").
 | `quantisation` | methods of quantised weights |
 | `moe` | layers with experts, and their routers |
 | `pooling` | poolers, and what they read of a step |
+| `lora` | adapters: layers, their weights, the manager that loads them |
 | `sampling` | samplers, logits processors, grammars |
 | `kv_transfer`, `kv_offload` | KV connectors; offloading to the host |
 

@@ -5,10 +5,9 @@ Internal: `LRUCacheWorkerLoRAManager` and `LRUCacheLoRAModelManager`, which load
 `LoRAModel` and `LoRALayerWeights`, what they load; `BaseLayerWithLoRA`, `BaseLinearLayerWithLoRA`,
 `LogitsProcessorWithLoRA` and `VocabParallelEmbeddingWithLoRA`, the layers that they put in a model; `LoRARequest`, the
 adapter that a request names; `LoRAAdapterNotFoundError`, which a server answers by 404; `MoERunner`,
-`QKVParallelLinear` and `MergedColumnParallelLinear`, the kinds of layers that are told apart; `SupportsLoRA`, models
-with such layers.
+`PPMissingLayer`, `QKVParallelLinear` and `MergedColumnParallelLinear`, the kinds of layers that are told apart;
+`SupportsLoRA`, models with such layers.
 """
-
 
 import torch
 from vllm.exceptions import LoRAAdapterNotFoundError

@@ -30,8 +30,8 @@ def answer_of_all(act: Callable[[], bool], is_last: bool) -> bool:
     """Returns the result of a call that every worker answers. If it fails on all of them, the last one raises, and the
     others return False.
 
-    Reason: an executor of several workers stops reading answers at the first error. Those of later workers stay in
-    their queues, and are taken for the answers to the next call.
+    Reason: an executor of several workers stops reading answers at the first error. The answers of later workers
+    stay in their queues, and are taken for answers to the next call.
     Remove when: `MultiprocExecutor.collective_rpc` reads every answer before it raises.
     """
     try:

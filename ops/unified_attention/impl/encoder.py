@@ -34,7 +34,7 @@ class EncoderAttention(AttentionImplementation):
     """Attention of encoders at true shapes: the slices of the causal part say which rows are a request."""
 
     devices = frozenset({"cpu", "cuda"})
-    priority = 10
+    priority = 5  # below that of decoders, which refuses encoders
     capturable = False
     traceable = False
 

@@ -24,7 +24,7 @@ class CudaEncoder(AttentionImplementation):
     """Attention of encoders in half precision. Other dtypes go to the reference."""
 
     devices = frozenset({"cuda"})
-    priority = 20
+    priority = 10  # below those of decoders, which refuse encoders
     traceable = False
 
     def supports(self, spec: AttentionSpec) -> bool:
