@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION, AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
-from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, PLAIN, AttentionSpec, PerHead
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +146,9 @@ def choose_implementation(
     captured: for a step that is captured as a graph or compiled at static shapes.
     Raises ValueError if the named implementation cannot run there, or does not compute one of the layers.
     """
-    plain = ATTENTION.choose(implementation, device_type, captured=captured)
-    chosen, specs = plain, tuple(dict.fromkeys(specs))
+    specs = tuple(dict.fromkeys(specs))
+    first = next((spec for spec in specs if spec.both_ways), _plain(implementation))
+    chosen = plain = ATTENTION.choose(implementation, device_type, first, captured=captured)
     for spec in specs:
         if not chosen.supports(spec):
             chosen = ATTENTION.choose(implementation, device_type, spec, captured=captured)
@@ -167,11 +168,18 @@ def choose_static_implementation(implementation: str, device_type: str, specs: I
     return choose_implementation(implementation, device_type, specs, captured=True)
 
 
+def _plain(implementation: str) -> AttentionSpec | None:
+    """Returns what a plain layer asks of an implementation; nothing of a named one, which may be an encoder's."""
+    return PLAIN if implementation == AUTO else None
+
+
 def _choose(implementation: str, device_type: str, spec: AttentionSpec | None = None) -> AttentionImplementation:
     if torch.compiler.is_compiling() and implementation == AUTO:
         # torch.compile cannot trace the choice; engines prepare the parts outside
         return _REFERENCE
-    return ATTENTION.choose(implementation, device_type, None if spec is None or spec.is_plain else spec)
+    return ATTENTION.choose(
+        implementation, device_type, _plain(implementation) if spec is None or spec.is_plain else spec
+    )
 
 
 def _check_spec(chosen: AttentionImplementation, spec: AttentionSpec) -> None:

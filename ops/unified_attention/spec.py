@@ -82,3 +82,6 @@ class PerHead(NamedTuple):
 
 
 NOTHING_PER_HEAD = PerHead()
+
+PLAIN = AttentionSpec(1.0)
+"""A layer of a decoder with nothing but the softmax of scaled scores."""
