@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
@@ -40,6 +41,7 @@ class LoadedModel:
     memory_budget: bytes that graphs may take; None for no bound.
     compiler: compiler of the decoders' regions; None if they are not compiled.
     ranks: all workers of the engine, of which this is one.
+    profiler: None unless the engine can be profiled.
     """
 
     vllm_config: VllmConfig
@@ -52,6 +54,7 @@ class LoadedModel:
     memory_budget: int | None
     compiler: StaticCompiler | None
     ranks: Ranks
+    profiler: StepProfiler | None = None
 
     @property
     def by_token(self) -> bool:

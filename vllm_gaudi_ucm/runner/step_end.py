@@ -37,12 +37,17 @@ class StepEnd:
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
         """Samples a computed step."""
         sampled_ids = self._sampler.req_ids
+        self._begin_sampling(step)
         sampled = self._sampler.sample(step, grammar)
         self._tell_sampled(step, lambda: sampled.tokens)
         output = self._finished(step, sampled_ids, sampled)
         for part in self._parts:
             part.end_step()
         return output
+
+    def _begin_sampling(self, step: ComputedStep) -> None:
+        for part in self._parts:
+            part.before_sampling(step)
 
     def _tell_sampled(self, step: ComputedStep, tokens: Callable[[], list[list[int]]]) -> None:
         for part in self._parts:
@@ -88,6 +93,7 @@ class QueuedEnd(EndInWorker):
 
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
         clock, sampled_ids, ahead = step.divisions[-1].clock, self._sampler.req_ids, self._ahead
+        self._begin_sampling(step)
         # a wait for the previous step counts for that step
         tokens = self._sampler.queue(step, grammar, ahead.carried, lambda: clock.skip(ahead.settle()))
         # all kernels of the step are launched, so the loads and saves of the next step may begin
@@ -110,6 +116,7 @@ class VerifiedEnd(EndInWorker):
 
         def sample() -> SampledTokens:
             clock.skip(time.perf_counter() - queued)
+            self._begin_sampling(step)
             sampled = self._sampler.sample(step, grammar)
             self._tell_sampled(step, lambda: sampled.tokens)
             return sampled

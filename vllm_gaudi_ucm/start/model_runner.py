@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.distributed.stage import Stage
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
@@ -237,10 +238,16 @@ class ModelRunner:
         return 0 if self._tile is None else 2 * self._tile * per_slot
 
     @torch.inference_mode()
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:
+    def initialize_kv_cache(
+        self,
+        kv_cache_config: KVCacheConfig,
+        phase_log: PhaseLog,
+        metrics: StepMetrics,
+        profiler: StepProfiler | None = None,
+    ) -> None:
         """Makes the objects that compute steps, now that the number of blocks is final; see `make_parts`.
 
-        kv_cache_config: the allocated blocks.
+        kv_cache_config: the allocated blocks. profiler: None unless the engine can be profiled.
         """
         model = LoadedModel(
             vllm_config=self._vllm_config,
@@ -253,6 +260,7 @@ class ModelRunner:
             memory_budget=self._memory_budget,
             compiler=self._compiler,
             ranks=self._ranks,
+            profiler=profiler,
         )
         self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
 

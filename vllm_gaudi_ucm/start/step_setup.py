@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.runner.parts import (
     TrueShapeSteps,
     WorkerPart,
 )
+from vllm_gaudi_ucm.runner.profiled_steps import ProfiledSteps
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -103,7 +104,7 @@ def _make_parts(
 ) -> tuple[WorkerPart, ...]:
     """Makes the parts in the order of a step: each hook is called on one part after the other, in this order."""
     sparse, transfer = allocated.sparse, allocated.transfer
-    lockstep, check = allocated.model.decoder.lockstep, _make_check(allocated.model)
+    lockstep, check, profiler = allocated.model.decoder.lockstep, _make_check(allocated.model), allocated.model.profiler
     in_flight: Sized = () if ahead is None else ahead
     outputs_together = ahead is None or ahead.verifies_at_once
     parts = (
@@ -120,6 +121,8 @@ def _make_parts(
         None if lockstep is None else LockstepSteps(lockstep, follow),
         # behind all that add figures
         records,
+        # a phase ends after the others have acted
+        None if profiler is None else ProfiledSteps(profiler),
     )
     return tuple(part for part in parts if part is not None)
 

@@ -144,3 +144,7 @@ def take_back_attention_backend(vllm_config: VllmConfig) -> bool:
         return False
     vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
     return True
+
+
+PROFILER_ACTIVITIES = {"cpu": ("CPU",), "cuda": ("CPU", "CUDA"), "hpu": ("CPU",)}
+"""What torch's profiler records of each device, in the words of vLLM's `ProfilerConfig`, which has none for a Gaudi."""
