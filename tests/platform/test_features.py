@@ -26,7 +26,7 @@ from tests.platform.features import NGRAM, save_config, start
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.envs import LOCAL_ENGINES, local_engines
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
-from vllm_gaudi_ucm.platform.combinations import refuse_device_ids
+from vllm_gaudi_ucm.platform.combinations import refuse_device_ids, refuse_other_profiler
 from vllm_gaudi_ucm.platform.features import most_experts
 from vllm_gaudi_ucm.platform.platform import UcmPlatform
 from vllm_gaudi_ucm.platform.speculation_features import OF_SPECULATION
@@ -40,6 +40,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM", "llama")
 
 
+TORCH = {"profiler": "torch", "torch_profiler_dir": "/profiles"}
 FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "pipeline parallelism, for which vLLM schedules drafts of a request before it has the token that they follow "
@@ -152,6 +153,16 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
             ),
         },
     ),
+    (
+        "the profiler proton",
+        "--profiler-config",
+        {"profiler_config": {"profiler": "proton", "proton_profiler_dir": "/profiles"}},
+    ),
+    (
+        "the profiler's option capture_torch_profiler, detailed_trace_annotation",
+        "--profiler-config",
+        {"profiler_config": {**TORCH, "capture_torch_profiler": True, "detailed_trace_annotation": True}},
+    ),
 ]
 
 
@@ -262,6 +273,19 @@ EXPERTS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("experts", "values"), EXPERTS)
 def test_where_configurations_say_their_experts(experts: int, values: dict[str, Any]) -> None:
     assert most_experts(make_config("llama", **values)) == experts
+
+
+@pytest.mark.skipif(UcmPlatform.device_type == "cuda", reason="a GPU has them")
+def test_what_a_profiler_lacks_on_this_device(llama: Path) -> None:
+    """covers: A18"""
+    device = UcmPlatform.device_type
+    with pytest.raises(UnsupportedFeatureError, match=rf"the profiler cuda on {device} \(take torch\)"):
+        start(llama, profiler_config={"profiler": "cuda"})
+    with pytest.raises(UnsupportedFeatureError, match=rf"activity CUDA on {device} \(take CPU, or leave"):
+        start(llama, profiler_config={**TORCH, "torch_profiler_activities": ["CPU", "CUDA"]})
+    config = start(llama, profiler_config={**TORCH, "torch_profiler_activities": ["CPU"]})
+    for name in ("cpu", "cuda", "hpu"):
+        refuse_other_profiler(config, name)
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -601,7 +625,6 @@ def test_another_attention_backend_is_refused() -> None:
     "options",
     [
         {"prompt_logprob_token_ids": [[1]], "prompt_logprobs": None},
-        {"thinking_token_budget": 5},
         {"watermarking": True},
     ],
 )

@@ -72,7 +72,6 @@ def check_request(given: SamplingParams | PoolingParams) -> None:
             raise ValueError(f"extra_args[{name!r}]: found {found!r}, expected a mapping; correct or remove it")
     asked = {
         "prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None,
-        "thinking_token_budget": params.thinking_token_budget is not None,
         "watermarking": bool(params.watermarking),
     }
     for name, is_asked in asked.items():

@@ -17,7 +17,11 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFe
 from vllm_gaudi_ucm.scheduler.scheduler_class import shares_experts
 from vllm_gaudi_ucm.store.factory import lasting_kinds
 from vllm_gaudi_ucm.store.file import FileStoreOptions
-from vllm_gaudi_ucm.vllm_api.platforms import has_heads_of_several_sizes, uses_older_ray_executor
+from vllm_gaudi_ucm.vllm_api.platforms import (
+    PROFILER_ACTIVITIES,
+    has_heads_of_several_sizes,
+    uses_older_ray_executor,
+)
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -167,6 +171,20 @@ def refuse_device_ids(vllm_config: VllmConfig, device_type: str) -> None:
     # vLLM also records here which devices it gave to the last engine that it started
     if len(given) >= parallel.world_size * parallel.data_parallel_size_local:
         raise UnsupportedFeatureError(f"devices by their ids on {device_type} ({instead})", f"--device-ids {given}")
+
+
+def refuse_other_profiler(vllm_config: VllmConfig, device_type: str) -> None:
+    """Raises UnsupportedFeatureError for a profiler, or an activity, that the device does not have."""
+    config = vllm_config.profiler_config
+    if config.profiler == "cuda" and device_type != "cuda":
+        raise UnsupportedFeatureError(f"the profiler cuda on {device_type} (take torch)", "--profiler-config")
+    for activity in config.torch_profiler_activities or ():
+        if activity not in PROFILER_ACTIVITIES[device_type]:
+            others = " and ".join(PROFILER_ACTIVITIES[device_type])
+            raise UnsupportedFeatureError(
+                f"a profile of the activity {activity} on {device_type} (take {others}, or leave the option out)",
+                "--profiler-config torch_profiler_activities",
+            )
 
 
 def refuse_older_ray_executor(vllm_config: VllmConfig) -> None:

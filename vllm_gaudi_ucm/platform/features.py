@@ -57,6 +57,11 @@ def _replaced_connector(config: VllmConfig) -> str | None:
     return None if name == "OffloadingConnector" else name
 
 
+def _profiler_option(config: VllmConfig) -> str | None:
+    options = ("capture_torch_profiler", "detailed_trace_annotation")
+    return ", ".join(name for name in options if getattr(config.profiler_config, name)) or None
+
+
 def _parallel(name: str, why: str) -> Feature[VllmConfig]:
     """A size of `ParallelConfig`, which its flag is named after."""
     field = f"{name.replace(' ', '_')}_parallel_size"
@@ -158,10 +163,16 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         lambda c: c.diffusion_config,
     ),
     Feature(
-        "profiling",
+        "the profiler {found}",
         "--profiler-config",
-        "read the phase log (`ucm.phase_log`), which has the milliseconds of every step",
-        lambda c: c.profiler_config.profiler is not None,
+        "it follows Triton's kernels alone, and the plugin captures its own graphs; take `torch`",
+        lambda c: unless(c.profiler_config.profiler or "torch", ("torch", "cuda")),
+    ),
+    Feature(
+        "the profiler's option {found}",
+        "--profiler-config",
+        "it is for graphs and names of vLLM's own; leave it out, a trace has the sizes of each step",
+        _profiler_option,
     ),
     Feature(
         "weight offloading",

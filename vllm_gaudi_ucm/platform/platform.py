@@ -38,6 +38,7 @@ from vllm_gaudi_ucm.platform.combinations import (
     keeps_one_block_table,
     refuse_device_ids,
     refuse_older_ray_executor,
+    refuse_other_profiler,
     refuse_with_latents,
     refuse_with_memory_mode,
     refuse_with_ranks,
@@ -157,6 +158,7 @@ class UcmPlatform(Platform):
         if keeps_one_block_table(vllm_config, config):
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
         refuse_with_ranks(vllm_config, config)
+        refuse_other_profiler(vllm_config, cls.device_type)
         refuse_with_shared_experts(vllm_config, config)
         refuse_with_latents(vllm_config)
         if vllm_config.parallel_config.use_ray:

@@ -55,7 +55,6 @@ REFUSED: dict[str, Refusal] = {
         "the KV connector SimpleCPUOffloadConnector", "take OffloadingConnector or UcmConnector"
     ),
     "handle_ft_command": Refusal("vLLM's fault tolerance", "start the engine again"),
-    "profile": Refusal("profiling", "read the phase log (ucm.phase_log), which has the milliseconds of every step"),
 }
 
 

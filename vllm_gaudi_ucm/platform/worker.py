@@ -34,6 +34,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.log_file import of_engine
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls, UnsupportedCallError
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
@@ -82,12 +83,19 @@ _OF_START = ("determine_available_memory", "initialize_from_config", "compile_or
 _OF_STEPS = ("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
 
 
+_HOW_TO_PROFILE = (
+    'start the engine with --profiler-config \'{"profiler": "torch", "torch_profiler_dir": "<folder>"}\'; the '
+    "phase log (ucm.phase_log) always has the milliseconds of every step"
+)
+
+
 class UcmWorker(RefusedCalls, WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
 
     _status: int | None = None
     _metrics: StepMetrics | None = None
     _phase_log: PhaseLog | None = None
+    _profiler: StepProfiler | None = None
     _steps: StepRunner
     # to run a step or to end one, which vLLM does in a thread of its own if the worker has a process
     _turn: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -211,8 +219,11 @@ class UcmWorker(RefusedCalls, WorkerBase):
         self._metrics = (
             StepMetrics.of_engine(self.vllm_config.instance_id, engine) if reports else StepMetrics(None, engine)
         )
+        profiler = self.vllm_config.profiler_config
+        if profiler.profiler is not None:
+            self._profiler = StepProfiler(profiler, self._device.kind, self.rank, self.local_rank)
         with self.model_runner.start_stages.measured("KV cache"):
-            self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
+            self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics, self._profiler)
         self._steps = self.model_runner.parts.steps
         ahead = self.model_runner.parts.ahead
         if ahead is not None:
@@ -266,6 +277,25 @@ class UcmWorker(RefusedCalls, WorkerBase):
         """The drafts that the last step proposed for the next one, once."""
         with self._turn:
             return self._steps.take_draft_token_ids()
+
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Starts or ends a profile of steps; see `LLM.start_profile`."""
+        if self._profiler is None:
+            raise UnsupportedCallError("profile", "a profile of an engine without a profiler", _HOW_TO_PROFILE)
+        with self._turn:
+            if not is_start:
+                self._profiler.stop()
+                return
+            bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+            self._profiler.start(profile_prefix, profiler_kwargs, **bounds)
 
     def synchronize_device(self) -> None:
         self._device.synchronize()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
     from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.model_pooler import ModelPooler
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
@@ -44,6 +45,7 @@ class LoadedModel:
     ranks: all workers of the engine, of which this is one.
     pooler: makes embeddings, scores or classes of the last layer's hidden states; None if the model samples tokens.
     adapters: loads adapters (LoRA); None if they are switched off.
+    profiler: None unless the engine can be profiled.
     """
 
     vllm_config: VllmConfig
@@ -58,6 +60,7 @@ class LoadedModel:
     ranks: Ranks
     pooler: ModelPooler | None = None
     adapters: AdapterManager | None = None
+    profiler: StepProfiler | None = None
 
     @property
     def by_token(self) -> bool:

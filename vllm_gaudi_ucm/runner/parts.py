@@ -74,7 +74,7 @@ class WorkerPart:
         """Acts after the last forward and its logits."""
 
     def before_sampling(self, step: ComputedStep) -> None:
-        """Acts once vLLM requests the step's tokens."""
+        """Acts before the step's tokens are sampled, or their sampling is queued."""
 
     def after_sampling(self, step: ComputedStep, tokens: Callable[[], list[list[int]]]) -> None:
         """Acts once tokens are sampled, or their sampling is queued.

@@ -31,6 +31,7 @@ class StepEnd:
 
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
         sampled_ids = self._sampler.req_ids
+        self._parts.before_sampling(step)
         sampled = self._sampler.sample(step, grammar)
         self._tell_sampled(step, lambda: sampled.tokens)
         output = self._finished(step, sampled_ids, sampled)
@@ -77,6 +78,7 @@ class QueuedEnd(EndInWorker):
 
     def end(self, step: ComputedStep, grammar: Grammar | None) -> ModelRunnerOutput | StepOutput:
         clock, sampled_ids, ahead = step.divisions[-1].clock, self._sampler.req_ids, self._ahead
+        self._parts.before_sampling(step)
         # a wait for the previous step counts for that step
         tokens = self._sampler.queue(step, grammar, ahead.carried, lambda: clock.skip(ahead.settle()))
         # all kernels of the step are launched, so the loads and saves of the next step may begin
@@ -97,6 +99,7 @@ class VerifiedEnd(EndInWorker):
 
         def sample() -> SampledTokens:
             clock.skip(time.perf_counter() - queued)
+            self._parts.before_sampling(step)
             sampled = self._sampler.sample(step, grammar)
             self._tell_sampled(step, lambda: sampled.tokens)
             return sampled

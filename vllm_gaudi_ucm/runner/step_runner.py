@@ -83,7 +83,6 @@ class StepRunner:
         """Samples the step that `execute_model` computed, and writes the tokens back to the request table."""
         step, self._computed = self._computed, None
         assert step is not None, "sample_tokens without a computed step"
-        self._parts.before_sampling(step)
         return self._end.end(step, None if grammar_output is None else Grammar(step.scheduler_output, grammar_output))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

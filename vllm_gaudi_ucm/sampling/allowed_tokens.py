@@ -1,4 +1,6 @@
-"""Computes which tokens the parameters of requests allow, as bits: allowed, bad words, no stop before `min_tokens`."""
+"""Computes which tokens the parameters of requests allow, as bits: allowed tokens, bad words, no stop before
+`min_tokens`, the end of thinking.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
+    from vllm_gaudi_ucm.sampling.thinking_budget import ThinkingBudget
 
 Words = NDArray[np.int32]
 
-Changing = tuple[tuple[int, ...], bool]
-"""The state that changes with a request's tokens: last tokens of the bad words that have begun, and whether it must not
-stop
-yet.
+Changing = tuple[tuple[int, ...], bool, int | None]
+"""The state that changes with a request's tokens: last tokens of the bad words that have begun, whether it must not
+stop yet, and the token that must end its thinking now.
 """
 
 
 def reads_tokens(params: SamplingParams) -> bool:
     """True if the allowed tokens depend on a request's tokens, as with bad words of several tokens."""
-    return any(len(word) > 1 for word in params.bad_words_token_ids or ())
+    return params.thinking_token_budget is not None or any(len(word) > 1 for word in params.bad_words_token_ids or ())
 
 
 class AllowedTokens:
@@ -35,26 +37,30 @@ class AllowedTokens:
 
     Args:
         vocab_size: of the logits.
+        budget: ends the thinking of requests.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, budget: ThinkingBudget) -> None:
         self._vocab_size = vocab_size
+        self._budget = budget
         self._own: WeakKeyDictionary[LiveRequest, Words] = WeakKeyDictionary()
         self._none = np.full(num_words(vocab_size), ALL_ALLOWED, np.int32)
 
     def forbids(self, slots: Sequence[LiveRequest]) -> bool:
         """True if any of these requests must not get some token."""
-        return any(_is_limited(request) for request in slots)
+        return any(_is_limited(request) or self._budget.forced(request) is not None for request in slots)
 
     def changing(self, slots: Sequence[LiveRequest]) -> tuple[Changing, ...]:
         """Returns the state of each request. If it and the slots stay, so do the allowed tokens, but for a grammar."""
         return tuple(self._changing(request) for request in slots)
 
     def depends_on_grammar(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> bool:
-        """True if a request with a grammar must not stop yet, unless its grammar allows nothing else."""
+        """True if a request with a grammar must not stop yet, or must end its thinking, unless its grammar allows
+        nothing of that.
+        """
         return any(
-            must_go_on and request.sampling_params.structured_outputs is not None
-            for request, (_, must_go_on) in zip(slots, changing, strict=True)
+            (must_go_on or forced is not None) and request.sampling_params.structured_outputs is not None
+            for request, (_, must_go_on, forced) in zip(slots, changing, strict=True)
         )
 
     def words_of(self, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
@@ -62,12 +68,17 @@ class AllowedTokens:
         return np.stack([self._line(request, *found) for request, found in zip(slots, changing, strict=True)])
 
     def within(self, grammar: Words, slots: Sequence[LiveRequest], changing: Sequence[Changing]) -> Words:
-        """Combines this with a bitmask of grammars, [slots, words]: structured output may end if no token is left."""
+        """Returns the same combined with a bitmask of grammars, [slots, words]: vLLM lets a structured output end if no
+        other token is left.
+        """
         lines = self.words_of(slots, changing)
-        for slot, (request, (begun, _)) in enumerate(zip(slots, changing, strict=True)):
-            is_structured = request.sampling_params.structured_outputs is not None
-            if is_structured and not self._any(lines[slot] & grammar[slot]):
-                lines[slot] = self._line(request, begun, False)
+        for slot, (request, (begun, must_go_on, forced)) in enumerate(zip(slots, changing, strict=True)):
+            if request.sampling_params.structured_outputs is None:
+                continue
+            if forced is not None and not self._any(lines[slot] & grammar[slot]):
+                lines[slot] = self._line(request, begun, must_go_on, None)
+            if not self._any(lines[slot] & grammar[slot]):
+                lines[slot] = self._line(request, begun, False, None)
         return lines
 
     def _any(self, words: Words) -> bool:
@@ -81,9 +92,13 @@ class AllowedTokens:
             for word in params.bad_words_token_ids or ()
             if len(word) > 1 and outputs[max(0, len(outputs) + 1 - len(word)) :] == word[:-1]
         )
-        return begun, params.min_tokens > len(outputs)
+        return begun, params.min_tokens > len(outputs), self._budget.forced(request)
 
-    def _line(self, request: LiveRequest, begun: Sequence[int], must_go_on: bool) -> Words:
+    def _line(self, request: LiveRequest, begun: Sequence[int], must_go_on: bool, forced: int | None) -> Words:
+        if forced is not None:
+            words = np.zeros_like(self._none)
+            words[forced // WORD] = np.uint32(1 << forced % WORD).view(np.int32)
+            return words
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = self._of_parameters(request.sampling_params)

@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.sampling.slot_noise import SlotNoise, noise_seed
+from vllm_gaudi_ucm.sampling.thinking_budget import ThinkingBudget, thinking_markers
 from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens, TokensInFlight
 from vllm_gaudi_ucm.vllm_api.sampling import (
     BUILTIN_LOGITS_PROCESSORS,
@@ -45,19 +46,19 @@ def has_penalty(params: SamplingParams) -> bool:
 class SamplingBatch:
     """The requests that the sampler sees, one slot each, and the metadata made of their parameters.
 
-    Only requests that yield a token in this step have a slot: a partial prompt chunk never samples, so no sample has to
-    be discarded. Slots stay the same while the set of requests does, as vLLM's logits processors require: their state
-    is keyed by slot.
+    Only requests that yield a token in this step have a slot: no sample of a partial prompt has to be discarded. Slots
+    stay the same while the set of requests does, as vLLM's logits processors require: their state is keyed by slot.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self._device = device
         self._vocab_size = self.vocabulary = vllm_config.model_config.get_vocab_size()
-        custom = vllm_config.model_config.logits_processors
+        custom = vllm_config.model_config.logits_processors or ()
         self._logitsprocs: LogitsProcessors = build_logitsprocs(
-            vllm_config, device, is_pin_memory=False, is_pooling_model=False, custom_logitsprocs=custom or ()
+            vllm_config, device, is_pin_memory=False, is_pooling_model=False, custom_logitsprocs=custom
         )
-        self._needs_output_tokens = bool(custom)
+        self._reads_output = bool(custom)
+        self._budget = ThinkingBudget(thinking_markers(vllm_config))
         # of requests without a seed; every worker of an engine draws the same
         self._seeds = np.random.default_rng(abs(vllm_config.model_config.seed or 0))
         self.slots: list[LiveRequest] = []
@@ -81,7 +82,12 @@ class SamplingBatch:
         metadata = self.metadata
         if not (metadata.all_greedy and metadata.no_penalties) or metadata.max_num_logprobs is not None:
             return False
-        if metadata.logprob_token_ids or metadata.bad_words_token_ids or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+        if (
+            metadata.thinking_budget_state_holder
+            or metadata.logprob_token_ids
+            or metadata.bad_words_token_ids
+            or envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        ):
             return False
         if any(type(processor) not in BUILTIN_LOGITS_PROCESSORS for processor in self._logitsprocs.all):
             return False
@@ -180,6 +186,7 @@ class SamplingBatch:
             logitsprocs=self._logitsprocs,
             logprob_token_ids=token_ids or None,
             spec_token_ids=[[] for _ in params],
+            thinking_budget_state_holder=self._budget.holder(self.slots),
         )
 
     def _make_min_p(self) -> NDArray[np.float32]:
@@ -187,11 +194,12 @@ class SamplingBatch:
         return np.array([request.sampling_params.min_p for request in self.slots], np.float32)
 
     def _with_tokens(self, metadata: SamplingMetadata) -> SamplingMetadata:
-        needs_output = not metadata.no_penalties or metadata.bad_words_token_ids or self._needs_output_tokens
+        reads_output = metadata.bad_words_token_ids or metadata.thinking_budget_state_holder or self._reads_output
+        outputs = [request.output_token_ids for request in self.slots]
         return replace(
             metadata,
             prompt_token_ids=None if metadata.no_penalties else self._prompt_token_ids(),
-            output_token_ids=[request.output_token_ids for request in self.slots] if needs_output else [],
+            output_token_ids=outputs if reads_output or not metadata.no_penalties else [],
             allowed_token_ids_mask=self._disallowed_tokens([request.sampling_params for request in self.slots]),
         )
 

@@ -31,6 +31,7 @@ from vllm_gaudi_ucm.sampling.stages.row_transfer import RowTransfer
 from vllm_gaudi_ucm.sampling.stages.token_choice import TokenChoice
 from vllm_gaudi_ucm.sampling.stages.token_mask import TokenMask, bitmask_of, mask_logits
 from vllm_gaudi_ucm.sampling.stages.top_logprobs import TopLogprobs, read_scores
+from vllm_gaudi_ucm.sampling.thinking_budget import ThinkingBudget, thinking_markers
 from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class StaticSampler:
         mask = region(mask_logits)
         self._grammar = TokenMask(max_num_seqs, vocab_size, device, stage, mask)
         self._allowed = TokenMask(max_num_seqs, vocab_size, device, stage, mask)
-        self._allowed_tokens = AllowedTokens(vocab_size)
+        self._allowed_tokens = AllowedTokens(vocab_size, ThinkingBudget(thinking_markers(vllm_config)))
         self._bias = LogitBias(max_num_seqs, vocab_size, device, stage, region)
         self._rows = RowTransfer(vocab_size, device, stage, host, region)
         self._penalties = Penalties(max_num_seqs, vocab_size, device, stage, region, carried)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 
@@ -264,8 +265,17 @@ class ModelRunner:
         return 0 if self._tile is None else 2 * self._tile * per_slot
 
     @torch.inference_mode()
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:
-        """Makes the objects that compute steps, now that the number of blocks is final; see `make_parts`."""
+    def initialize_kv_cache(
+        self,
+        kv_cache_config: KVCacheConfig,
+        phase_log: PhaseLog,
+        metrics: StepMetrics,
+        profiler: StepProfiler | None = None,
+    ) -> None:
+        """Makes the objects that compute steps, now that the number of blocks is final; see `make_parts`.
+
+        kv_cache_config: the allocated blocks. profiler: None unless the engine can be profiled.
+        """
         model = LoadedModel(
             vllm_config=self._vllm_config,
             config=self._config,
@@ -279,6 +289,7 @@ class ModelRunner:
             ranks=self._ranks,
             pooler=self.pooler,
             adapters=self._adapters,
+            profiler=profiler,
         )
         self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
 

@@ -25,6 +25,7 @@ from vllm_gaudi_ucm.runner.parts import (
     TrueShapeSteps,
 )
 from vllm_gaudi_ucm.runner.pooling import PoolingSteps
+from vllm_gaudi_ucm.runner.profiled_steps import ProfiledSteps
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -108,7 +109,7 @@ def _make_parts(
     """Makes the parts. Each hook is called on one part after the other, in this order."""
     sparse, transfer, adapters = allocated.sparse, allocated.transfer, allocated.model.adapters
     pooler = allocated.model.pooler if allocated.model.decoder.is_last else None
-    lockstep = allocated.model.decoder.lockstep
+    lockstep, profiler = allocated.model.decoder.lockstep, allocated.model.profiler
     in_flight: Sized = () if ahead is None else ahead
     outputs_together = ahead is None or ahead.verifies_at_once
     parts = (
@@ -127,6 +128,8 @@ def _make_parts(
         None if lockstep is None else LockstepSteps(lockstep, execution.follow),
         # behind all that add figures
         records,
+        # a phase ends after the others have acted
+        None if profiler is None else ProfiledSteps(profiler),
     )
     return AllParts([part for part in parts if part is not None])
 

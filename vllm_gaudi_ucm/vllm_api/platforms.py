@@ -163,3 +163,7 @@ def attends_both_ways(vllm_config: VllmConfig) -> bool:
     Remove when: `VllmConfig` has a property for it.
     """
     return is_pooling(vllm_config) and vllm_config.model_config.attn_type == "encoder_only"
+
+
+PROFILER_ACTIVITIES = {"cpu": ("CPU",), "cuda": ("CPU", "CUDA"), "hpu": ("CPU",)}
+"""What torch's profiler records of each device, in the words of vLLM's `ProfilerConfig`, which has none for a Gaudi."""

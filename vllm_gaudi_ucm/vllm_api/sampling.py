@@ -4,7 +4,7 @@ Extension point: custom logits processors. `LogitsProcessor` is their base class
 that vLLM accepts for either of its runners, and `AdapterLogitsProcessor` of those for single requests; `BatchUpdate`
 and `MoveDirectionality` are types of their methods.
 Internal: `BUILTIN_LOGITS_PROCESSORS`, `LogitsProcessors` and `build_logitsprocs`, which make the processors of a batch;
-`Sampler`, `SamplingMetadata` and `LogprobsMode`; `apply_grammar_bitmask` and
+`Sampler`, `SamplingMetadata` and `LogprobsMode`; `ThinkingBudgetStateHolder`; `apply_grammar_bitmask` and
 `strip_speculative_padding`.
 """
 
@@ -33,11 +33,13 @@ from vllm.v1.sample.ops.topk_topp_sampler import (
     sample_with_exponential_noise,
 )
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.structured_output.utils import apply_grammar_bitmask, strip_speculative_padding
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from vllm import SamplingParams
 
     # our sampler calls `apply` as the V1 runner does, without a context
     V2LogitsProcessor = object
@@ -49,6 +51,7 @@ __all__ = [
     "AdapterLogitsProcessor",
     "AnyRunnerLogitsProcessor",
     "BatchUpdate",
+    "EndOfThinking",
     "LogitsProcessor",
     "LogitsProcessors",
     "LogprobsMode",
@@ -83,6 +86,42 @@ def is_for_any_runner(processor: object) -> bool:
     Remove when: that class is removed.
     """
     return isinstance(processor, type) and issubclass(processor, AnyRunnerLogitsProcessor)
+
+
+class EndOfThinking(ThinkingBudgetStateHolder):
+    """Forces tokens that end the thinking of requests, in vLLM's sampler.
+
+    Args:
+        forced: the next token of each row whose request's budget is spent; None for any other row.
+        params: of each row's request. A token that a grammar forbids is not forced.
+
+    Reason: vLLM's own holder keeps a state of its own for each request, step by step and with drafts, in which a
+    request that is preempted, or verified position by position, is not the same.
+    Remove when: the holder is a function of a request's tokens, like that of vLLM's V2 runner.
+    """
+
+    def __init__(self, forced: Callable[[], list[int | None]], params: list[SamplingParams]) -> None:
+        # vLLM's own state is not used
+        self._forced = forced
+        self._is_structured = [p.structured_outputs is not None for p in params]
+
+    def has_tracked_requests(self) -> bool:
+        """Returns True: there is such an object only if a request has a budget."""
+        return True
+
+    def update_state(self, *_: Any, **__: Any) -> None:
+        """Does nothing, because the state follows from the tokens."""
+
+    def apply_to_logits(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Returns the logits with forced tokens, changed in place. logits: float32 [rows, vocabulary]."""
+        for row, token in enumerate(self._forced()):
+            if token is not None and not (self._is_structured[row] and logits[row, token] == -inf):
+                logits[row, token] = _FORCED
+        return logits
+
+
+_FORCED = 1e9
+"""The logit of a forced token, which no bias or penalty reaches; vLLM's value."""
 
 
 def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
