@@ -181,7 +181,7 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "weight offloading",
         "--cpu-offload-gb",
-        "weights are packed, and stay on the device",
+        "graphs have the addresses of weights on the device; take quantised weights or more devices",
         lambda c: c.offload_config.uva.cpu_offload_gb > 0,
     ),
     Feature(

@@ -29,8 +29,8 @@ class Refusal(NamedTuple):
     instead: str
 
 
-# Weights are packed when they are loaded, and their digest is in the keys of stored blocks.
-_WEIGHTS = Refusal("weights that change while it serves", "start the engine again with the new weights")
+# Weights are packed when they are loaded.
+_WEIGHTS = Refusal("weights that another process sends", "write a checkpoint, and call reload_weights with its path")
 _SLEEP = Refusal("sleep mode above level 0", "end the engine to free its memory; `wake_up` lets a paused one go on")
 _CHECKPOINT = Refusal("checkpoints of a running engine", "start another engine")
 _LORA = Refusal("LoRA", "merge the adapter into the model's weights")
@@ -45,7 +45,6 @@ REFUSED: dict[str, Refusal] = {
     "discard": _SLEEP,
     "checkpoint_prepare": _CHECKPOINT,
     "checkpoint_restore": _CHECKPOINT,
-    "reload_weights": _WEIGHTS,
     "reset_weights": _WEIGHTS,
     "update_weights": _WEIGHTS,
     "start_weight_update": _WEIGHTS,

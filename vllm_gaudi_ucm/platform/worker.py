@@ -37,6 +37,7 @@ from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls, UnsupportedCallError
+from vllm_gaudi_ucm.platform.reload import refuse_reload
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.other_groups import share_of_blocks
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.steps_ahead import StepOutput
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
+    from vllm_gaudi_ucm.vllm_api.loading import Weights
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
     from vllm_gaudi_ucm.vllm_api.worker import SupportedTask
 
@@ -218,10 +220,13 @@ class UcmWorker(RefusedCalls, WorkerBase):
             self._profiler = StepProfiler(profiler, self._device.kind, self.rank, self.local_rank)
         with self.model_runner.start_stages.measured("KV cache"):
             self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics, self._profiler)
-        self._steps = self.model_runner.parts.steps
-        ahead = self.model_runner.parts.ahead
-        if ahead is not None:
-            self._turn = ahead.lock
+        self._take_parts()
+
+    def _take_parts(self) -> None:
+        parts = self.model_runner.parts
+        self._steps = parts.steps
+        if parts.ahead is not None:
+            self._turn = parts.ahead.lock
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
         """The data about this worker that a connector of another engine needs, by (pipeline, tensor-parallel) rank."""
@@ -291,6 +296,20 @@ class UcmWorker(RefusedCalls, WorkerBase):
                 return
             bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
             self._profiler.start(profile_prefix, profiler_kwargs, **bounds)
+
+    def reload_weights(
+        self,
+        weights_iterator: Weights | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        """Serves other weights from the next step on; see docs/reference/worker.md."""
+        refuse_reload(self.vllm_config, self._ucm, self._device.kind, is_checkpoint_format)
+        with self._turn, model_loading(self.vllm_config):
+            self.model_runner.reload_weights(weights_path, weights_iterator)
+            self._take_parts()
+        if self.cache_config.enable_prefix_caching:
+            logger.warning("The prefix cache has keys and values of the weights before: call reset_prefix_cache.")
 
     def synchronize_device(self) -> None:
         self._device.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,7 +30,7 @@ from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.start.kernel_compilation import compile_kernels
 from vllm_gaudi_ucm.start.setup import WorkerParts, make_parts
 from vllm_gaudi_ucm.vllm_api.kv_cache import in_blocks_of, in_tiles
-from vllm_gaudi_ucm.vllm_api.loading import get_model
+from vllm_gaudi_ucm.vllm_api.loading import Weights, get_model, weights_of
 from vllm_gaudi_ucm.vllm_api.model import (
     ChunkedLocalAttention,
     as_trained,
@@ -115,6 +116,7 @@ class ModelRunner:
         self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
         self._draft_decoder: Decoder | None = None
         self._parts: WorkerParts | None = None
+        self._made_of: tuple[KVCacheConfig, PhaseLog, StepMetrics, StepProfiler | None]
         given = config.graphs.memory_budget
         self._memory_budget = None if given is None else int(given * GIB)
         self._tile: int | None = None
@@ -123,11 +125,11 @@ class ModelRunner:
         self.start_stages = StartStages()
         self._has_measured = False
 
-    def _make_model(self) -> nn.Module:
+    def _make_model(self, weights: Weights | None) -> nn.Module:
         config = self._vllm_config.model_config
         chosen = tokens_chosen(config)
         if chosen is None:
-            model = get_model(vllm_config=self._vllm_config)
+            model = get_model(vllm_config=self._vllm_config, weights=weights)
             as_trained(model, config.hf_text_config.model_type)
             return model
         logger.warning(
@@ -136,12 +138,13 @@ class ModelRunner:
             config.architecture,
             chosen,
         )
-        return get_model(vllm_config=densely(self._vllm_config))
+        return get_model(vllm_config=densely(self._vllm_config), weights=weights)
 
-    def load_model(self) -> None:
+    def load_model(self, weights: Weights | None = None) -> None:
+        """Loads the model and the draft model. weights: the model's, instead of its checkpoint's."""
         refuse_other_layers(self._vllm_config)
         register_latent_attention()
-        models = [self._make_model()]
+        models = [self._make_model(weights)]
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:
             models.append(draft_model)
@@ -249,7 +252,11 @@ class ModelRunner:
 
         kv_cache_config: the allocated blocks. profiler: None unless the engine can be profiled.
         """
-        model = LoadedModel(
+        self._made_of = kv_cache_config, phase_log, metrics, profiler
+        self._parts = make_parts(self._loaded(profiler), self._sampling, kv_cache_config, phase_log, metrics)
+
+    def _loaded(self, profiler: StepProfiler | None) -> LoadedModel:
+        return LoadedModel(
             vllm_config=self._vllm_config,
             config=self._config,
             device=self._device,
@@ -262,7 +269,37 @@ class ModelRunner:
             ranks=self._ranks,
             profiler=profiler,
         )
-        self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
+
+    def reload_weights(self, path: str | None, weights: Weights | None) -> None:
+        """Replaces the model by one with other weights. Requests and KV cache stay as they are.
+
+        The model before serves until the new one is loaded, so there must be memory for both; after an exception it
+        goes on.
+
+        path: of another checkpoint of this model; None: that of the model before. weights: instead of a checkpoint's.
+        """
+        if self.parts.steps.is_between_stages:
+            raise RuntimeError("reload_weights while a step is computed, but not sampled; call it once more")
+        kept, (kv_cache_config, phase_log, metrics, profiler) = self.parts, self._made_of
+        if kept.ahead is not None:
+            kept.ahead.settle()
+        context = self._vllm_config.compilation_config.static_forward_context
+        decoder, compiler = self.decoder, self._compiler
+        with weights_of(self._vllm_config, path):
+            try:
+                self.load_model(weights)
+                with torch.inference_mode():
+                    model = self._loaded(profiler)
+                    self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics, kept)
+            except BaseException:
+                self._vllm_config.compilation_config.static_forward_context = context
+                self.decoder, self._compiler = decoder, compiler
+                raise
+        kept.close()
+        del kept, context, decoder, compiler
+        gc.collect()
+        if self.static is not None:
+            self.static.warm_up()
 
     def warm_up(self) -> float:
         """Warms the graphs that must be warm before serving; returns the seconds it took."""

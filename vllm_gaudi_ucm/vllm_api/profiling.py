@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config.profiler import validate_profile_prefix
@@ -31,19 +31,19 @@ class TorchProfiler(TorchProfilerWrapper):
     """
 
     with_hpu = False
-    _of_session: Mapping[str, object] = MappingProxyType({})
+    _of_session: Mapping[str, Any] = MappingProxyType({})
 
     def _start(self) -> None:
         from torch._C._profiler import _ExperimentalConfig
 
-        added = {"experimental_config": _ExperimentalConfig(profile_all_threads=True)}
+        added: dict[str, Any] = {"experimental_config": _ExperimentalConfig(profile_all_threads=True)}
         if self.with_hpu:
             added["activities"] = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.HPU]
         # the arguments of a session come last
         self._profiler_kwargs = {**self._profiler_kwargs, **added, **self._of_session}
         super()._start()
 
-    def set_profiler_kwargs(self, profiler_kwargs: dict[str, object] | None) -> None:
+    def set_profiler_kwargs(self, profiler_kwargs: dict[str, Any] | None) -> None:
         """Sets arguments of `torch.profiler.profile` for the next session."""
         if self._active:
             return
@@ -71,5 +71,5 @@ def make_worker_profiler(config: ProfilerConfig, device_kind: str, name: str, lo
         return CudaProfilerWrapper(config)
     asked = config.torch_profiler_activities
     cls = HpuProfiler if device_kind == "hpu" and asked is None else TorchProfiler
-    activities = PROFILER_ACTIVITIES[device_kind] if asked is None else tuple(asked)
+    activities: Any = PROFILER_ACTIVITIES[device_kind] if asked is None else tuple(asked)
     return cls(config, worker_name=name, local_rank=local_rank, activities=activities)

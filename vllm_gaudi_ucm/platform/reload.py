@@ -1,0 +1,44 @@
+"""What does not go with `reload_weights`, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.platform.refused_calls import UnsupportedCallError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+
+_INSTEAD = "start the engine again with the new weights"
+
+
+def refuse_reload(vllm_config: VllmConfig, config: UcmConfig, device_kind: str, is_checkpoint_format: bool) -> None:
+    """Raises UnsupportedCallError if this engine cannot take other weights."""
+    if not is_checkpoint_format:
+        raise UnsupportedCallError(
+            "reload_weights", "weights that are not in a checkpoint's format", "pass the tensors of a checkpoint"
+        )
+    found = next(_excluded(vllm_config, config, device_kind), None)
+    if found is not None:
+        raise UnsupportedCallError("reload_weights", f"other weights with {found}", _INSTEAD)
+
+
+def _excluded(vllm_config: VllmConfig, config: UcmConfig, device_kind: str) -> Iterator[str]:
+    cache = vllm_config.cache_config
+    if device_kind == "hpu":
+        yield "a Gaudi, whose recipes have the addresses of weights"
+    if vllm_config.parallel_config.world_size_across_dp > 1:
+        yield "several workers"
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding, whose drafts of the next step would be lost"
+    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
+        yield "a KV connector, whose blocks are named after the weights"
+    if config.ucm_sparse_method is not None:
+        yield "ucm.ucm_sparse_method, whose summaries of blocks would be lost"
+    if config.memory_mode.enabled:
+        yield "ucm.memory_mode, whose blocks on the host would be lost"
+    if config.preemption.swaps:
+        yield "ucm.preemption.mode swap or auto, whose swapped blocks would be lost"
