@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -241,6 +241,10 @@ def shared_with(layer: AttentionLayerBase) -> str | None:
     """Returns the layer whose keys and values this one reads instead of its own; None if it has its own."""
     target: str | None = layer.kv_sharing_target_layer_name if isinstance(layer, Attention) else None
     return target
+
+
+NO_CACHE: Any = torch.empty(0)
+"""Bound to layers whose cache was given back."""
 
 
 def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, LayerCache]) -> None:

@@ -211,7 +211,7 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "sleep mode by {found}",
         "--sleep-mode-backend {found}",
-        "vLLM has no sleep mode on this platform; leave the flag out, and take `sleep(0)` to pause",
+        "the plugin gives back memory in its own way; leave the flag out",
         lambda c: None if c.model_config is None else unless(c.model_config.sleep_mode_backend, ("cumem",)),
     ),
     Feature("measured ranges", "QUANT_CONFIG", "unset it; quantise by llm-compressor", lambda _: measured_ranges()),

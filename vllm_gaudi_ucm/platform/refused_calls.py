@@ -31,7 +31,7 @@ class Refusal(NamedTuple):
 
 # Weights are packed when they are loaded.
 _WEIGHTS = Refusal("weights that another process sends", "write a checkpoint, and call reload_weights with its path")
-_SLEEP = Refusal("sleep mode above level 0", "end the engine to free its memory; `wake_up` lets a paused one go on")
+_DISCARD = Refusal("giving back the KV cache alone", "take sleep(1), which keeps the weights")
 _CHECKPOINT = Refusal("checkpoints of a running engine", "start another engine")
 _LORA = Refusal("LoRA", "merge the adapter into the model's weights")
 _EXPERTS = Refusal("elastic expert parallelism", "start the engine again with the new size")
@@ -41,8 +41,7 @@ REFUSED: dict[str, Refusal] = {
     "add_lora": _LORA,
     "remove_lora": _LORA,
     "pin_lora": _LORA,
-    "sleep": _SLEEP,
-    "discard": _SLEEP,
+    "discard": _DISCARD,
     "checkpoint_prepare": _CHECKPOINT,
     "checkpoint_restore": _CHECKPOINT,
     "reset_weights": _WEIGHTS,

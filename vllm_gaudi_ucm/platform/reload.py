@@ -1,4 +1,4 @@
-"""What does not go with `reload_weights`, and what to do instead."""
+"""Refuses `reload_weights` and `sleep` for engines whose features exclude them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 _INSTEAD = "start the engine again with the new weights"
+_AWAKE = "end the engine to free its memory; `wake_up` lets a paused one go on"
 
 
 def refuse_reload(vllm_config: VllmConfig, config: UcmConfig, device_kind: str, is_checkpoint_format: bool) -> None:
@@ -21,9 +22,21 @@ def refuse_reload(vllm_config: VllmConfig, config: UcmConfig, device_kind: str, 
         raise UnsupportedCallError(
             "reload_weights", "weights that are not in a checkpoint's format", "pass the tensors of a checkpoint"
         )
-    found = next(_excluded(vllm_config, config, device_kind), None)
+    _refuse("reload_weights", "other weights", _INSTEAD, _excluded(vllm_config, config, device_kind))
+
+
+def refuse_sleep(vllm_config: VllmConfig, config: UcmConfig, device_kind: str) -> None:
+    """Raises UnsupportedCallError if this engine cannot give back its memory."""
+    excluded = _excluded(vllm_config, config, device_kind)
+    if device_kind == "cuda":
+        excluded = iter(["a GPU, on which it has not been tried"])
+    _refuse("sleep", "sleep mode above level 0", _AWAKE, excluded)
+
+
+def _refuse(call: str, feature: str, instead: str, excluded: Iterator[str]) -> None:
+    found = next(excluded, None)
     if found is not None:
-        raise UnsupportedCallError("reload_weights", f"other weights with {found}", _INSTEAD)
+        raise UnsupportedCallError(call, f"{feature} with {found}", instead)
 
 
 def _excluded(vllm_config: VllmConfig, config: UcmConfig, device_kind: str) -> Iterator[str]:

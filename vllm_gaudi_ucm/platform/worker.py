@@ -37,10 +37,11 @@ from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls, UnsupportedCallError
-from vllm_gaudi_ucm.platform.reload import refuse_reload
+from vllm_gaudi_ucm.platform.reload import refuse_reload, refuse_sleep
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.other_groups import share_of_blocks
+from vllm_gaudi_ucm.runner.resting_steps import RestingSteps
 from vllm_gaudi_ucm.start.model_runner import ModelRunner
 from vllm_gaudi_ucm.start.sparse_setup import max_selected_blocks, summaries_per_block
 from vllm_gaudi_ucm.vllm_api.cache_options import register_float_kv_dtypes
@@ -80,10 +81,7 @@ _OF_START = ("determine_available_memory", "initialize_from_config", "compile_or
 _OF_STEPS = ("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
 
 
-_HOW_TO_PROFILE = (
-    'start the engine with --profiler-config \'{"profiler": "torch", "torch_profiler_dir": "<folder>"}\'; the '
-    "phase log (ucm.phase_log) always has the milliseconds of every step"
-)
+_HOW_TO_PROFILE = "start the engine with --profiler-config, or read the phase log, which times every step"
 
 
 class UcmWorker(RefusedCalls, WorkerBase):
@@ -93,7 +91,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
     _metrics: StepMetrics | None = None
     _phase_log: PhaseLog | None = None
     _profiler: StepProfiler | None = None
-    _steps: StepRunner
+    _steps: StepRunner | RestingSteps
     # to run a step or to end one, which vLLM does in a thread of its own if the worker has a process
     _turn: AbstractContextManager[Any] = contextlib.nullcontext()
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
@@ -263,9 +261,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return output
 
     def execute_dummy_batch(self) -> None:
-        """Runs a step without requests: engines that share out experts compute each step together.
-
-        vLLM's engines call this if one of several has no work. Does nothing if an engine has all its experts.
+        """Runs a step without requests, if another engine that shares out experts with this one has work. Does nothing
+        if an engine has all its experts.
         """
         with self._turn:
             STEPS.begin()
@@ -307,7 +304,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
         refuse_reload(self.vllm_config, self._ucm, self._device.kind, is_checkpoint_format)
         with self._turn, model_loading(self.vllm_config):
             self.model_runner.reload_weights(weights_path, weights_iterator)
-            self._take_parts()
+            if not isinstance(self._steps, RestingSteps):
+                self._take_parts()
         if self.cache_config.enable_prefix_caching:
             logger.warning("The prefix cache has keys and values of the weights before: call reset_prefix_cache.")
 
@@ -320,10 +318,19 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def list_loras(self) -> set[int]:
         return set()
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives back the KV cache and graphs; at level 2 the weights, too."""
+        refuse_sleep(self.vllm_config, self._ucm, self._device.kind)
+        if not isinstance(self._steps, RestingSteps):
+            with self._turn:
+                self._steps = RestingSteps(self.model_runner.sleep(drops_weights=level > 1))
+
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Does nothing, because all memory is in place: `sleep` is refused, after vLLM has paused the work that this
-        call resumes.
-        """
+        """Makes KV cache and graphs anew, and the weights if they were dropped, unless `tags` leave out `kv_cache`."""
+        if isinstance(self._steps, RestingSteps) and (tags is None or "kv_cache" in tags):
+            with self._turn, model_loading(self.vllm_config):
+                self.model_runner.wake_up()
+                self._take_parts()
 
     def get_cache_block_size_bytes(self) -> int:
         """Bytes of a block of all layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.batch.request_table import DraftModelRows, RequestTable
 from vllm_gaudi_ucm.connector.transfer_config import OURS
@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
 
 
+class KeptParts(NamedTuple):
+    """Objects of earlier parts of the same model that go on. kv_caches: None if they were given back."""
+
+    requests: RequestTable
+    kv_caches: dict[str, LayerCache] | None = None
+
+
 @dataclass(frozen=True)
 class WorkerParts:
     """The objects that compute a worker's steps. None: it is switched off.
@@ -70,7 +77,7 @@ def make_parts(
     kv_cache_config: KVCacheConfig,
     phase_log: PhaseLog,
     metrics: StepMetrics,
-    kept: WorkerParts | None = None,
+    kept: KeptParts | None = None,
 ) -> WorkerParts:
     """Allocates the KV cache, gives each layer its part, and makes the objects that depend on the number of blocks.
 
@@ -81,7 +88,7 @@ def make_parts(
         sampling: slots of the requests that yield tokens.
         kv_cache_config: vLLM's, in blocks as attention reads them.
         phase_log, metrics: take every step.
-        kept: the closed objects of the same model with other weights, whose requests and KV cache continue.
+        kept: objects of earlier parts that go on.
     """
     with ExitStack() as undo:
         allocated = _make_allocated(model, kv_cache_config, metrics, undo, kept)
@@ -115,7 +122,7 @@ def _make_allocated(
     kv_cache_config: KVCacheConfig,
     metrics: StepMetrics,
     undo: ExitStack,
-    kept: WorkerParts | None,
+    kept: KeptParts | None,
 ) -> AllocatedModel:
     """Makes the objects of an allocated cache. undo: closes them. kept: see `make_parts`."""
     groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config)
@@ -125,7 +132,7 @@ def _make_allocated(
     transfer = _make_transfer(model, kv_cache_config)
     if transfer is not None:
         undo.callback(transfer.close)
-    if kept is None:
+    if kept is None or kept.kv_caches is None:
         kv_caches = _allocate(model, kv_cache_config, transfer)
     else:
         kv_caches = kept.kv_caches
