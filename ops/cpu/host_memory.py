@@ -32,6 +32,14 @@ def keep_all_freed_memory() -> bool:
     return _tell(_MOST_MAPPED, 0)
 
 
+def give_back_freed_memory() -> bool:
+    """Returns freed memory to the kernel, once; False for other allocators than glibc's."""
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError):
+        return False
+
+
 def _tell(parameter: int, value: int) -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -22,6 +22,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/platform/refused_calls.py": "names of functions made here",
     "vllm_gaudi_ucm/platform/worker.py": "vLLM's configuration",
     "vllm_gaudi_ucm/start/model_runner.py": "vLLM's configuration",
+    "vllm_gaudi_ucm/start/served_layers.py": "vLLM's configuration",
     "vllm_gaudi_ucm/scheduler/scheduler_class.py": "vLLM's configuration",
     "vllm_gaudi_ucm/vllm_api/attention.py": "the weight of a linear layer of vLLM's",
     "vllm_gaudi_ucm/vllm_api/blocks.py": "requests of vLLM's scheduler",

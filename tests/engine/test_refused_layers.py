@@ -18,7 +18,7 @@ from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.start.model_runner import ServedLayers
+from vllm_gaudi_ucm.start.served_layers import ServedLayers
 
 
 def test_attention_in_both_directions(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from vllm_gaudi_ucm.kv_cache.pair import KvPair, LatentRows, LayerCache
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.kv_cache import (
     AttentionSpec,
@@ -241,6 +242,10 @@ def shared_with(layer: AttentionLayerBase) -> str | None:
     return target
 
 
+NO_CACHE: Any = torch.empty(0)
+"""Bound to layers whose cache was given back."""
+
+
 def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, LayerCache]) -> None:
     """Gives each layer its cache, which the layer passes on to its implementation unchanged."""
     layers = attention_layers(vllm_config)
@@ -287,3 +292,12 @@ def kv_cache_budget(device: Device, vllm_config: VllmConfig, measure_steps: Call
         logger.info("%.2f GiB are kept for steps and their graphs", kept / GIB)
     logger.info("KV cache: %.2f GiB of %.2f GiB free on %s", budget / GIB, free / GIB, device.name())
     return max(budget, 0)
+
+
+def give_back_memory(device: Device) -> None:
+    """Gives freed memory, which allocators keep for later tensors, back to the device, or to the host of a CPU."""
+    device.empty_cache()
+    if device.kind == "cpu" and has_folders("cpu"):
+        from vllm_gaudi_ucm.ops.cpu.host_memory import give_back_freed_memory
+
+        give_back_freed_memory()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.lora.adapter_check import AdapterError, check_adapter
 from vllm_gaudi_ucm.lora.layer_adapters import LayerAdapters
 from vllm_gaudi_ucm.lora.step_routes import StepRoutes
@@ -29,6 +30,9 @@ from vllm_gaudi_ucm.vllm_api.lora import (
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
+
+
+logger = plugin_logger(__name__)
 
 
 class SlotManager(LRUCacheLoRAModelManager):
@@ -134,6 +138,9 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
             regions=(VocabParallelEmbeddingWithLoRA,),
         )
         self._adapter_manager.begin_steps(self.routes)
+        logger.info(
+            "Slots for %d adapters of rank %d take %.2f GiB", self.routes.slots, self.routes.rank, self.nbytes / 2**30
+        )
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from vllm.config import ProfilerConfig
 
-    from vllm_gaudi_ucm.vllm_api.profiling import WorkerProfiler
+    from vllm_gaudi_ucm.vllm_api.profiling import CudaProfiler, TorchProfiler
 
 logger = plugin_logger(__name__)
 
@@ -32,7 +32,7 @@ class StepProfiler:
         self._device_kind = device_kind
         self._rank = rank
         self._local_rank = local_rank
-        self._profiler: WorkerProfiler | None = None
+        self._profiler: TorchProfiler | CudaProfiler | None = None
         self._phase: AbstractContextManager[Any] | None = None
 
     def start(self, prefix: str | None, kwargs: dict[str, Any] | None, **bounds: int | None) -> None:
@@ -49,9 +49,7 @@ class StepProfiler:
         if self._profiler is None:
             self._profiler = make_worker_profiler(self._config, self._device_kind, name, self._local_rank)
         self._profiler.set_output_name(name)
-        # vLLM 0.32 never passes any
-        if hasattr(self._profiler, "set_profiler_kwargs"):
-            self._profiler.set_profiler_kwargs(kwargs)
+        self._profiler.set_profiler_kwargs(kwargs)
         self._profiler.start(**bounds)
 
     def stop(self) -> None:

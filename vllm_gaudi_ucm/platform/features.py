@@ -177,7 +177,7 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "weight offloading",
         "--cpu-offload-gb",
-        "weights are packed, and stay on the device",
+        "graphs have the addresses of weights on the device; take quantised weights or more devices",
         lambda c: c.offload_config.uva.cpu_offload_gb > 0,
     ),
     Feature(
@@ -207,7 +207,7 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "sleep mode by {found}",
         "--sleep-mode-backend {found}",
-        "vLLM has no sleep mode on this platform; leave the flag out, and take `sleep(0)` to pause",
+        "the plugin gives back memory in its own way; leave the flag out",
         lambda c: None if c.model_config is None else unless(c.model_config.sleep_mode_backend, ("cumem",)),
     ),
     Feature("measured ranges", "QUANT_CONFIG", "unset it; quantise by llm-compressor", lambda _: measured_ranges()),

@@ -25,19 +25,17 @@ class Refusal(NamedTuple):
     instead: str
 
 
-# Weights are packed when they are loaded, and their digest is in the keys of stored blocks.
-_WEIGHTS = Refusal("weights that change while it serves", "start the engine again with the new weights")
-_SLEEP = Refusal("sleep mode above level 0", "end the engine to free its memory; `wake_up` lets a paused one go on")
+# Weights are packed when they are loaded.
+_WEIGHTS = Refusal("weights that another process sends", "write a checkpoint, and call reload_weights with its path")
+_DISCARD = Refusal("giving back the KV cache alone", "take sleep(1), which keeps the weights")
 _CHECKPOINT = Refusal("checkpoints of a running engine", "start another engine")
 _EXPERTS = Refusal("elastic expert parallelism", "start the engine again with the new size")
 _SAVE = Refusal("saving weights, which are packed", "copy the model's own files")
 
 REFUSED: dict[str, Refusal] = {
-    "sleep": _SLEEP,
-    "discard": _SLEEP,
+    "discard": _DISCARD,
     "checkpoint_prepare": _CHECKPOINT,
     "checkpoint_restore": _CHECKPOINT,
-    "reload_weights": _WEIGHTS,
     "reset_weights": _WEIGHTS,
     "update_weights": _WEIGHTS,
     "start_weight_update": _WEIGHTS,

@@ -37,9 +37,11 @@ from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls, UnsupportedCallError
+from vllm_gaudi_ucm.platform.reload import refuse_reload, refuse_sleep
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.other_groups import share_of_blocks
+from vllm_gaudi_ucm.runner.resting_steps import RestingSteps
 from vllm_gaudi_ucm.start.model_runner import ModelRunner
 from vllm_gaudi_ucm.start.sparse_setup import max_selected_blocks, summaries_per_block
 from vllm_gaudi_ucm.vllm_api.cache_options import register_float_kv_dtypes
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.steps_ahead import StepOutput
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
+    from vllm_gaudi_ucm.vllm_api.loading import Weights
     from vllm_gaudi_ucm.vllm_api.lora import LoRARequest
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -83,10 +86,7 @@ _OF_START = ("determine_available_memory", "initialize_from_config", "compile_or
 _OF_STEPS = ("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
 
 
-_HOW_TO_PROFILE = (
-    'start the engine with --profiler-config \'{"profiler": "torch", "torch_profiler_dir": "<folder>"}\'; the '
-    "phase log (ucm.phase_log) always has the milliseconds of every step"
-)
+_HOW_TO_PROFILE = "start the engine with --profiler-config, or read the phase log, which times every step"
 
 
 class UcmWorker(RefusedCalls, WorkerBase):
@@ -96,7 +96,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
     _metrics: StepMetrics | None = None
     _phase_log: PhaseLog | None = None
     _profiler: StepProfiler | None = None
-    _steps: StepRunner
+    _steps: StepRunner | RestingSteps
     # to run a step or to end one, which vLLM does in a thread of its own if the worker has a process
     _turn: AbstractContextManager[Any] = contextlib.nullcontext()
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
@@ -224,10 +224,13 @@ class UcmWorker(RefusedCalls, WorkerBase):
             self._profiler = StepProfiler(profiler, self._device.kind, self.rank, self.local_rank)
         with self.model_runner.start_stages.measured("KV cache"):
             self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics, self._profiler)
-        self._steps = self.model_runner.parts.steps
-        ahead = self.model_runner.parts.ahead
-        if ahead is not None:
-            self._turn = ahead.lock
+        self._take_parts()
+
+    def _take_parts(self) -> None:
+        parts = self.model_runner.parts
+        self._steps = parts.steps
+        if parts.ahead is not None:
+            self._turn = parts.ahead.lock
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
         """The data about this worker that a connector of another engine needs, by (pipeline, tensor-parallel) rank."""
@@ -263,9 +266,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return output
 
     def execute_dummy_batch(self) -> None:
-        """Runs a step without requests: engines that share out experts compute each step together.
-
-        vLLM's engines call this if one of several has no work. Does nothing if an engine has all its experts.
+        """Runs a step without requests, if another engine that shares out experts with this one has work. Does nothing
+        if an engine has all its experts.
         """
         with self._turn:
             STEPS.begin()
@@ -297,6 +299,21 @@ class UcmWorker(RefusedCalls, WorkerBase):
             bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
             self._profiler.start(profile_prefix, profiler_kwargs, **bounds)
 
+    def reload_weights(
+        self,
+        weights_iterator: Weights | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        """Serves other weights from the next step on; see docs/reference/worker.md."""
+        refuse_reload(self.vllm_config, self._ucm, self._device.kind, is_checkpoint_format)
+        with self._turn, model_loading(self.vllm_config):
+            self.model_runner.reload_weights(weights_path, weights_iterator)
+            if not isinstance(self._steps, RestingSteps):
+                self._take_parts()
+        if self.cache_config.enable_prefix_caching:
+            logger.warning("The prefix cache has keys and values of the weights before: call reset_prefix_cache.")
+
     def synchronize_device(self) -> None:
         self._device.synchronize()
 
@@ -326,8 +343,19 @@ class UcmWorker(RefusedCalls, WorkerBase):
         found = self.model_runner.adapters
         return set() if found is None else found.list_adapters()
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives back the KV cache and graphs; at level 2 the weights, too."""
+        refuse_sleep(self.vllm_config, self._ucm, self._device.kind)
+        if not isinstance(self._steps, RestingSteps):
+            with self._turn:
+                self._steps = RestingSteps(self.model_runner.sleep(drops_weights=level > 1))
+
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Does nothing: `sleep` is refused, so all memory is in place; vLLM resumes paused work by this call."""
+        """Makes KV cache and graphs anew, and the weights if they were dropped, unless `tags` leave out `kv_cache`."""
+        if isinstance(self._steps, RestingSteps) and (tags is None or "kv_cache" in tags):
+            with self._turn, model_loading(self.vllm_config):
+                self.model_runner.wake_up()
+                self._take_parts()
 
     def get_cache_block_size_bytes(self) -> int:
         return sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())

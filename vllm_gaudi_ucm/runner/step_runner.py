@@ -52,6 +52,11 @@ class StepRunner:
         """Returns whether the engine has yet to read steps that have not ended."""
         return self._end.steps_in_flight
 
+    @property
+    def is_between_stages(self) -> bool:
+        """Returns whether a step is computed, but not sampled yet."""
+        return self._computed is not None
+
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | StepOutput | None:
         """Computes a step up to its logits. Returns None if `sample_tokens` returns the output."""

@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.decisions.bucket_choice import (
     step_memory,
 )
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, Capture
+from vllm_gaudi_ucm.execution.decoder import HIDDEN
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.maker import runner_maker
 from vllm_gaudi_ucm.graphs.warm_up.agreement import ALONE, Agreement
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
+    from vllm_gaudi_ucm.runner.model_pooler import ModelPooler
     from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 logger = plugin_logger(__name__)
@@ -255,3 +257,17 @@ def _sampling_bytes(execution: BucketedExecution, vllm_config: VllmConfig) -> in
     """Logits of divided steps (float32), and the history that penalties read (int32), for every request."""
     logits = execution.logits_width * (1 + vllm_config.num_speculative_tokens)
     return 4 * execution.max_logits * (logits + vllm_config.model_config.max_model_len)
+
+
+@torch.inference_mode()
+def run_largest_step(
+    decoder: Decoder, vllm_config: VllmConfig, device: torch.device, pooler: ModelPooler | None
+) -> None:
+    """Runs the largest step without attention, whose tiles bound its memory."""
+    tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    found = decoder.run_layers(decoder.unattended(tokens, device))
+    rows = min(tokens, vllm_config.scheduler_config.max_num_seqs)
+    if decoder.has_logits:
+        decoder.logits(found[HIDDEN][:rows])
+    if pooler is not None and decoder.is_last:
+        pooler.pool_dummies(found[HIDDEN], rows)

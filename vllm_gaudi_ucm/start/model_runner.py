@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from vllm_gaudi_ucm.attention.latent import register_latent_attention
-from vllm_gaudi_ucm.batch.window import Window
-from vllm_gaudi_ucm.execution.cache_group import served_layers
-from vllm_gaudi_ucm.execution.decoder import HIDDEN, Decoder, DecoderModel
+from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases
-from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_specs
+from vllm_gaudi_ucm.kv_cache.allocation import NO_CACHE, bind_kv_caches, give_back_memory, kv_cache_specs
 from vllm_gaudi_ucm.kv_cache.tile import tile_size
-from vllm_gaudi_ucm.layers.experts import ServedMoeRunner, prepare_model_experts
+from vllm_gaudi_ucm.layers.experts import prepare_model_experts
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.start_stages import StartStages
 from vllm_gaudi_ucm.ops.registry import has_folders
-from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.kv_groups import refuse_windows_in_one_table, refuse_with_windows
 from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
 from vllm_gaudi_ucm.runner.model_pooler import ModelPooler
 from vllm_gaudi_ucm.runner.other_groups import refuse_with_states
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
-from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need
+from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need, run_largest_step
 from vllm_gaudi_ucm.start.kernel_compilation import compile_kernels
-from vllm_gaudi_ucm.start.setup import WorkerParts, make_parts
+from vllm_gaudi_ucm.start.served_layers import refuse_other_layers
+from vllm_gaudi_ucm.start.setup import KeptParts, WorkerParts, make_parts
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec, in_blocks_of, in_tiles
-from vllm_gaudi_ucm.vllm_api.loading import get_model
-from vllm_gaudi_ucm.vllm_api.model import (
-    ChunkedLocalAttention,
-    as_trained,
-    densely,
-    tokens_chosen,
-)
+from vllm_gaudi_ucm.vllm_api.loading import Weights, get_model, weights_of
+from vllm_gaudi_ucm.vllm_api.model import as_trained, densely, tokens_chosen
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.decisions.graph_kind import GraphKind
     from vllm_gaudi_ucm.device import Device
@@ -57,29 +53,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 
 logger = plugin_logger(__name__)
-
-
-class ServedLayers(dict[str, Any]):
-    """vLLM's `static_forward_context`: layer names to layers, which register themselves while a model is built.
-
-    Layers with a state of their own beyond the tokens of a step are registered here: attention of every kind, recurrent
-    layers, mixtures of experts. Layers of the registered kinds of cache groups and our mixture of experts are
-    supported, and further arguments of attention are up to its implementation (`UnifiedAttentionImpl`). Subclasses mask
-    differently, or cache different data: treating them like their base class would give wrong tokens.
-    """
-
-    def __setitem__(self, name: str, layer: Any) -> None:
-        if type(layer) not in (*served_layers(), ServedMoeRunner):
-            raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
-        if isinstance(layer, ChunkedLocalAttention):
-            window = cast("UnifiedAttentionImpl", layer.impl).window
-            assert window == Window(layer.attention_chunk_size, chunked=True), "see chunk_of"
-        super().__setitem__(name, layer)
-
-
-def refuse_other_layers(vllm_config: VllmConfig) -> None:
-    """Models that are built from now on raise UnsupportedFeatureError at the first such layer, before weights load."""
-    vllm_config.compilation_config.static_forward_context = ServedLayers()
 
 
 class ModelRunner:
@@ -114,6 +87,9 @@ class ModelRunner:
         self._draft_decoder: Decoder | None = None
         self._adapters: AdapterManager | None = None
         self._parts: WorkerParts | None = None
+        self._has_weights = True
+        self._resting: RequestTable
+        self._made_of: tuple[KVCacheConfig, PhaseLog, StepMetrics, StepProfiler | None]
         given = config.graphs.memory_budget
         self._memory_budget = None if given is None else int(given * GIB)
         self._tile: int | None = None
@@ -123,11 +99,11 @@ class ModelRunner:
         self.start_stages = StartStages()
         self._has_measured = False
 
-    def _make_model(self) -> nn.Module:
+    def _make_model(self, weights: Weights | None) -> nn.Module:
         config = self._vllm_config.model_config
         chosen = tokens_chosen(config)
         if chosen is None:
-            model = get_model(vllm_config=self._vllm_config)
+            model = get_model(vllm_config=self._vllm_config, weights=weights)
             as_trained(model, config.hf_text_config.model_type)
             return model
         logger.warning(
@@ -136,12 +112,13 @@ class ModelRunner:
             config.architecture,
             chosen,
         )
-        return get_model(vllm_config=densely(self._vllm_config))
+        return get_model(vllm_config=densely(self._vllm_config), weights=weights)
 
-    def load_model(self) -> None:
+    def load_model(self, weights: Weights | None = None) -> None:
+        """Loads the model and the draft model. weights: the model's, instead of its checkpoint's."""
         refuse_other_layers(self._vllm_config)
         register_latent_attention()
-        models = [self._make_model()]
+        models = [self._make_model(weights)]
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:
             models.append(draft_model)
@@ -168,7 +145,11 @@ class ModelRunner:
                 logger.info("Packed %d linear layers, %d of them also in fewer bits", *layers)
         if self._vllm_config.lora_config is not None:
             # behind all that replaces layers' weights
-            self._adapters = self._make_adapters(models[0])
+            from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
+
+            self._adapters = AdapterManager(
+                self._vllm_config, models[0], self._tensors_on, captured=self.kind != "off", agree=self._ranks.all_of
+            )
         routes = None if self._adapters is None else self._adapters.routes
         self.decoder, *draft = (
             Decoder(cast(DecoderModel, model), self._vllm_config, self._stage, self._lockstep, of_model)
@@ -189,20 +170,6 @@ class ModelRunner:
             for decoder in (self.decoder, *draft):
                 decoder.compile(self._compiler)
         self.decoder.connect(self._tensors_on)
-
-    def _make_adapters(self, model: nn.Module) -> AdapterManager:
-        from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
-
-        adapters = AdapterManager(
-            self._vllm_config, model, self._tensors_on, captured=self.kind != "off", agree=self._ranks.all_of
-        )
-        logger.info(
-            "Slots for %d adapters of rank %d take %.2f GiB",
-            adapters.routes.slots,
-            adapters.routes.rank,
-            adapters.nbytes / GIB,
-        )
-        return adapters
 
     @property
     def adapters(self) -> AdapterManager | None:
@@ -276,7 +243,11 @@ class ModelRunner:
 
         kv_cache_config: the allocated blocks. profiler: None unless the engine can be profiled.
         """
-        model = LoadedModel(
+        self._made_of = kv_cache_config, phase_log, metrics, profiler
+        self._parts = make_parts(self._loaded(profiler), self._sampling, kv_cache_config, phase_log, metrics)
+
+    def _loaded(self, profiler: StepProfiler | None) -> LoadedModel:
+        return LoadedModel(
             vllm_config=self._vllm_config,
             config=self._config,
             device=self._device,
@@ -291,7 +262,87 @@ class ModelRunner:
             adapters=self._adapters,
             profiler=profiler,
         )
-        self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
+
+    def reload_weights(self, path: str | None, weights: Weights | None) -> None:
+        """Replaces the model by one with other weights. Requests and KV cache stay as they are.
+
+        The model before serves until the new one is loaded, so there must be memory for both; after an exception it
+        goes on.
+
+        path: of another checkpoint of this model; None: that of the model before. weights: instead of a checkpoint's.
+        """
+        if self._parts is None:
+            # asleep: `wake_up` makes the rest
+            with self._other_model(path, weights):
+                self._has_weights = True
+            return
+        before = self._settled("reload_weights")
+        kv_cache_config, phase_log, metrics, profiler = self._made_of
+        with self._other_model(path, weights), torch.inference_mode():
+            model, kept = self._loaded(profiler), KeptParts(before.requests, before.kv_caches)
+            self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics, kept)
+        before.close()
+        del before, kept
+        gc.collect()
+        if self.static is not None:
+            self.static.warm_up()
+
+    @contextmanager
+    def _other_model(self, path: str | None, weights: Weights | None) -> Iterator[None]:
+        """Loads the model with other weights; after an exception the model before is back."""
+        compilation = self._vllm_config.compilation_config
+        before = {
+            name: getattr(self, name) for name in ("decoder", "_draft_decoder", "_compiler") if hasattr(self, name)
+        }
+        context = compilation.static_forward_context
+        with weights_of(self._vllm_config, path):
+            try:
+                self.load_model(weights)
+                yield
+            except BaseException:
+                compilation.static_forward_context = context
+                for name, value in before.items():
+                    setattr(self, name, value)
+                raise
+
+    def _settled(self, call: str) -> WorkerParts:
+        """Returns the objects that compute steps, once the tokens of all steps are known."""
+        parts = self.parts
+        if parts.steps.is_between_stages:
+            raise RuntimeError(f"{call} while a step is computed, but not sampled; call it once more")
+        if parts.ahead is not None:
+            parts.ahead.settle()
+        return parts
+
+    def sleep(self, drops_weights: bool) -> RequestTable:
+        """Gives back the KV cache and graphs, and the weights if asked. Returns the live requests."""
+        parts = self._settled("sleep")
+        parts.close()
+        self._parts, self._resting = None, parts.requests
+        if drops_weights:
+            self._vllm_config.compilation_config.static_forward_context = {}
+            self._compiler = self._draft_decoder = None
+            del self.decoder
+            self._has_weights = False
+        else:
+            bind_kv_caches(self._vllm_config, dict.fromkeys(parts.kv_caches, NO_CACHE))
+        requests = parts.requests
+        del parts
+        gc.collect()
+        give_back_memory(self._device)
+        return requests
+
+    def wake_up(self) -> None:
+        """Makes KV cache and graphs anew, and reads the checkpoint if there are no weights."""
+        if not self._has_weights:
+            self.load_model()
+            self._has_weights = True
+        kv_cache_config, phase_log, metrics, profiler = self._made_of
+        with torch.inference_mode():
+            model, kept = self._loaded(profiler), KeptParts(self._resting)
+            self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics, kept)
+        if self.static is not None:
+            self.static.warm_up()
 
     def warm_up(self) -> float:
         """Warms the graphs that must be warm before serving; returns the seconds it took."""
@@ -341,16 +392,6 @@ class ModelRunner:
             return need.budget + need.buffers
         free = self._device.memory().free
         for decoder in filter(None, (self.decoder, self._draft_decoder)):
-            self._run_largest_step(decoder, self._vllm_config.scheduler_config.max_num_batched_tokens)
+            run_largest_step(decoder, self._vllm_config, self._tensors_on, self.pooler)
         self._device.synchronize()
         return free - self._device.memory().free
-
-    @torch.inference_mode()
-    def _run_largest_step(self, decoder: Decoder, num_tokens: int) -> None:
-        """Runs the largest step without attention, whose tiles bound its memory."""
-        found = decoder.run_layers(decoder.unattended(num_tokens, self._tensors_on))
-        rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
-        if decoder.has_logits:
-            decoder.logits(found[HIDDEN][:rows])
-        if self.pooler is not None and decoder.is_last:
-            self.pooler.pool_dummies(found[HIDDEN], rows)

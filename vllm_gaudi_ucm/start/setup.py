@@ -6,7 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.batch.request_table import DraftModelRows, RequestTable
 from vllm_gaudi_ucm.config.exclusions import policies_give_orders
@@ -35,6 +35,7 @@ from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 if TYPE_CHECKING:
     import torch
 
+    from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
@@ -45,6 +46,13 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.verification import Verification
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
+
+
+class KeptParts(NamedTuple):
+    """Objects of earlier parts of the same model that go on. kv_caches: None if they were given back."""
+
+    requests: RequestTable
+    kv_caches: dict[str, LayerCache] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ def make_parts(
     kv_cache_config: KVCacheConfig,
     phase_log: PhaseLog,
     metrics: StepMetrics,
+    kept: KeptParts | None = None,
 ) -> WorkerParts:
     """Allocates the KV cache, gives each layer its part, and makes the objects that depend on the number of blocks.
 
@@ -87,9 +96,10 @@ def make_parts(
         sampling: slots of the requests that yield tokens.
         kv_cache_config: vLLM's, in blocks as attention reads them.
         phase_log, metrics: take every step.
+        kept: objects of earlier parts that go on.
     """
     with ExitStack() as undo:
-        allocated = _make_allocated(model, kv_cache_config, metrics, undo)
+        allocated = _make_allocated(model, kv_cache_config, metrics, undo, kept)
         static = None if model.kind == "off" else make_static(allocated)
         if static is not None:
             undo.callback(static.close)
@@ -116,9 +126,13 @@ def make_parts(
 
 
 def _make_allocated(
-    model: LoadedModel, kv_cache_config: KVCacheConfig, metrics: StepMetrics, undo: ExitStack
+    model: LoadedModel,
+    kv_cache_config: KVCacheConfig,
+    metrics: StepMetrics,
+    undo: ExitStack,
+    kept: KeptParts | None,
 ) -> AllocatedModel:
-    """Makes the objects of an allocated cache. undo: closes them."""
+    """Makes the objects of an allocated cache. undo: closes them. kept: see `make_parts`."""
     groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config)
     refuse_uneven_stages(groups, model.ranks)
     draft_groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config, of_draft_model=True)
@@ -126,19 +140,14 @@ def _make_allocated(
     transfer = _make_transfer(model, kv_cache_config)
     if transfer is not None:
         undo.callback(transfer.close)
-    kv_caches = _allocate(model, kv_cache_config, transfer)
+    if kept is None or kept.kv_caches is None:
+        kv_caches = _allocate(model, kv_cache_config, transfer)
+    else:
+        kv_caches = kept.kv_caches
+        bind_kv_caches(vllm_config, kv_caches)
     allocate_others(groups, vllm_config, kv_cache_config.num_blocks, model.tensors_on)
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    requests = RequestTable(
-        max_num_seqs,
-        vllm_config.model_config.max_model_len,
-        block_size,
-        by_token=model.by_token,
-        groups=groups.kv,
-        inputs=model.decoder.inputs,
-        draft=DraftModelRows(draft_groups.kv, () if model.draft_decoder is None else model.draft_decoder.inputs),
-        keepers=[one for one in (group.follows_requests for group in groups.groups) if one is not None],
-    )
+    requests = _make_table(model, groups, draft_groups) if kept is None else kept.requests
     sparse = make_sparse_worker(
         model.config,
         vllm_config,
@@ -173,6 +182,20 @@ def _make_allocated(
         host=host,
         carried=carried,
         drafts_ahead=drafts_ahead,
+    )
+
+
+def _make_table(model: LoadedModel, groups: LayerGroups, draft_groups: LayerGroups) -> RequestTable:
+    draft = () if model.draft_decoder is None else model.draft_decoder.inputs
+    return RequestTable(
+        model.vllm_config.scheduler_config.max_num_seqs,
+        model.vllm_config.model_config.max_model_len,
+        groups.kv[0].block_size,
+        by_token=model.by_token,
+        groups=groups.kv,
+        inputs=model.decoder.inputs,
+        draft=DraftModelRows(draft_groups.kv, draft),
+        keepers=[one for one in (group.follows_requests for group in groups.groups) if one is not None],
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,13 +31,24 @@ ONE_FORMAT = (
     "of them, or leave out all of them"
 )
 
+Weights = Iterable[tuple[str, Tensor]]
+"""Tensors with their names in a checkpoint."""
+
 Part = tuple[int | None, str | int | None]
 """An expert (None: all of them, or no expert), and one of the matrices that are fused (None: all of them)."""
 
 
-def get_model(*, vllm_config: VllmConfig, prefix: str = "", load_config: LoadConfig | None = None) -> nn.Module:
+def get_model(
+    *,
+    vllm_config: VllmConfig,
+    prefix: str = "",
+    load_config: LoadConfig | None = None,
+    weights: Weights | None = None,
+) -> nn.Module:
     """Loads a model as vLLM's `get_model` does, and refuses a checkpoint that lacks a tensor, before it loads weights
     also a model whose positions end before `--max-model-len`.
+
+    weights: tensors with their names in a checkpoint, instead of the checkpoint's.
 
     Reason: vLLM compares names of unquantised models alone, passes over every layer that has a method of weights, and
     takes a fused layer for loaded when one of its tensors came. The rest is memory that was never written.
@@ -45,7 +57,7 @@ def get_model(*, vllm_config: VllmConfig, prefix: str = "", load_config: LoadCon
     """
     vllm_config = with_long_tables(vllm_config)
     loader = get_model_loader(load_config or vllm_config.load_config)
-    fill = loader.load_weights
+    fill = loader.load_weights if weights is None else _filling_with(weights)
     # vLLM's own switch, in `model_loader_extra_config`
     watches = getattr(loader, "enable_weights_track", None) is not False
 
@@ -58,6 +70,33 @@ def get_model(*, vllm_config: VllmConfig, prefix: str = "", load_config: LoadCon
 
     cast(Any, loader).load_weights = load_weights
     return loader.load_model(vllm_config=vllm_config, model_config=vllm_config.model_config, prefix=prefix)
+
+
+def _filling_with(weights: Weights) -> Callable[[nn.Module, ModelConfig], None]:
+    def fill(model: nn.Module, model_config: ModelConfig) -> None:
+        cast(Any, model).load_weights(weights)
+
+    return fill
+
+
+@contextmanager
+def weights_of(vllm_config: VllmConfig, path: str | None) -> Iterator[None]:
+    """Makes the loader read the checkpoint at a path, from now on; after an exception, the one before. None: no other.
+
+    Reason: `reload_weights` of vLLM's runners sets these attributes, and does not take them back.
+    Remove when: a loader takes the path as an argument.
+    """
+    config = vllm_config.model_config
+    names = ("model", "model_weights", "revision")
+    before = {name: getattr(config, name) for name in names}
+    if path is not None:
+        config.model, config.model_weights, config.revision = path, "", None
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            setattr(config, name, value)
+        raise
 
 
 class WeightWatch:

@@ -166,4 +166,6 @@ def attends_both_ways(vllm_config: VllmConfig) -> bool:
 
 
 PROFILER_ACTIVITIES = {"cpu": ("CPU",), "cuda": ("CPU", "CUDA"), "hpu": ("CPU",)}
-"""What torch's profiler records of each device, in the words of vLLM's `ProfilerConfig`, which has none for a Gaudi."""
+"""Activities of each device that torch's profiler records, in the words of vLLM's `ProfilerConfig`, which has none for
+a Gaudi.
+"""

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config.profiler import validate_profile_prefix
 from vllm.distributed.utils import get_worker_rank_suffix
-from vllm.profiler.wrapper import CudaProfilerWrapper, TorchProfilerWrapper, WorkerProfiler
+from vllm.profiler.wrapper import CudaProfilerWrapper, TorchProfilerWrapper
 
 from vllm_gaudi_ucm.vllm_api.platforms import PROFILER_ACTIVITIES
 
 if TYPE_CHECKING:
     from vllm.config import ProfilerConfig
 
-__all__ = ["WorkerProfiler", "make_worker_profiler", "trace_name"]
+__all__ = ["CudaProfiler", "TorchProfiler", "make_worker_profiler", "trace_name"]
 
 
 class TorchProfiler(TorchProfilerWrapper):
@@ -56,6 +56,17 @@ class HpuProfiler(TorchProfiler):
     with_hpu = True
 
 
+class CudaProfiler(CudaProfilerWrapper):
+    """vLLM's profiler that starts and stops the range of Nsight Systems.
+
+    Reason: the wrapper of vLLM 0.32 has no `set_profiler_kwargs`.
+    Remove when: vLLM 0.32 is not supported.
+    """
+
+    def set_profiler_kwargs(self, profiler_kwargs: dict[str, Any] | None) -> None:
+        """Does nothing: the arguments are for torch's profiler."""
+
+
 def trace_name(rank: int, prefix: str | None) -> str:
     """Returns the name of a worker's trace.
 
@@ -65,10 +76,12 @@ def trace_name(rank: int, prefix: str | None) -> str:
     return f"{validate_profile_prefix(prefix)}_{suffix}" if prefix else suffix
 
 
-def make_worker_profiler(config: ProfilerConfig, device_kind: str, name: str, local_rank: int) -> WorkerProfiler:
+def make_worker_profiler(
+    config: ProfilerConfig, device_kind: str, name: str, local_rank: int
+) -> TorchProfiler | CudaProfiler:
     """Makes a profiler, which does not run yet. config: with a kind that the device has."""
     if config.profiler == "cuda":
-        return CudaProfilerWrapper(config)
+        return CudaProfiler(config)
     asked = config.torch_profiler_activities
     cls = HpuProfiler if device_kind == "hpu" and asked is None else TorchProfiler
     activities: Sequence[Any] = PROFILER_ACTIVITIES[device_kind] if asked is None else tuple(asked)
