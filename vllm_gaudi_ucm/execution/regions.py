@@ -80,7 +80,7 @@ def compile_regions(model: nn.Module, compiler: StaticCompiler, others: tuple[ty
     for module in model.modules():
         if isinstance(module, (*others, *SMALL_REGIONS)) and id(module) not in inside:
             inside |= {id(part) for part in module.modules()}
-            module.forward = _part_call(run_part, module)  # type: ignore[method-assign]
+            module.forward = _part_call(run_part, module)
     return len(layers)
 
 

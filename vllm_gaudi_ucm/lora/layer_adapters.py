@@ -51,7 +51,7 @@ class LayerAdapters(PunicaWrapperBase):
         return self._weights
 
     @property
-    def _embeddings_indices(self) -> torch.Tensor:
+    def _embeddings_indices(self) -> torch.Tensor:  # type: ignore[override]  # layers only read it
         """Returns int64 [rows], where the rows of each row's adapter begin in the first matrices of an embedding. A row
         without an adapter reads those of slot 0, and `add_lora_embedding` discards them.
         """

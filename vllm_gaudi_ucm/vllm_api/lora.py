@@ -9,8 +9,6 @@ adapter that a request names; `LoRAAdapterNotFoundError`, which a server answers
 with such layers.
 """
 
-from typing import cast
-
 import torch
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.layers import (
@@ -67,7 +65,7 @@ def full_outputs(layer: BaseLinearLayerWithLoRA) -> tuple[int, ...]:
     if isinstance(base, MergedColumnParallelLinear):
         whole = tuple(base.output_sizes)
         return whole if layer.n_slices == len(whole) else (sum(whole),)
-    return (cast(int, base.output_size),)
+    return (base.output_size,)
 
 
 def write_through(layer: BaseLayerWithLoRA, downs: tuple[torch.Tensor, ...], ups: tuple[torch.Tensor, ...]) -> None:
