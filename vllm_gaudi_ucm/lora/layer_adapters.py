@@ -52,7 +52,7 @@ class LayerAdapters(PunicaWrapperBase):
 
     # vLLM's class assigns the tensor in each step; its layers only read it
     @property
-    def _embeddings_indices(self) -> torch.Tensor:  # type: ignore[override]
+    def _embeddings_indices(self) -> torch.Tensor:  # type: ignore[override]  # layers only read it
         """Returns int64 [rows], where the rows of each row's adapter begin in the first matrices of an embedding. A row
         without an adapter reads those of slot 0, and `add_lora_embedding` discards them.
         """
