@@ -36,8 +36,8 @@ from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.model_calls import ModelCalls
 from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls, UnsupportedCallError
-from vllm_gaudi_ucm.platform.reload import refuse_reload, refuse_sleep
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.other_groups import share_of_blocks
@@ -60,21 +60,15 @@ from vllm_gaudi_ucm.vllm_api.worker import (
     CompilationTimes,
     SupportedTask,
     WorkerBase,
-    answer_of_all,
     model_loading,
     set_random_seed,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vllm_gaudi_ucm.lora.adapter_manager import AdapterManager
     from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.runner.steps_ahead import StepOutput
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
-    from vllm_gaudi_ucm.vllm_api.loading import Weights
-    from vllm_gaudi_ucm.vllm_api.lora import LoRARequest
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
@@ -89,7 +83,7 @@ _OF_STEPS = ("execute_model", "sample_tokens", "take_draft_token_ids", "execute_
 _HOW_TO_PROFILE = "start the engine with --profiler-config, or read the phase log, which times every step"
 
 
-class UcmWorker(RefusedCalls, WorkerBase):
+class UcmWorker(ModelCalls, RefusedCalls, WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
 
     _status: int | None = None
@@ -226,12 +220,6 @@ class UcmWorker(RefusedCalls, WorkerBase):
             self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics, self._profiler)
         self._take_parts()
 
-    def _take_parts(self) -> None:
-        parts = self.model_runner.parts
-        self._steps = parts.steps
-        if parts.ahead is not None:
-            self._turn = parts.ahead.lock
-
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
         """The data about this worker that a connector of another engine needs, by (pipeline, tensor-parallel) rank."""
         transfer = self.model_runner.transfer
@@ -299,63 +287,11 @@ class UcmWorker(RefusedCalls, WorkerBase):
             bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
             self._profiler.start(profile_prefix, profiler_kwargs, **bounds)
 
-    def reload_weights(
-        self,
-        weights_iterator: Weights | None = None,
-        weights_path: str | None = None,
-        is_checkpoint_format: bool = True,
-    ) -> None:
-        """Serves other weights from the next step on; see docs/reference/worker.md."""
-        refuse_reload(self.vllm_config, self._ucm, self._device.kind, is_checkpoint_format)
-        with self._turn, model_loading(self.vllm_config):
-            self.model_runner.reload_weights(weights_path, weights_iterator)
-            if not isinstance(self._steps, RestingSteps):
-                self._take_parts()
-        if self.cache_config.enable_prefix_caching:
-            logger.warning("The prefix cache has keys and values of the weights before: call reset_prefix_cache.")
-
     def synchronize_device(self) -> None:
         self._device.synchronize()
 
     def reset_encoder_cache(self) -> None:
         """No multimodal models, no encoder cache."""
-
-    def _with_adapters(self, call: str, act: Callable[[AdapterManager], bool]) -> bool:
-        found = self.model_runner.adapters
-        if found is None:
-            raise UnsupportedCallError(call, "adapters (LoRA), which are off", "start the engine with --enable-lora")
-        with self._turn, torch.inference_mode():
-            return answer_of_all(lambda: act(found), self._ranks.rank == self._ranks.size - 1)
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter, and gives it a slot. Raises ValueError for one that does not fit the model."""
-        return self._with_adapters("add_lora", lambda adapters: adapters.load(lora_request))
-
-    def remove_lora(self, lora_id: int) -> bool:
-        return self._with_adapters("remove_lora", lambda adapters: adapters.remove_adapter(lora_id))
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in host memory and in a slot."""
-        return self._with_adapters("pin_lora", lambda adapters: adapters.pin_adapter(lora_id))
-
-    def list_loras(self) -> set[int]:
-        """Returns the numbers of the adapters in host memory."""
-        found = self.model_runner.adapters
-        return set() if found is None else found.list_adapters()
-
-    def sleep(self, level: int = 1) -> None:
-        """Gives back the KV cache and graphs; at level 2 the weights, too."""
-        refuse_sleep(self.vllm_config, self._ucm, self._device.kind)
-        if not isinstance(self._steps, RestingSteps):
-            with self._turn:
-                self._steps = RestingSteps(self.model_runner.sleep(drops_weights=level > 1))
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Makes KV cache and graphs anew, and the weights if they were dropped, unless `tags` leave out `kv_cache`."""
-        if isinstance(self._steps, RestingSteps) and (tags is None or "kv_cache" in tags):
-            with self._turn, model_loading(self.vllm_config):
-                self.model_runner.wake_up()
-                self._take_parts()
 
     def get_cache_block_size_bytes(self) -> int:
         return sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())

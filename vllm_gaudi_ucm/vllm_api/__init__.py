@@ -27,6 +27,7 @@ condition for its removal ("Remove when:").
 | `moe` | layers with experts, and their routers |
 | `pooling` | poolers, and what they read of a step |
 | `lora` | adapters: layers, their weights, the manager that loads them |
+| `profiling` | profilers of a worker |
 | `sampling` | samplers, logits processors, grammars |
 | `kv_transfer`, `kv_offload` | KV connectors; offloading to the host |
 

@@ -70,7 +70,9 @@ class CudaProfiler(CudaProfilerWrapper):
 def trace_name(rank: int, prefix: str | None) -> str:
     """Returns the name of a worker's trace.
 
-    Raises ValueError for a prefix that is no file name.
+    Reason: vLLM's workers make the name themselves, each where it needs it. Raises ValueError for a prefix that is no
+    file name.
+    Remove when: `create_worker_profiler` takes a prefix on every supported version.
     """
     suffix: str = get_worker_rank_suffix(global_rank=rank)
     return f"{validate_profile_prefix(prefix)}_{suffix}" if prefix else suffix
@@ -79,7 +81,13 @@ def trace_name(rank: int, prefix: str | None) -> str:
 def make_worker_profiler(
     config: ProfilerConfig, device_kind: str, name: str, local_rank: int
 ) -> TorchProfiler | CudaProfiler:
-    """Makes a profiler, which does not run yet. config: with a kind that the device has."""
+    """Makes a profiler, which does not run yet.
+
+    Reason: vLLM chooses the activities of a device by its own platforms, which have no Gaudi.
+    Remove when: its table of activities has HPU.
+
+    config: with a kind that the device has.
+    """
     if config.profiler == "cuda":
         return CudaProfiler(config)
     asked = config.torch_profiler_activities
