@@ -44,8 +44,7 @@ def test_activities(
 
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     profiler = make_worker_profiler(config(tmp_path, torch_profiler_activities=asked), device, "rank0", 0)
-    profiler.set_profiler_kwargs({"with_flops": True})
-    profiler.start()
+    profiler.begin_session({"with_flops": True})
     assert profiler.is_running
     (options,) = started
     assert options["activities"] == [getattr(ProfilerActivity, name) for name in activities]

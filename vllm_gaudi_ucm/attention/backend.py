@@ -169,7 +169,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         self._layer_index = 0
         self._selector: LayerSelector | None = None
         self._kv_cache: KvPair | None = None
-        self._views: KvPair
+        self._views: KvPair | None = None
         self._group: GroupStep | None = None
 
     @property
@@ -183,8 +183,12 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         return Window(self.sliding_window or WHOLE, by_distance=by_distance)
 
     def join(self, group: GroupStep | None) -> None:
-        """Makes the layer read this group's steps, once the KV cache is allocated; None if there is one group."""
+        """Makes the layer read this group's steps, once the KV cache is allocated or given back; None if there is one
+        group.
+        """
         self._group = group
+        # of the cache before
+        self._kv_cache = self._views = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called by vLLM's loader once sinks have their values, in the dtype of the model."""
@@ -292,7 +296,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         if torch.compiler.is_compiling():
             # kept views would be graph inputs that share memory with the tensors that the graph writes
             return in_blocks(written, block_size)
-        if self._kv_cache is not kv_cache:
+        if self._views is None or self._kv_cache is not kv_cache:
             self._kv_cache, self._views = kv_cache, in_blocks(written, block_size)
         return self._views
 

@@ -49,8 +49,7 @@ class StepProfiler:
         if self._profiler is None:
             self._profiler = make_worker_profiler(self._config, self._device_kind, name, self._local_rank)
         self._profiler.set_output_name(name)
-        self._profiler.set_profiler_kwargs(kwargs)
-        self._profiler.start(**bounds)
+        self._profiler.begin_session(kwargs, **bounds)
 
     def stop(self) -> None:
         """Ends the session and writes its trace."""

@@ -91,7 +91,9 @@ class ModelCalls:
         refuse_sleep(self.vllm_config, self._ucm, self._device.kind)
         if not isinstance(self._steps, RestingSteps):
             with self._turn:
-                self._steps = RestingSteps(self.model_runner.sleep(drops_weights=level > 1))
+                # lets go of the objects of steps before their memory is given back
+                self._steps = RestingSteps(self.model_runner.settle("sleep").requests)
+                self.model_runner.sleep(drops_weights=level > 1)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Makes KV cache and graphs anew, and the weights if they were dropped, unless `tags` leave out `kv_cache`."""

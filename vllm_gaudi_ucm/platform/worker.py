@@ -281,17 +281,16 @@ class UcmWorker(ModelCalls, RefusedCalls, WorkerBase):
         if self._profiler is None:
             raise UnsupportedCallError("profile", "a profile of an engine without a profiler", _HOW_TO_PROFILE)
         with self._turn:
-            if not is_start:
+            if is_start:
+                bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+                self._profiler.start(profile_prefix, profiler_kwargs, **bounds)
+            else:
                 self._profiler.stop()
-                return
-            bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
-            self._profiler.start(profile_prefix, profiler_kwargs, **bounds)
 
     def synchronize_device(self) -> None:
         self._device.synchronize()
 
-    def reset_encoder_cache(self) -> None:
-        """No multimodal models, no encoder cache."""
+    def reset_encoder_cache(self) -> None: ...  # no encoders
 
     def get_cache_block_size_bytes(self) -> int:
         return sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())

@@ -97,6 +97,12 @@ def _encoder_layers(vllm_config: VllmConfig) -> tuple[str, ...]:
     return tuple(name for name, layer in layers if isinstance(layer, EncoderOnlyAttention))
 
 
+def leave_groups(vllm_config: VllmConfig) -> None:
+    """Makes all layers leave their groups, and let go of what they keep of a KV cache that was given back."""
+    for layer in _implementations(vllm_config, of_draft_model=False).values():
+        layer.join(None)
+
+
 def _implementations(vllm_config: VllmConfig, of_draft_model: bool) -> dict[str, UnifiedAttentionImpl]:
     layers = attention_layers(vllm_config).items()
     return {

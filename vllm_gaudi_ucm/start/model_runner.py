@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.layers.experts import prepare_model_experts
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.start_stages import StartStages
 from vllm_gaudi_ucm.ops.registry import has_folders
-from vllm_gaudi_ucm.runner.kv_groups import refuse_windows_in_one_table, refuse_with_windows
+from vllm_gaudi_ucm.runner.kv_groups import leave_groups, refuse_windows_in_one_table, refuse_with_windows
 from vllm_gaudi_ucm.runner.loaded_model import LoadedModel
 from vllm_gaudi_ucm.runner.model_pooler import ModelPooler
 from vllm_gaudi_ucm.runner.other_groups import refuse_with_states
@@ -276,7 +276,7 @@ class ModelRunner:
             with self._other_model(path, weights):
                 self._has_weights = True
             return
-        before = self._settled("reload_weights")
+        before = self.settle("reload_weights")
         kv_cache_config, phase_log, metrics, profiler = self._made_of
         with self._other_model(path, weights), torch.inference_mode():
             model, kept = self._loaded(profiler), KeptParts(before.requests, before.kv_caches)
@@ -305,8 +305,8 @@ class ModelRunner:
                     setattr(self, name, value)
                 raise
 
-    def _settled(self, call: str) -> WorkerParts:
-        """Returns the objects that compute steps, once the tokens of all steps are known."""
+    def settle(self, call: str) -> WorkerParts:
+        """Returns the objects that compute steps, once the tokens of all steps are known. call: named in errors."""
         parts = self.parts
         if parts.steps.is_between_stages:
             raise RuntimeError(f"{call} while a step is computed, but not sampled; call it once more")
@@ -314,9 +314,9 @@ class ModelRunner:
             parts.ahead.settle()
         return parts
 
-    def sleep(self, drops_weights: bool) -> RequestTable:
-        """Gives back the KV cache and graphs, and the weights if asked. Returns the live requests."""
-        parts = self._settled("sleep")
+    def sleep(self, drops_weights: bool) -> None:
+        """Gives back the KV cache and graphs, and the weights if asked. Nothing else may hold the objects of steps."""
+        parts = self.settle("sleep")
         parts.close()
         self._parts, self._resting = None, parts.requests
         if drops_weights:
@@ -326,11 +326,10 @@ class ModelRunner:
             self._has_weights = False
         else:
             bind_kv_caches(self._vllm_config, dict.fromkeys(parts.kv_caches, NO_CACHE))
-        requests = parts.requests
+            leave_groups(self._vllm_config)
         del parts
         gc.collect()
         give_back_memory(self._device)
-        return requests
 
     def wake_up(self) -> None:
         """Makes KV cache and graphs anew, and reads the checkpoint if there are no weights."""

@@ -43,11 +43,11 @@ class TorchProfiler(TorchProfilerWrapper):
         self._profiler_kwargs = {**self._profiler_kwargs, **added, **self._of_session}
         super()._start()
 
-    def set_profiler_kwargs(self, profiler_kwargs: dict[str, Any] | None) -> None:
-        """Sets arguments of `torch.profiler.profile` for the next session."""
-        if self._active:
-            return
-        self._of_session = dict(profiler_kwargs or {})
+    def begin_session(self, arguments: dict[str, Any] | None, **bounds: int | None) -> None:
+        """Starts the profiler. arguments: of `torch.profiler.profile`. bounds: of vLLM's `start`."""
+        if not self._active:
+            self._of_session = dict(arguments or {})
+        self.start(**bounds)
 
 
 class HpuProfiler(TorchProfiler):
@@ -57,14 +57,11 @@ class HpuProfiler(TorchProfiler):
 
 
 class CudaProfiler(CudaProfilerWrapper):
-    """vLLM's profiler that starts and stops the range of Nsight Systems.
+    """vLLM's profiler that starts and stops the range of Nsight Systems, with the sessions of `TorchProfiler`."""
 
-    Reason: the wrapper of vLLM 0.32 has no `set_profiler_kwargs`.
-    Remove when: vLLM 0.32 is not supported.
-    """
-
-    def set_profiler_kwargs(self, profiler_kwargs: dict[str, Any] | None) -> None:
-        """Does nothing: the arguments are for torch's profiler."""
+    def begin_session(self, arguments: dict[str, Any] | None, **bounds: int | None) -> None:
+        """Starts the range, unless it is active. arguments: for torch's profiler alone."""
+        self.start(**bounds)
 
 
 def trace_name(rank: int, prefix: str | None) -> str:
