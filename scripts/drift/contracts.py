@@ -18,8 +18,6 @@ CONDITIONS: dict[str, str] = {
     "vllm.v1.outputs.AsyncModelRunnerOutput.get_kv_connector_output": (
         "vLLM calls it if its class declares it; otherwise what our outputs define is not called"
     ),
-    "vllm.profiler.wrapper.TorchProfilerWrapper.set_profiler_kwargs": "our own code calls it, on every version",
-    "vllm.profiler.wrapper.WorkerProfiler.set_profiler_kwargs": "our own code calls it, on every version",
 }
 """Full names that some supported versions lack, and why the code runs without them.
 
