@@ -32,6 +32,8 @@ ASKED: dict[str, Any] = {
     "repeats": 12,
     "kernels": True,
     "ahead": False,
+    "adapters": 0,
+    "rank": 16,
 }
 
 
@@ -224,7 +226,7 @@ def test_what_is_measured_is_reported(
     stages = {"model": 3.04, "kernels": 12.5}
     started = {"start_seconds": 61.26, "import_seconds": 9.75, "warm_up_seconds": 20.0, "graphs": 48, "stages": stages}
 
-    def serve(options: Any, layers: str, ahead: bool) -> dict[str, Any]:
+    def serve(options: Any, layers: str, ahead: bool, adapters: int) -> dict[str, Any]:
         step = {"requests": 64, "tokens": 1024, "wall_ms": 9.0, "worker_ms": 8.0, "device_ms": 7.0, "padded": "[]"}
         kernels = {"decode of 64": [["norm_rows", 65, 0.3]]} if layers == FUSED else {}
         return {

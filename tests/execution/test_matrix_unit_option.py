@@ -26,19 +26,19 @@ class _Decoder:
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(model_runner, "get_model", lambda vllm_config: nn.Module())
+    monkeypatch.setattr(model_runner, "get_model", lambda vllm_config, weights: nn.Module())
     monkeypatch.setattr(model_runner, "load_draft_model", lambda config: None)
-    monkeypatch.setattr(model_runner, "Decoder", lambda model, config, stage, lockstep: _Decoder())
+    monkeypatch.setattr(model_runner, "Decoder", lambda *_: _Decoder())
     monkeypatch.setattr(packed_weights, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
     runner = object.__new__(ModelRunner)
     compilation = SimpleNamespace(static_forward_context={})
     model = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama"), runner_type="generate")
-    config = SimpleNamespace(compilation_config=compilation, model_config=model)
+    config = SimpleNamespace(compilation_config=compilation, model_config=model, lora_config=None)
     runner._vllm_config = config  # type: ignore[assignment]
     runner._config = resolve_config({"ucm": {"cpu": {"matrix_unit": wanted}}})
     runner._device = SimpleNamespace(kind="cpu")  # type: ignore[assignment]
     runner.kind = "off"
-    runner._stage = None
+    runner._stage = runner._adapters = None
     runner._lockstep = None
     runner._tensors_on = torch.device("cpu")
     with matrix_unit.using(not wanted):

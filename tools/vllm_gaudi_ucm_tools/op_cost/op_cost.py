@@ -119,6 +119,8 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
         "sparse": None,
         "num_speculative_tokens": 0,
         "partial_loads": False,
+        "max_loras": 0,
+        "max_lora_rank": 16,
         "count_nodes": False,
     }
     from vllm_gaudi_ucm_tools.op_cost.row import bucket_rows

@@ -69,17 +69,23 @@ class CudaEncoder(AttentionImplementation):
         side = -1 if spec.reach is None else spec.reach - 1
         found = varlen_attn(
             query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
+            _of_each_head(key, query.shape[1]),
+            _of_each_head(value, query.shape[1]),
             plan.starts,
             plan.starts,
             plan.most,
             plan.most,
             scale=spec.scale,
             window_size=(side, side),
-            enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(found, Tensor), "no sums were requested"
         # the kernel leaves rows of no request as they were
         torch.where(plan.pads, torch.zeros_like(found), found, out=out)
         return True
+
+
+def _of_each_head(rows: Tensor, heads: int) -> Tensor:
+    """Returns keys or values [rows, heads, size], a copy if query heads share them: the kernel of torch 2.11 knows no
+    groups of heads.
+    """
+    return rows.contiguous() if rows.shape[1] == heads else rows.repeat_interleave(heads // rows.shape[1], dim=1)
