@@ -120,7 +120,7 @@ class Engine:
     def _replay(self) -> None:
         self.replays += 1
 
-    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any, lora_request: None = None) -> None:
         tokens = len(prompt["prompt_token_ids"])
         self._live.append(SimpleNamespace(name=name, left=tokens, prompt=tokens, new=params.max_tokens, said=0))
 

@@ -51,6 +51,8 @@ def live_bytes() -> int:
     """Returns the bytes of all tensors that Python objects hold. The process gives back memory in its own time."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+    # oneDNN's packed tensors have no storage of their own
+    tensors = [found for found in tensors if found.layout == torch.strided]
     return sum({found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in tensors}.values())
 
 
