@@ -72,7 +72,8 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
         engine.llm.wake_up()
         assert tokens(engine, 8) == expected
         engine.llm.sleep(2)
-        assert without_cache - live_bytes() > 0.7 * weights
+        # packed weights, which are not counted above, are gone with the others
+        assert live_bytes() < 0.1 * weights
         engine.llm.wake_up()
         assert tokens(engine, 8) == expected
 
