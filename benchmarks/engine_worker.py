@@ -1,7 +1,8 @@
 """One engine under measurement, controlled by JSON lines over stdin and stdout.
 
 Runs in our environment and in the peer's: it may import nothing but vLLM and the standard library. The first argument
-is a JSON object with the arguments of `vllm.LLM`; the first line out says `ready` after a first token was generated.
+is a JSON object with the arguments of `vllm.LLM`; the first line out says `ready` after a first token was generated, or
+a first prompt embedded if `runner` is `pooling`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ def main() -> None:
     import torch
     import vllm
 
-    llm = vllm.LLM(**json.loads(sys.argv[1]))
-    _generate(vllm, llm, [[1]], 1)
+    arguments = json.loads(sys.argv[1])
+    llm, embeds = vllm.LLM(**arguments), arguments.get("runner") == "pooling"
+    if embeds:
+        _embed(llm, [[101, 102]])
+    else:
+        _generate(vllm, llm, [[1]], 1)
     facts = {"vllm": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
     _answer(answers, {"ready": True, **facts})
     for line in sys.stdin:
         order = json.loads(line)
+        if embeds:
+            _answer(answers, _embed(llm, order["prompts"]))
+            continue
         if order.get("is_decode"):
             # leaves all full blocks of the prompts in the prefix cache
             _generate(vllm, llm, order["prompts"], 1)
@@ -39,6 +47,15 @@ def _generate(vllm: Any, llm: Any, prompts: list[list[int]], output_tokens: int)
     outputs = llm.generate(requests, params, use_tqdm=False)
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "outputs": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+def _embed(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Returns the embeddings, and the seconds from the first submission to the last embedding."""
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    start = time.perf_counter()
+    outputs = llm.embed(requests, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "outputs": [list(output.outputs.embedding) for output in outputs]}
 
 
 def _claim_stdout() -> IO[str]:

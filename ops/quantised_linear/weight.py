@@ -12,7 +12,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class RowRounding(NamedTuple):
-    """How rows are rounded.
+    """The rounding of rows.
 
     symmetric: zero is 0. Otherwise the range of a row, including 0, is spread over all codes.
     scale: float32, one for all rows; values beyond its range are clamped to it. None: each row has its own.

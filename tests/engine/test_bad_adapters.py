@@ -178,7 +178,7 @@ def test_an_adapter_is_loaded_again_in_its_place(model: Path, good: Path, merged
 def test_a_store_tells_adapters_apart_by_their_files(
     model: Path, good: Path, merged: ReferenceModel, tmp_path: Path
 ) -> None:
-    """The same name, number and path with other weights in another engine: nothing of the first is found."""
+    """An adapter with the same name, number and path but other weights finds nothing of the first engine's."""
     changing = make_adapter(tmp_path / "changing", model, seed=11)
     options: dict[str, Any] = {**OPTIONS, "kv_transfer_config": transfer(file_store(tmp_path / "store"))}
 

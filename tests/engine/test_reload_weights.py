@@ -105,7 +105,7 @@ def test_requests_go_on(llamas: tuple[Path, Path], async_scheduling: bool) -> No
         found: list[int] = []
         for step in range(60):
             if step in (4, 9):
-                # the same weights, so that the tokens are those of an engine that was left alone
+                # the same weights, so the tokens equal an undisturbed engine's
                 engine.llm.collective_rpc("reload_weights")
             for output in engine.step():
                 found = list(output.outputs[0].token_ids)

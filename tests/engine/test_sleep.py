@@ -24,7 +24,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def tokens(engine: Engine, count: int) -> list[list[int]]:
-    """Of new requests, which may read other blocks than before: sums are rounded in another order."""
+    """Returns tokens of new requests, which may read other blocks than before: sums are rounded in another order."""
     answers = engine.greedy(PROMPTS, count)
     assert all(answer.cached_tokens == 0 for answer in answers), "the prefix cache was not reset"
     return [answer.tokens for answer in answers]

@@ -78,7 +78,7 @@ def test_budgets(tiny_llama: Path, plain: Engine, way: str) -> None:
         found = engine.generate([*PROMPTS, PROMPTS[0]], [*map(params, BUDGETS), params(0, logprobs=2)])
         assert [list(output.outputs[0].token_ids) for output in found[:4]] == wanted
         assert list(found[4].outputs[0].token_ids)[:3] == FORCED
-        # raw logprobs are those of the model, whatever was forced
+        # raw logprobs are the model's own, whatever was forced
         scores = found[4].outputs[0].logprobs
         assert scores is not None
         assert scores[0][FORCED[0]].logprob < -0.01

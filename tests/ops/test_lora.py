@@ -146,7 +146,7 @@ def test_garbage_stays_in_its_row_cuda_and_others(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_second_products_alone_cuda_and_others(implementation: str) -> None:
-    """As of embeddings, whose first product is a look-up."""
+    """Embeddings compute them so: their first product is a look-up."""
     case = make_case(5, outputs=(40,))
     down = case.weights.down_of_slices()[0]
     narrow = torch.stack([down[max(slot, 0), 0] @ x for slot, x in zip(case.rows.tolist(), case.x, strict=True)])

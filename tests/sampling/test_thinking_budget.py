@@ -16,7 +16,7 @@ MARKERS = ThinkingMarkers((1, 2), (3,), (4, 4, 5, 3))
 
 
 class Request:
-    """As much of a live request as the budget reads."""
+    """The part of a live request that the budget reads."""
 
     def __init__(self, prompt: list[int], budget: int | None, structured: bool = False) -> None:
         self.prompt_token_ids, self.output_token_ids = prompt, list[int]()

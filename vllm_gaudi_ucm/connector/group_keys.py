@@ -39,7 +39,7 @@ class GroupKeys:
         return [hashlib.sha256(key + mark).digest() if mark else key for key in keys for mark in self._marks]
 
     def seen(self, keys: Sequence[bytes], end: int) -> list[bytes]:
-        """Returns those of `keys`, of blocks up to `end`, that the next token sees: of a window, the last blocks."""
+        """Returns the `keys` of blocks up to `end` that the next token sees: with a window, the last blocks."""
         tokens, first = end * self._block_size, end - len(keys) // self.count
         begins = [0 if one is None else max(0, tokens - one + 1) // self._block_size for one in self._windows]
         return [key for place, key in enumerate(keys) if first + place // self.count >= begins[place % self.count]]

@@ -75,7 +75,7 @@ def as_pages(kv_caches: Mapping[str, LayerCache], config: KVCacheConfig) -> Cano
 
 
 class UcmOffloadingSpec(CPUOffloadingSpec):
-    """Chunks in host memory, managed like those of vLLM's CPUOffloadingSpec, with the same options."""
+    """Chunks in host memory, managed as by vLLM's CPUOffloadingSpec, with the same options."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         # vLLM's attribute has the type of its own worker

@@ -217,7 +217,7 @@ class SchedulerSide:
         state.begin_load(load)
 
     def _whole_load(self, request_id: str, lookup: Lookup, count: int, tables: Tables) -> BlockLoad:
-        """Returns those of `count` blocks that the request has room for: of a window, what its next token sees."""
+        """Returns which of `count` blocks the request has room for: with a window, what its next token sees."""
         keys = lookup.keys[: count * self._groups.count]
         wanted = self._groups.on_device(keys, tables, lookup.first_block)
         has_gaps = any(0 in blocks[: lookup.first_block + count] for blocks in tables)

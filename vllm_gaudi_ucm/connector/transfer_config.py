@@ -138,6 +138,17 @@ def configured_connectors(config: KVTransferConfig | None) -> Iterator[Configure
         yield from _unfold(outer)
 
 
+def connector_names(vllm_config: VllmConfig) -> list[str]:
+    """Returns the names of an engine's connectors, also the one of `--kv-offloading-size`, which vLLM sets later."""
+    names = [one.name for one in configured_connectors(vllm_config.kv_transfer_config) if one.name is not None]
+    return names if vllm_config.cache_config.kv_offloading_size is None else [*names, OFFLOADING]
+
+
+def has_connector(vllm_config: VllmConfig) -> bool:
+    """Returns whether an engine has a KV connector, be it the one of `--kv-offloading-size`, which vLLM sets later."""
+    return vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None
+
+
 def _unfold(one: ConfiguredConnector) -> Iterator[ConfiguredConnector]:
     if one.name != _MULTI:
         yield one

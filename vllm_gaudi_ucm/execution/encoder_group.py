@@ -29,7 +29,7 @@ class EncoderGroup(AttentionGroup):
     """All layers of an encoder, the only group of an engine; see CacheGroup.
 
     It is an attention group with the causal part alone, whose rows see both ways. So planning, buckets and the record
-    of a step are those of a prompt without context, and slots, to which no layer writes, only tell rows from pads.
+    of a step are the same as for a prompt without context. No layer writes to slots, which only tell rows from pads.
     """
 
     spec = EncoderOnlyAttentionSpec

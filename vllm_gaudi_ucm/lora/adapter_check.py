@@ -1,7 +1,7 @@
 """Checks of a loaded adapter: every matrix belongs to a layer of the model, has its sizes, and is finite.
 
-vLLM copies what it finds into the places that it has: smaller matrices would be taken as they are, those of a layer
-that the model lacks would be left out, and an infinite one would reach requests of other adapters.
+vLLM copies what it finds into the places that it has: it would take smaller matrices as they are, leave
+out the matrices of a layer that the model lacks, and let an infinite one reach requests of other adapters.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         self.weights[module_name], self._written[module_name] = weights, written
 
     def begin_steps(self, routes: StepRoutes) -> None:
-        """Gives each layer its adapters, now that all layers are made. routes: those of every step."""
+        """Gives each layer its adapters, now that all layers are made. routes: used in every step."""
         for name, module in self.modules.items():
             shared = cast(LayerAdapters, module.punica_wrapper)
             module.set_mapping(shared.of_layer(self.weights[name], routes))
@@ -102,7 +102,7 @@ def _zeros_like(down: torch.Tensor, ups: tuple[torch.Tensor, ...]) -> AdapterWei
 
 
 class AdapterManager(LRUCacheWorkerLoRAManager):
-    """Loads adapters, keeps the last used ones in host memory, and gives those of a step slots on the device.
+    """Loads adapters, keeps the last used ones in host memory, and gives the adapters of a step slots on the device.
 
     Args:
         vllm_config: the engine's.

@@ -54,7 +54,7 @@ class LayerAdapters(PunicaWrapperBase):
     @property
     def _embeddings_indices(self) -> torch.Tensor:  # type: ignore[override]  # layers only read it
         """Returns int64 [rows], where the rows of each row's adapter begin in the first matrices of an embedding. A row
-        without an adapter reads those of slot 0, and `add_lora_embedding` discards them.
+        without an adapter reads the rows of slot 0, and `add_lora_embedding` discards them.
         """
         weights = self.weights
         tokens = weights.down.shape[0] // weights.slots
@@ -97,7 +97,7 @@ class LayerAdapters(PunicaWrapperBase):
         raise UnsupportedFeatureError("adapters whose matrices ranks share out", "--fully-sharded-loras")
 
     def add_expand(self, *_: Any, **others: Any) -> NoReturn:
-        """Refused, as `add_shrink`."""
+        """Raises UnsupportedFeatureError, as `add_shrink` does."""
         raise UnsupportedFeatureError("adapters whose matrices ranks share out", "--fully-sharded-loras")
 
     def apply_lora_full_linear(self, *_: Any, **others: Any) -> NoReturn:

@@ -68,8 +68,7 @@ class StepRoutes:
         self.current = self._make(chosen)
 
     def _route(self, rows: torch.Tensor) -> Routes:
-        found = route_rows(rows, self.slots, self.rank, implementation=self._implementation, captured=self._captured)
-        return found
+        return route_rows(rows, self.slots, self.rank, implementation=self._implementation, captured=self._captured)
 
     def _compiled(self, compiler: StaticCompiler) -> Callable[[torch.Tensor], Routes]:
         implementation = self._route(self._of_hidden[:1]).implementation

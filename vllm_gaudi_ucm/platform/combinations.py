@@ -12,6 +12,8 @@ from vllm_gaudi_ucm.connector.transfer_config import (
     OURS,
     ConnectorOptions,
     configured_connectors,
+    connector_names,
+    has_connector,
 )
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.scheduler.scheduler_class import shares_experts
@@ -56,7 +58,7 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     yield "heads of several sizes", has_heads_of_several_sizes(vllm_config.model_config)
     yield TOKEN_SLOTS.words, TOKEN_SLOTS.is_on(config)
     has_draft_model = speculation is not None and speculation.method == "draft_model"
-    connects = transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
+    connects = has_connector(vllm_config)
     yield "a draft model with a KV connector or pipeline stages", has_draft_model and (connects or stages)
     # vLLM sets the connector of --kv-offloading-size later
     other = any(one.name not in (None, OURS, OFFLOADING) for one in configured_connectors(transfer))
@@ -65,7 +67,7 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     moves = stages and (config.preemption.swaps or connects)
     what = "pipeline stages with ucm.preemption.mode swap or auto, or a KV connector"
     yield f"{what}, of a model without layer_types", moves and not _knows_layers(vllm_config)
-    uneven = moves and OFFLOADING in _connector_names(vllm_config) and len(set(_block_layers(vllm_config))) > 1
+    uneven = moves and OFFLOADING in connector_names(vllm_config) and len(set(_block_layers(vllm_config))) > 1
     yield f"{OFFLOADING} over pipeline stages with different numbers of layers in a block", uneven
     # a stage does not know which layers of other stages are in a group
     yield "ucm.ucm_sparse_method with pipeline stages", stages and config.ucm_sparse_method is not None
@@ -82,12 +84,6 @@ def _block_layers(vllm_config: VllmConfig) -> list[int]:
     from vllm_gaudi_ucm.vllm_api.stage_layers import expected_block_layers
 
     return expected_block_layers(vllm_config)
-
-
-def _connector_names(vllm_config: VllmConfig) -> list[str]:
-    """Returns connector names, including that of `--kv-offloading-size`, which vLLM sets later."""
-    names = [one.name for one in configured_connectors(vllm_config.kv_transfer_config) if one.name is not None]
-    return names if vllm_config.cache_config.kv_offloading_size is None else [*names, OFFLOADING]
 
 
 def _asked_by(transfer: KVTransferConfig | None) -> str:
@@ -122,7 +118,7 @@ def refuse_with_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
 
 def _refuse_with_stages(vllm_config: VllmConfig, beside: str) -> None:
     """Refuses connectors that are not known to work if a step is in flight while the next one loads and saves."""
-    transfer, names = vllm_config.kv_transfer_config, _connector_names(vllm_config)
+    transfer, names = vllm_config.kv_transfer_config, connector_names(vllm_config)
     for name in names:
         if name not in (OURS, OFFLOADING):
             raise UnsupportedFeatureError(f"the KV connector {name} {beside}", _asked_by(transfer))

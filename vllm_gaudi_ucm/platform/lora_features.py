@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.connector.transfer_config import OFFLOADING, OURS, configured_connectors
+from vllm_gaudi_ucm.connector.transfer_config import OURS, connector_names
 from vllm_gaudi_ucm.platform.feature import Feature
 
 if TYPE_CHECKING:
@@ -19,10 +19,7 @@ def _option(name: str, flag: str, why: str, found: Callable[[LoRAConfig], object
 def _other_connector(config: VllmConfig) -> str | None:
     if config.lora_config is None:
         return None
-    if config.cache_config.kv_offloading_size is not None:
-        return OFFLOADING
-    names = [one.name for one in configured_connectors(config.kv_transfer_config)]
-    return ", ".join(name for name in names if name not in (None, OURS)) or None
+    return ", ".join(name for name in connector_names(config) if name != OURS) or None
 
 
 def _latents(config: VllmConfig) -> bool:

@@ -6,15 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.config.exclusions import MEMORY_MODE, POLICIES, SPARSE, Option
+from vllm_gaudi_ucm.connector.transfer_config import has_connector
 from vllm_gaudi_ucm.platform.feature import Feature
 from vllm_gaudi_ucm.vllm_api.platforms import attends_both_ways, is_pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-def _connects(config: VllmConfig) -> bool:
-    return config.kv_transfer_config is not None or config.cache_config.kv_offloading_size is not None
 
 
 def _divides_whole_prompts(config: VllmConfig) -> bool:
@@ -40,7 +37,7 @@ OF_POOLING: tuple[Feature[VllmConfig], ...] = (
         "a KV connector with a model that pools",
         "--kv-transfer-config or --kv-offloading-size",
         "prompts are pooled from hidden states, which stores do not keep; prefix caching works where vLLM allows it",
-        _if(is_pooling, _connects),
+        _if(is_pooling, has_connector),
     ),
     Feature(
         "prompts in chunks for an encoder, or for a pooler that needs whole prompts",

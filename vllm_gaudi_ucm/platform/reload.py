@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.connector.transfer_config import has_connector
 from vllm_gaudi_ucm.platform.refused_calls import UnsupportedCallError
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
@@ -23,25 +24,23 @@ def refuse_reload(vllm_config: VllmConfig, config: UcmConfig, device_kind: str, 
         raise UnsupportedCallError(
             "reload_weights", "weights that are not in a checkpoint's format", "pass the tensors of a checkpoint"
         )
-    _refuse("reload_weights", "other weights", _INSTEAD, _excluded(vllm_config, config, device_kind))
+    _refuse("reload_weights", "other weights", _INSTEAD, next(_excluded(vllm_config, config, device_kind), None))
 
 
 def refuse_sleep(vllm_config: VllmConfig, config: UcmConfig, device_kind: str) -> None:
     """Raises UnsupportedCallError if this engine cannot give back its memory."""
-    excluded = _excluded(vllm_config, config, device_kind)
+    found = next(_excluded(vllm_config, config, device_kind), None)
     if device_kind == "cuda":
-        excluded = iter(["a GPU, on which it has not been tried"])
-    _refuse("sleep", "sleep mode above level 0", _AWAKE, excluded)
+        found = "a GPU, on which it has not been tried"
+    _refuse("sleep", "sleep mode above level 0", _AWAKE, found)
 
 
-def _refuse(call: str, feature: str, instead: str, excluded: Iterator[str]) -> None:
-    found = next(excluded, None)
+def _refuse(call: str, feature: str, instead: str, found: str | None) -> None:
     if found is not None:
         raise UnsupportedCallError(call, f"{feature} with {found}", instead)
 
 
 def _excluded(vllm_config: VllmConfig, config: UcmConfig, device_kind: str) -> Iterator[str]:
-    cache = vllm_config.cache_config
     if device_kind == "hpu":
         yield "a Gaudi, whose recipes have the addresses of weights"
     if vllm_config.parallel_config.world_size_across_dp > 1:
@@ -52,7 +51,7 @@ def _excluded(vllm_config: VllmConfig, config: UcmConfig, device_kind: str) -> I
         yield "a model that pools, with which it has not been tried"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding, whose drafts of the next step would be lost"
-    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
+    if has_connector(vllm_config):
         yield "a KV connector, whose blocks are named after the weights"
     if config.ucm_sparse_method is not None:
         yield "ucm.ucm_sparse_method, whose summaries of blocks would be lost"

@@ -269,7 +269,7 @@ class ModelRunner:
         The model before serves until the new one is loaded, so there must be memory for both; after an exception it
         goes on.
 
-        path: of another checkpoint of this model; None: that of the model before. weights: instead of a checkpoint's.
+        path: another checkpoint of this model; None: the same checkpoint as before. weights: instead of a checkpoint's.
         """
         if self._parts is None:
             # asleep: `wake_up` makes the rest
@@ -315,8 +315,10 @@ class ModelRunner:
         return parts
 
     def sleep(self, drops_weights: bool) -> None:
-        """Gives back the KV cache and graphs, and the weights if asked. Nothing else may hold the objects of steps."""
-        parts = self.settle("sleep")
+        """Gives back the KV cache and graphs, and the weights if asked. Steps must be settled, and nothing else may
+        hold their objects.
+        """
+        parts = self.parts
         parts.close()
         self._parts, self._resting = None, parts.requests
         if drops_weights:

@@ -280,7 +280,7 @@ class MemoryStore(KvStore):
             self._busy = 0
 
     def _take_slot(self) -> int | None:
-        """Returns a free slot, otherwise that of the oldest block without readers; None if there is none to give."""
+        """Returns a free slot, otherwise the slot of the oldest block without readers; None if all have readers."""
         try:
             slot = self._pool.take_slot()
         except (MemoryError, RuntimeError) as error:

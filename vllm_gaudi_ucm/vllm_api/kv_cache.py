@@ -2,10 +2,10 @@
 
 Extension point: `KVCacheSpec`, `AttentionSpec`, `FullAttentionSpec`, `SlidingWindowSpec`, `KVCacheConfig`,
 `KVCacheGroupSpec` and `KVCacheLayout` are what a platform plugin's worker and attention backend are given and return.
-Internal: `UniformTypeKVCacheSpecs`, the specification of a group whose layers differ; `MLAAttentionSpec`, that of keys
-which hold their values; `ChunkedLocalAttentionSpec`, that of layers with chunks;
-`EncoderOnlyAttentionSpec`, that of layers without a cache; `get_kv_cache_groups`, which makes the
-groups, and its parts: in `kv_cache_utils` of vLLM 0.32, in `kv_cache_planning` of vLLM 0.33.
+Internal: specifications of a group whose layers differ (`UniformTypeKVCacheSpecs`), of keys which hold their values
+(`MLAAttentionSpec`), of layers with chunks (`ChunkedLocalAttentionSpec`) and without a cache
+(`EncoderOnlyAttentionSpec`); `get_kv_cache_groups`, which makes the groups, and its parts: in `kv_cache_utils` of vLLM
+0.32, in `kv_cache_planning` of vLLM 0.33.
 """
 
 from collections.abc import Mapping, Sequence

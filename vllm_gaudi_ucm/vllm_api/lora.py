@@ -5,7 +5,7 @@ Internal: `LRUCacheWorkerLoRAManager` and `LRUCacheLoRAModelManager`, which load
 `LoRAModel` and `LoRALayerWeights`, what they load; `BaseLayerWithLoRA`, `BaseLinearLayerWithLoRA`,
 `LogitsProcessorWithLoRA` and `VocabParallelEmbeddingWithLoRA`, the layers that they put in a model; `LoRARequest`, the
 adapter that a request names; `LoRAAdapterNotFoundError`, which a server answers by 404; `MoERunner`,
-`PPMissingLayer`, `QKVParallelLinear` and `MergedColumnParallelLinear`, the kinds of layers that are told apart;
+`PPMissingLayer`, `QKVParallelLinear` and `MergedColumnParallelLinear`, the kinds of layers that differ;
 `SupportsLoRA`, models with such layers.
 """
 

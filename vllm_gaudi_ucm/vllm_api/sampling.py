@@ -97,7 +97,7 @@ class EndOfThinking(ThinkingBudgetStateHolder):
 
     Reason: vLLM's own holder keeps a state of its own for each request, step by step and with drafts, in which a
     request that is preempted, or verified position by position, is not the same.
-    Remove when: the holder is a function of a request's tokens, like that of vLLM's V2 runner.
+    Remove when: the holder is a function of a request's tokens, as in vLLM's V2 runner.
     """
 
     def __init__(self, forced: Callable[[], list[int | None]], params: list[SamplingParams]) -> None:

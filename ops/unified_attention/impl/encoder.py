@@ -34,7 +34,7 @@ class EncoderAttention(AttentionImplementation):
     """Attention of encoders at true shapes: the slices of the causal part say which rows are a request."""
 
     devices = frozenset({"cpu", "cuda"})
-    priority = 5  # below that of decoders, which refuses encoders
+    priority = 5  # lower than implementations for decoders, which refuse encoders
     capturable = False
     traceable = False
 

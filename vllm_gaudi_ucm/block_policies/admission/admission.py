@@ -50,7 +50,7 @@ class GroupBlocks:
         before the first token of a step, and the blocks of the step's tokens.
 
         ahead: tokens after the context for which slots are kept. rows: the most tokens of a prompt in a step. tables:
-            the request's current blocks, which may be more: those of the last chunk of its prompt.
+            the request's current blocks, which may be more: the blocks of the last chunk of its prompt.
         """
         left = request.num_tokens - request.num_computed_tokens
         step = max(1, min(left, rows)) + ahead

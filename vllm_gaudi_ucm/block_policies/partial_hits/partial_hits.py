@@ -71,7 +71,7 @@ class PartialHits(BlockPolicy):
         self._targets: set[int] = set()
 
     def begin_step(self) -> None:
-        # all copies of earlier steps precede those of the next one
+        # all copies of earlier steps precede the copies of the next step
         self._targets.clear()
         self._passed_over.clear()
         self._has_seat = True

@@ -228,5 +228,5 @@ def count_tokens(table: torch.Tensor, rows: CountedRows) -> torch.Tensor:
 
 
 def read_lines(lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each token is among the outputs, int32, and whether it is in the prompt; [rows, vocabulary] each."""
+    """Returns [rows, vocabulary] twice: int32 counts of tokens among the outputs, and whether the prompt has them."""
     return lines >> 1, (lines & 1) != 0

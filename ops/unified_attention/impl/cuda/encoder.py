@@ -24,7 +24,7 @@ class CudaEncoder(AttentionImplementation):
     """Attention of encoders in half precision. Other dtypes go to the reference."""
 
     devices = frozenset({"cuda"})
-    priority = 10  # below those of decoders, which refuse encoders
+    priority = 10  # lower than implementations for decoders, which refuse encoders
     traceable = False
 
     def supports(self, spec: AttentionSpec) -> bool:

@@ -38,7 +38,7 @@ class HpuEncoder(AttentionImplementation):
     """Attention of encoders for Gaudi; runs on any device if chosen by name."""
 
     devices = frozenset({"hpu"})
-    priority = 10  # below those of decoders, which refuse encoders
+    priority = 10  # lower than implementations for decoders, which refuse encoders
 
     def supports(self, spec: AttentionSpec) -> bool:
         return spec.is_plain_encoder

@@ -1,8 +1,8 @@
 """Two products of adapters: of rows with the matrices A, and of their results with the matrices B.
 
 Both take slots, int64 [rows]: the adapter of each row, below 0 for none. RANK: rank of every slot. ROWS: rows of a
-program. Columns of the first product are slot * RANK + place; a row has only those of its own slot, so RANK numbers for
-each slice. A program without such a row ends at once. COMPUTE: the dtype that is multiplied.
+program. Columns of the first product are slot * RANK + place. A row has only the columns of its own slot, so RANK
+numbers for each slice. A program without such a row ends at once. COMPUTE: the dtype that is multiplied.
 EARLY: the kernel starts before the one ahead has ended, and waits for it.
 """
 
