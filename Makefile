@@ -84,7 +84,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve release test test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-pooling bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve release test test-models test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-pooling bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,10 @@ serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 1
 	$(run_env) $(VENV)/bin/vllm serve $(MODEL) --served-model-name smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 ## Work on it
+test-models: $(PLUGIN_STAMP) ## Fetch two other real models, Gemma 3 270M and all-MiniLM-L6-v2, for tests that skip without them (330 MB)
+	$(PY) -m scripts.gemma_model
+	$(PY) -m scripts.embedding_model
+
 test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) $(RAY_STAMP) ## Run the tests
 	@$(PY) -m compileall -q vllm_gaudi_ucm ops graphs tools tests # once for the processes that they start
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)

@@ -135,7 +135,7 @@ def test_what_encoders_cannot_do_is_refused_by_name(tmp_path: Path, asked: dict[
         Engine(folder, {}, **{**OPTIONS, **asked})
 
 
-@pytest.mark.skipif(not REAL_MODEL.is_dir(), reason="python -m scripts.embedding_model fetches the model")
+@pytest.mark.skipif(not REAL_MODEL.is_dir(), reason="`make test-models` fetches the model")
 @EXECUTIONS
 def test_a_real_model_from_text(ucm: dict[str, Any]) -> None:
     """all-MiniLM-L6-v2, with its tokenizer and its way of pooling, against Transformers."""

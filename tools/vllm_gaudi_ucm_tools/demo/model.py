@@ -140,7 +140,20 @@ def _verify_sha256(gguf: Path) -> None:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Dequantises the weights to float32 and writes model, tokenizer and chat template into `target`."""
+    convert_gguf(gguf, target, "float32")
+
+
+def convert_gguf(gguf: Path, target: Path, dtype: str, **tokenizer_options: Any) -> None:
+    """Dequantises the weights of a GGUF file and writes model, tokenizer and chat template into the folder `target`.
+
+    Args:
+        gguf: it is the only file of this kind in its folder.
+        dtype: torch's name of the type that the weights get.
+        tokenizer_options: what Transformers cannot read from the file.
+
+    Raises:
+        FetchModelError: a package that this needs is not installed.
+    """
     try:
         import accelerate  # noqa: F401  transformers needs it to place weights, and says so only half-way through
         import torch
@@ -148,15 +161,18 @@ def _convert(gguf: Path, target: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
         raise FetchModelError(
-            f"converting the demo model needs `{error.name}`; install it with: pip install 'vllm-gaudi-ucm[tools]'"
+            f"converting the model needs `{error.name}`; install it with: pip install 'vllm-gaudi-ucm[tools]'"
         ) from error
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    context_length = int(GGUFReader(gguf).fields["llama.context_length"].contents())
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, model_max_length=context_length, **source)
+    fields = GGUFReader(gguf).fields
+    context_length = int(fields[f"{fields['general.architecture'].contents()}.context_length"].contents())
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, model_max_length=context_length, **source, **tokenizer_options
+    )
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **source
     )
-    model.save_pretrained(target)
+    model.to(getattr(torch, dtype)).save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
