@@ -37,6 +37,8 @@ VLLM ?=
 TEST_PROCESSES ?= 2
 
 TORCH_VERSION := 2.14.0
+# Of that torch; vLLM's models that read pictures import it.
+TORCHVISION_VERSION := 0.29.0
 VLLM_VERSION := 0.33.0
 # The pairs of vLLM and torch that are tested, the oldest first; the newest is the one of $(VENV).
 NEWEST_PAIR := $(VLLM_VERSION)-$(TORCH_VERSION)
@@ -70,7 +72,7 @@ done_stamp = mkdir -p $(@D) && touch $@
 run_env := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 VENV_STAMP := $(STAMPS)/venv
-TORCH_STAMP := $(STAMPS)/torch-$(TORCH_VERSION)
+TORCH_STAMP := $(STAMPS)/torch-$(TORCH_VERSION)-torchvision-$(TORCHVISION_VERSION)
 BUILD_STAMP := $(STAMPS)/build
 VLLM_STAMP := $(STAMPS)/vllm-$(VLLM_VERSION)
 PLUGIN_STAMP := $(STAMPS)/plugin
@@ -225,8 +227,10 @@ $(VENV_STAMP):
 	@$(done_stamp)
 
 $(TORCH_STAMP): $(VENV_STAMP)
-	@if $(call installed,$(PY),torch,$(TORCH_VERSION)); then echo '[2/6] torch $(TORCH_VERSION) is installed'; else \
-	    $(call step,setup-2-torch) '[2/6] torch $(TORCH_VERSION)' $(PY) $(PIP_INSTALL) $(TORCH_ARGS) torch==$(TORCH_VERSION); fi
+	@if $(call installed,$(PY),torch,$(TORCH_VERSION)) && $(call installed,$(PY),torchvision,$(TORCHVISION_VERSION)); then \
+	    echo '[2/6] torch $(TORCH_VERSION) and torchvision $(TORCHVISION_VERSION) are installed'; else \
+	    $(call step,setup-2-torch) '[2/6] torch $(TORCH_VERSION) and torchvision $(TORCHVISION_VERSION)' \
+	    $(PY) $(PIP_INSTALL) $(TORCH_ARGS) torch==$(TORCH_VERSION) torchvision==$(TORCHVISION_VERSION); fi
 	@$(done_stamp)
 
 $(BUILD_STAMP): $(TORCH_STAMP) requirements/build.txt

@@ -1,8 +1,9 @@
 """Makes this interpreter's environment find the packages of another one behind its own.
 
-usage: python scripts/borrow_packages.py OTHER_VENV
+usage: python scripts/borrow_packages.py OTHER_VENV [PACKAGE_TO_HIDE ...]
 
 A package that both have, such as torch, is this environment's; the other's editable installs and entry points work.
+Packages that are hidden count as not installed: those of the other environment fit only its torch.
 """
 
 import sys
@@ -25,7 +26,10 @@ def main() -> None:
             f"error: {other} has no packages for Python {version} ({borrowed} is missing); expected the same Python"
         )
     # not the path alone: `addsitedir` also reads the files of editable installs
-    (own / NAME).write_text(f"import site; site.addsitedir({str(borrowed)!r})\n")
+    lines = [f"import site; site.addsitedir({str(borrowed)!r})"]
+    # Python takes None here for a module that it did not find
+    lines += [f"import sys; sys.modules.setdefault({package!r}, None)" for package in sys.argv[2:]]
+    (own / NAME).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

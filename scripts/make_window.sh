@@ -82,7 +82,8 @@ install_torch() {
 }
 
 borrow() {
-    "$python" "$here/borrow_packages.py" "$first"
+    # the first environment's torchvision is compiled for its torch
+    "$python" "$here/borrow_packages.py" "$first" torchvision
 }
 
 complete() {

@@ -119,6 +119,7 @@ def test_versions_of_an_image_are_a_pair_that_is_tested(name: str) -> None:
     pairs = list(load().pairs)
     if name == "Dockerfile.cpu":
         assert f"{vllm}-{torch}" == pairs[-1]
+        assert f"TORCHVISION_VERSION := {defaults['TORCHVISION_VERSION']}" in (ROOT / "Makefile").read_text()
         return
     assert f"{vllm}-{torch}" in pairs
     assert minor_version(torch) == RELEASES[defaults["GAUDI_VERSION"]] == BUILT_FOR_TORCH[str(minor_version(vllm))]
