@@ -52,6 +52,15 @@ def test_tokens_are_those_of_one_worker(two_workers: Engine, one_worker: list[An
     assert again[0].cached_tokens >= 48
 
 
+def test_refused_calls_leave_no_answers_behind(two_workers: Engine, one_worker: list[Answer]) -> None:
+    """An answer of a second worker would be taken for one to the next call."""
+    for call in ("sleep", "profile", "reset_weights", "add_lora"):
+        with pytest.raises(Exception, match=f"vllm-gaudi-ucm does not support.*{call}"):
+            two_workers.llm.collective_rpc(call, args=(1,))
+    assert two_workers.llm.collective_rpc("list_loras") == [set(), set()]
+    assert_same(two_workers.greedy(PROMPTS[:1], TOKENS), one_worker[:1])
+
+
 def test_random_sampling_agrees(two_workers: Engine) -> None:
     """Each worker samples; one that drew otherwise would end the engine."""
     drawn = two_workers.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=12, n=2, top_p=0.9))

@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.platform.refused_calls import UnsupportedCallError
 from vllm_gaudi_ucm.platform.reload import refuse_reload, refuse_sleep
 from vllm_gaudi_ucm.runner.resting_steps import RestingSteps
-from vllm_gaudi_ucm.vllm_api.worker import answer_of_all, model_loading
+from vllm_gaudi_ucm.vllm_api.worker import answer_of_all, model_loading, refused_by_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +48,7 @@ class ModelCalls:
         if parts.ahead is not None:
             self._turn = parts.ahead.lock
 
+    @refused_by_last
     def reload_weights(
         self,
         weights_iterator: Weights | None = None,
@@ -70,13 +71,16 @@ class ModelCalls:
         with self._turn, torch.inference_mode():
             return answer_of_all(lambda: act(found), self._ranks.rank == self._ranks.size - 1)
 
+    @refused_by_last
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter, and gives it a slot. Raises ValueError for one that does not fit the model."""
         return self._with_adapters("add_lora", lambda adapters: adapters.load(lora_request))
 
+    @refused_by_last
     def remove_lora(self, lora_id: int) -> bool:
         return self._with_adapters("remove_lora", lambda adapters: adapters.remove_adapter(lora_id))
 
+    @refused_by_last
     def pin_lora(self, lora_id: int) -> bool:
         """Keeps an adapter in host memory and in a slot."""
         return self._with_adapters("pin_lora", lambda adapters: adapters.pin_adapter(lora_id))
@@ -86,6 +90,7 @@ class ModelCalls:
         found = self.model_runner.adapters
         return set() if found is None else found.list_adapters()
 
+    @refused_by_last
     def sleep(self, level: int = 1) -> None:
         """Gives back the KV cache and graphs; at level 2 the weights, too."""
         refuse_sleep(self.vllm_config, self._ucm, self._device.kind)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.worker import refused_by_last
 
 
 class UnsupportedCallError(UnsupportedFeatureError):
@@ -56,13 +57,13 @@ REFUSED: dict[str, Refusal] = {
 }
 
 
-def _refusal(call: str, refused: Refusal) -> Callable[..., NoReturn]:
+def _refusal(call: str, refused: Refusal) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise UnsupportedCallError(call, *refused)
 
     refuse.__name__ = call
     refuse.__doc__ = f"Refused: {refused.feature}."
-    return refuse
+    return refused_by_last(refuse)
 
 
 class RefusedCalls:

@@ -8,6 +8,8 @@ prepare a device.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.tasks import SupportedTask
@@ -22,6 +24,7 @@ __all__ = [
     "WorkerBase",
     "answer_of_all",
     "model_loading",
+    "refused_by_last",
     "set_random_seed",
 ]
 
@@ -40,6 +43,24 @@ def answer_of_all(act: Callable[[], bool], is_last: bool) -> bool:
         if is_last:
             raise
         return False
+
+
+def refused_by_last(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a worker whose refusals, which all workers of an engine come to, are raised by the last one alone.
+
+    Reason and end: see `answer_of_all`.
+    """
+
+    @wraps(method)
+    def call(worker: WorkerBase, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(worker, *args, **kwargs)
+        except NotImplementedError:
+            if worker.rank == worker.parallel_config.world_size - 1:
+                raise
+            return None
+
+    return call
 
 
 def model_loading(vllm_config: VllmConfig) -> AbstractContextManager[None]:
