@@ -57,9 +57,7 @@ def begin_adapters(x: Tensor, routes: Routes, weights: AdapterWeights) -> Begun 
     return None if products is None else Begun(x, products)
 
 
-def add_adapters(
-    y: Tensor, x: Tensor, routes: Routes, weights: AdapterWeights, begun: Begun | None = None
-) -> Tensor:
+def add_adapters(y: Tensor, x: Tensor, routes: Routes, weights: AdapterWeights, begun: Begun | None = None) -> Tensor:
     """y + up[slot] (down[slot] x) for each row and slice, with the matrices of the row's slot.
 
     y: [rows, outputs], the result of the layer without adapters. x: [rows, inputs].

@@ -64,7 +64,7 @@ class LayerAdapters(PunicaWrapperBase):
 
     def begin(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Starts products before the layer computes its own one; a hook of torch ahead of its forward."""
-        if inputs and isinstance(inputs[0], torch.Tensor):
+        if not torch.compiler.is_compiling() and inputs and isinstance(inputs[0], torch.Tensor):
             self._begun = begin_adapters(inputs[0], self.step.current, self.weights)
 
     def add_lora_linear(

@@ -52,7 +52,6 @@ class CudaLora(LoraImplementation):
     def route(self, rows: Tensor, slots: int, rank: int) -> RowTiles:
         return group_rows(rows, slots)
 
-
     def measure(self, weights: AdapterWeights) -> None:
         from vllm_gaudi_ucm.ops.lora.impl.cuda.measure import measure_ways
 
