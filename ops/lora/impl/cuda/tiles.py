@@ -92,7 +92,7 @@ def _second(height: int, pieces: int, rank: int) -> tuple[int, int, int, int]:
 
 def _height(rows: int) -> int:
     """Returns the rows of a tile: of few rows, only a few have the same adapter."""
-    return 16 if rows <= 256 else 32 if rows <= 512 else 64
+    return 16 if rows <= 64 else 32 if rows <= 256 else 64
 
 
 def _power(number: int, least: int) -> int:
