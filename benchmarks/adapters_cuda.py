@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,13 +157,13 @@ def measure(numbers: Sequence[int], slots: int, others: Sequence[str]) -> list[L
             for _, routes in ways(others, torch.zeros(rows, dtype=torch.int64, device="cuda"), slots):
                 run(x, residual, routes, calls=1)
     for rows, (x, residual) in given.items():
-        plain = microseconds(lambda x=x, residual=residual: run(x, residual, None))  # type: ignore[misc]  # defaults of a lambda
+        plain = microseconds(partial(run, x, residual, None))
         times.append(LayerTime(NOTHING, rows, 0, plain))
         for active in sorted({1, min(slots, rows)}):
             chosen = torch.arange(rows, device="cuda") % active
             check(others, chosen, layers[0])
             for way, routes in ways(others, chosen, slots):
-                taken = microseconds(lambda x=x, residual=residual, routes=routes: run(x, residual, routes))  # type: ignore[misc]  # defaults of a lambda
+                taken = microseconds(partial(run, x, residual, routes))
                 times.append(LayerTime(way, rows, active, taken))
     set_times({})
     return times

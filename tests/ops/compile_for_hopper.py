@@ -145,7 +145,7 @@ def adapters(dtype: torch.dtype) -> None:
             x, y = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, sum(outputs), dtype=dtype)
             routes = implementation.route(torch.zeros(rows, dtype=torch.int64), 8, 16)
             implementation.add(y, x, routes, weights)
-            implementation.finish(y, lora.narrow_beside(x, routes, weights), routes, weights)
+            implementation.finish(y, lora.narrow_in_parallel(x, routes, weights), routes, weights)
     implementation.add_up(y, torch.empty(rows, 16, dtype=dtype), routes, weights)
     if dtype.itemsize < 4:
         # the most shared memory

@@ -234,7 +234,7 @@ def test_what_is_not_begun_cuda() -> None:
 @cuda_only
 def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule decides until the ways are measured, in layers that compute both of them, once in a process."""
-    assert [fastest_way(rows) for rows in (1, 256, 257)] == [Way.BESIDE, Way.BESIDE, Way.IN_TURN]
+    assert [fastest_way(rows) for rows in (1, 256, 257)] == [Way.PARALLEL, Way.PARALLEL, Way.IN_TURN]
     weights, calls = on_device(make_case(rank=16).weights), list[tuple[Way, int]]()
     plain = CudaLora.layer
 
@@ -245,7 +245,7 @@ def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(compute: Callable[[], object]) -> float:
         compute()
         way, rows = calls[-1]
-        return float(rows if way is Way.BESIDE else 64)
+        return float(rows if way is Way.PARALLEL else 64)
 
     monkeypatch.setattr(CudaLora, "layer", layer)
     monkeypatch.setattr(measure, "_seconds", seconds)
@@ -255,7 +255,7 @@ def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         set_times(measure.measure_ways(weights, CudaLora("cuda").layer))
         assert set(calls) == {(way, rows) for way in Way for rows in (1, 16, 100)}
-        assert [fastest_way(rows) for rows in (1, 2, 16, 17, 5000)] == 3 * [Way.BESIDE] + 2 * [Way.IN_TURN]
+        assert [fastest_way(rows) for rows in (1, 2, 16, 17, 5000)] == 3 * [Way.PARALLEL] + 2 * [Way.IN_TURN]
         count = len(calls)
         CudaLora("cuda").measure(weights)
         assert len(calls) == count

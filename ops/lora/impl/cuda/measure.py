@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def measure_ways(like: AdapterWeights, layer: Layer) -> Times:
         tiles = group_rows(torch.arange(rows, device=device) % like.slots, like.slots)
         steps.append((torch.zeros(rows, inputs, dtype=dtype, device=device), tiles))
 
-    def run(x: Tensor, tiles: RowTiles, way: Way, calls: int = CALLS) -> None:
+    def run(way: Way, x: Tensor, tiles: RowTiles, calls: int = CALLS) -> None:
         for number in range(calls):
             own, weights = layers[number % len(layers)]
             layer(own, x, tiles, weights, way)
@@ -44,10 +45,8 @@ def measure_ways(like: AdapterWeights, layer: Layer) -> Times:
     with compiled_side_by_side():
         for step in steps:
             for way in Way:
-                run(*step, way, calls=1)
-    times: dict[Way, tuple[float, ...]] = {}
-    for way in Way:
-        times[way] = tuple(_seconds(lambda step=step, way=way: run(*step, way)) / CALLS for step in steps)  # type: ignore[misc]  # defaults of a lambda
+                run(way, *step, calls=1)
+    times = {way: tuple(_seconds(partial(run, way, *step)) / CALLS for step in steps) for way in Way}
     for rows, *found in zip(MEASURED_ROWS, *times.values(), strict=True):
         each = ", ".join(f"{way} {1e6 * time:.1f} us" for way, time in zip(times, found, strict=True))
         logger.info("A layer of %d to %d with adapters, %d rows: %s", inputs, len(like.up), rows, each)

@@ -2,8 +2,8 @@
 
 A launch for each step groups its rows by adapter, so a program loads the matrices of one adapter once for all rows of
 its tile. The first product is divided along its depth, because it has few columns, and the second one adds up the
-pieces. The first product needs the layer's input alone: in a captured graph it may run beside the layer's own product
-(`ways.py`). The kernels are imported where they are launched, because triton is optional.
+pieces. The first product needs the layer's input alone: in a captured graph it may run in parallel with the product of
+the layer itself (`ways.py`). The kernels are imported where they are launched, because triton is optional.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class CudaLora(LoraImplementation):
 
     def layer(self, own: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights, way: Way) -> Tensor:
         """Computes a layer and its adapters one way. own: [outputs, inputs], the weight of the layer."""
-        begun = narrow_beside(x, routes, weights) if way is Way.BESIDE else None
+        begun = narrow_in_parallel(x, routes, weights) if way is Way.PARALLEL else None
         y = functional.linear(x, own)
         return self.add(y, x, routes, weights) if begun is None else self.finish(y, begun, routes, weights)
 
     def begin(self, x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Narrow | None:
         """Computes the first products on a side stream, if that is faster for this number of rows."""
         covers = len(x) and x.stride(-1) == 1 and len(weights.outputs) <= MOST_SLICES
-        if not covers or fastest_way(len(x)) is not Way.BESIDE:
+        if not covers or fastest_way(len(x)) is not Way.PARALLEL:
             return None
-        return narrow_beside(x, routes, weights)
+        return narrow_in_parallel(x, routes, weights)
 
     def wait(self, begun: Narrow) -> None:
         if begun.stream is not None:
@@ -97,7 +97,7 @@ class CudaLora(LoraImplementation):
         return _widen(y, narrow.contiguous(), routes, weights, sizes, early=False, by_row=True)
 
 
-def narrow_beside(x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Narrow:
+def narrow_in_parallel(x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Narrow:
     """Computes the first products on a side stream, from where the current stream is now."""
     if x.device.type != "cuda":
         return _narrow(x, routes, weights, early=False)

@@ -32,7 +32,7 @@ class RowTiles(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of a layer's programs.
 
-    columns, depth: tile of the first product, beside the rows. span: depth of a program; pieces: their number.
+    columns, depth: tile of the first product, with the rows of a tile. span: depth of a program; pieces: their number.
     outputs, rank: tile of the second product. chunk: pieces that it adds up at once.
     warps: of a program of the second product.
     """

@@ -12,14 +12,14 @@ from enum import StrEnum
 # Numbers of rows whose ways are measured. Other numbers use the next larger one, or the largest.
 MEASURED_ROWS = (1, 16, 64, 256, 2048)
 # The rule: up to this many rows, a layer's own product is bound by memory, and leaves room for another one.
-BESIDE_ROWS = 256
+PARALLEL_ROWS = 256
 
 
 class Way(StrEnum):
-    """The first product after the layer's own one, or beside it on a side stream."""
+    """The first product after the layer's own one, or in parallel with it on a side stream."""
 
     IN_TURN = "in turn"
-    BESIDE = "beside"
+    PARALLEL = "in parallel"
 
 
 Times = Mapping[Way, tuple[float, ...]]
@@ -44,5 +44,5 @@ def fastest_way(rows: int) -> Way:
     """Returns the way for a step of this many rows."""
     known = _chosen.get("ways")
     if known is None:
-        return Way.BESIDE if rows <= BESIDE_ROWS else Way.IN_TURN
+        return Way.PARALLEL if rows <= PARALLEL_ROWS else Way.IN_TURN
     return known[min(bisect_left(MEASURED_ROWS, rows), len(known) - 1)]
