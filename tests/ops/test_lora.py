@@ -242,7 +242,7 @@ def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append((way, len(x)))
         return plain(self, own, x, routes, weights, way)
 
-    def seconds(compute: Callable[[], object]) -> float:
+    def seconds(compute: Callable[[], object], stream: object) -> float:
         compute()
         way, rows = calls[-1]
         return float(rows if way is Way.PARALLEL else 64)
