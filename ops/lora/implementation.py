@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
 
@@ -18,7 +18,11 @@ class LoraImplementation(Implementation[None], ABC):
 
     A step's routes are made once, and all layers read them. Where steps are graphs, they are made outside of the
     graphs of layers, and are tensors, so that a graph has one form whichever adapters a step has.
+
+    begins: it may start products before the layer's own one is computed.
     """
+
+    begins: ClassVar[bool] = False
 
     @abstractmethod
     def route(self, rows: Tensor, slots: int, rank: int) -> Any:
@@ -27,6 +31,20 @@ class LoraImplementation(Implementation[None], ABC):
     @abstractmethod
     def add(self, y: Tensor, x: Tensor, routes: Any, weights: AdapterWeights) -> Tensor:
         """Returns y plus the products, maybe in the memory of y. Tensors as in `add_adapters`."""
+
+    def measure(self, weights: AdapterWeights) -> None:
+        """Measures what it chooses from, if it has not done so, for layers like this one. The weights are not read."""
+
+    def begin(self, x: Tensor, routes: Any, weights: AdapterWeights) -> Any:
+        """Starts products that need the layer's input alone, for `finish`; None if `add` computes all of them."""
+        return None
+
+    def wait(self, begun: Any) -> None:
+        """Has the current stream wait for products that `begin` started."""
+
+    def finish(self, y: Tensor, begun: Any, routes: Any, weights: AdapterWeights) -> Tensor:
+        """Returns what `add` does, from products that `begin` started."""
+        raise NotImplementedError(f"adapters: implementation {self.name!r} begins no products")
 
     @abstractmethod
     def add_up(self, y: Tensor, narrow: Tensor, routes: Any, weights: AdapterWeights) -> Tensor:

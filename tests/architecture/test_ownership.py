@@ -49,7 +49,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/prefetch/engine.py": "flag of a finalizer",
     # places of a thread, which has its own
     "tools/vllm_gaudi_ucm_tools/recipes/recorder.py": "threading.local",
-    "ops/unified_attention/impl/cuda/work.py": "threading.local",
+    "ops/cuda/side_streams.py": "threading.local",
     "vllm_gaudi_ucm/device/cuda.py": "threading.local",
     "vllm_gaudi_ucm/device/hpu.py": "threading.local",
     "vllm_gaudi_ucm/store/guarded.py": "threading.local",
@@ -177,7 +177,7 @@ PROBES = {
     "vllm_gaudi_ucm/vllm_api/start_signals.py": "any handler of a signal",
     "graphs/strategies/file.py": "an event of a YAML parser",
     "ops/narrow_floats.py": "torch, which has `hpu` where Gaudi's software is",
-    "ops/unified_attention/impl/cuda/work.py": "threading.local",
+    "ops/cuda/side_streams.py": "threading.local",
     "ops/unified_attention/impl/hpu/kernels.py": "operations of Gaudi's software",
 }
 """File to the objects of others that it asks for attributes which they may lack. Ours have a Protocol, or a default."""

@@ -134,15 +134,25 @@ def around_attention(dtype: torch.dtype) -> None:
 
 
 def adapters(dtype: torch.dtype) -> None:
-    """Products of 8 adapters of rank 16, of a layer with three slices and of one, of few rows and of many."""
+    """Products of 8 adapters of rank 16, of a layer with three slices and of one, of few rows and of many, which are
+    grouped first; one after the other, and the first one alone.
+    """
     lora.starts_early = lambda device: True  # type: ignore[assignment]
     implementation = LORA.make("cuda")
     for outputs in ((4096, 1024, 1024), (4096,)):
         weights = AdapterWeights.zeros(4096, outputs, 8, 16, dtype, torch.device("cpu"))
-        for rows in (1, 40, 300) if dtype.itemsize < 4 else (1,):
+        for rows in (1, 64, 300, 2048) if dtype.itemsize < 4 else (1,):
             x, y = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, sum(outputs), dtype=dtype)
-            implementation.add(y, x, torch.zeros(rows, dtype=torch.int64), weights)
-    implementation.add_up(y, torch.empty(rows, 16, dtype=dtype), torch.zeros(rows, dtype=torch.int64), weights)
+            routes = implementation.route(torch.zeros(rows, dtype=torch.int64), 8, 16)
+            implementation.add(y, x, routes, weights)
+            implementation.finish(y, lora.narrow_in_parallel(x, routes, weights), routes, weights)
+    implementation.add_up(y, torch.empty(rows, 16, dtype=dtype), routes, weights)
+    if dtype.itemsize < 4:
+        # the most shared memory
+        weights = AdapterWeights.zeros(4096, (4096, 1024, 1024), 4, 256, dtype, torch.device("cpu"))
+        for rows in (1, 2048):
+            x, y = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, 6144, dtype=dtype)
+            implementation.add(y, x, implementation.route(torch.zeros(rows, dtype=torch.int64), 4, 256), weights)
 
 
 def quantised(dtype: torch.dtype) -> None:

@@ -59,6 +59,7 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "round_rows",
         "multiply_int8",
         "add_sums",
+        "group_rows",
         "narrow_rows",
         "widen_rows",
         "group_pairs",

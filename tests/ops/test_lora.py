@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -11,11 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import adapters_cuda
 from tests.ops.oracle import CUDA_RUNS, examples
 from vllm_gaudi_ucm.batch import adapter_slots
 from vllm_gaudi_ucm.ops.cpu.native.call_graph.call_graph import capture
 from vllm_gaudi_ucm.ops.cpu.native.call_graph.memory import MemoryPool
-from vllm_gaudi_ucm.ops.lora.api import add_adapters, add_up, route_rows
+from vllm_gaudi_ucm.ops.lora.api import add_adapters, add_up, begin_adapters, route_rows
+from vllm_gaudi_ucm.ops.lora.impl.cuda import measure, ways
+from vllm_gaudi_ucm.ops.lora.impl.cuda.products import CudaLora
+from vllm_gaudi_ucm.ops.lora.impl.cuda.tiles import RowTiles, group_rows
+from vllm_gaudi_ucm.ops.lora.impl.cuda.ways import Way, fastest_way, set_times
 from vllm_gaudi_ucm.ops.lora.implementation import LORA
 from vllm_gaudi_ucm.ops.lora.weights import NO_ADAPTER, AdapterWeights
 
@@ -25,6 +30,10 @@ IMPLEMENTATIONS = (
     *(() if CUDA_RUNS and not GPU else ("reference", "stacked", "cpu")),
     *(("cuda",) if CUDA_RUNS else ()),
 )
+
+
+DEVICE = "cuda" if GPU else "cpu"
+cuda_only = pytest.mark.skipif(not CUDA_RUNS, reason="needs a GPU or Triton's interpreter")
 
 
 class Case(NamedTuple):
@@ -70,6 +79,10 @@ def oracle(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
             out[row, begin : begin + up.shape[2]] += up[slot, 0].to(dtype) @ narrow
             begin += up.shape[2]
     return out
+
+
+def on_device(weights: AdapterWeights) -> AdapterWeights:
+    return AdapterWeights(weights.down.to(DEVICE), weights.up.to(DEVICE), weights.slots, weights.outputs)
 
 
 def run(case: Case, implementation: str) -> Tensor:
@@ -166,6 +179,112 @@ def test_rows_with_gaps_cuda_and_others() -> None:
     wide[:, :40] = case.y
     for implementation in IMPLEMENTATIONS:
         assert_near(case, run(case._replace(y=wide[:, :40]), implementation))
+
+
+@cuda_only
+def test_rows_are_grouped_by_adapter_cuda() -> None:
+    """Tiles of one adapter each, none for rows without one, and as many as any step of this size may need."""
+    for rows, slots in ((1, 3), (40, 3), (300, 20), (600, 2), (5, 1)):
+        chosen = make_case(rows, slots, inputs=1, outputs=(1,)).rows
+        tiles = group_rows(chosen.to(DEVICE), slots)
+        order, owners = tiles.order.view(-1, tiles.height).cpu(), tiles.owners.cpu()
+        used = int((owners >= 0).sum())
+        assert (owners[used:] == -1).all()
+        for slot in range(slots):
+            members = order[:used][owners[:used] == slot].flatten()
+            assert members[members >= 0].tolist() == (chosen == slot).nonzero().flatten().tolist()
+        # every slot with a tile that holds a single row
+        full = group_rows(torch.arange(slots, device=DEVICE).repeat(tiles.height + 1), slots)
+        assert int((full.owners >= 0).sum()) == slots * -(-(tiles.height + 1) // full.height)
+
+
+@cuda_only
+def test_products_begun_ahead_of_the_layer_cuda() -> None:
+    """The same numbers; and computed again if the layer has changed its input."""
+    for rows in (1, 40):
+        case = make_case(rows, rank=16, inputs=600)
+        weights = on_device(case.weights)
+        routes = route_rows(case.rows.to(DEVICE), weights.slots, weights.rank, implementation="cuda")
+        x, other = case.x.to(DEVICE), case.x.to(DEVICE, copy=True)
+        y = case.y.to(DEVICE)
+        begun = begin_adapters(x, routes, weights)
+        assert begun is not None
+        expected = run(case, "cuda")
+        assert torch.equal(add_adapters(y.clone(), x, routes, weights, begun).cpu(), expected)
+        begun = begin_adapters(x * 3, routes, weights)
+        assert torch.equal(add_adapters(y.clone(), other, routes, weights, begun).cpu(), expected)
+
+
+@cuda_only
+def test_what_is_not_begun_cuda() -> None:
+    """Inputs that the layer divides among ranks, rows with gaps between their numbers, and other implementations."""
+    case = make_case(4)
+    weights = on_device(case.weights)
+    routes = route_rows(case.rows.to(DEVICE), weights.slots, weights.rank, implementation="cuda")
+    x = case.x.to(DEVICE)
+    assert begin_adapters(torch.cat((x, x), 1), routes, weights) is None
+    assert begin_adapters(torch.cat((x, x), 1)[:, ::2], routes, weights) is None
+    assert begin_adapters(x.unsqueeze(0), routes, weights) is None
+    stacked = route_rows(case.rows.to(DEVICE), weights.slots, weights.rank, implementation="stacked")
+    assert begin_adapters(x, stacked, weights) is None
+    with pytest.raises(NotImplementedError, match="'stacked' begins no products"):
+        stacked.implementation.finish(case.y, None, None, weights)
+
+
+@cuda_only
+def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule decides until the ways are measured, in layers that compute both of them, once in a process."""
+    assert [fastest_way(rows) for rows in (1, 256, 257)] == [Way.PARALLEL, Way.PARALLEL, Way.IN_TURN]
+    weights, calls = on_device(make_case(rank=16).weights), list[tuple[Way, int]]()
+    plain = CudaLora.layer
+
+    def layer(self: CudaLora, own: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights, way: Way) -> Tensor:
+        calls.append((way, len(x)))
+        return plain(self, own, x, routes, weights, way)
+
+    def seconds(compute: Callable[[], object], stream: object) -> float:
+        compute()
+        way, rows = calls[-1]
+        return float(rows if way is Way.PARALLEL else 64)
+
+    monkeypatch.setattr(CudaLora, "layer", layer)
+    monkeypatch.setattr(measure, "_seconds", seconds)
+    monkeypatch.setattr(measure, "CALLS", 2)
+    monkeypatch.setattr(measure, "MEASURED_ROWS", (1, 16, 100))
+    monkeypatch.setattr(ways, "MEASURED_ROWS", (1, 16, 100))
+    try:
+        set_times(measure.measure_ways(weights, CudaLora("cuda").layer))
+        assert set(calls) == {(way, rows) for way in Way for rows in (1, 16, 100)}
+        assert [fastest_way(rows) for rows in (1, 2, 16, 17, 5000)] == 3 * [Way.PARALLEL] + 2 * [Way.IN_TURN]
+        count = len(calls)
+        CudaLora("cuda").measure(weights)
+        assert len(calls) == count
+    finally:
+        set_times({})
+
+
+@cuda_only
+def test_the_layers_of_the_benchmark_cuda() -> None:
+    """Each way computes what the reference does; an error is found."""
+    sizes = {"qkv": (32, (32, 16, 16)), "o": (32, (32,)), "gate_up": (32, (64, 64)), "down": (64, (32,))}
+    layer = adapters_cuda.make_layer(3, sizes, torch.device(DEVICE))
+    slots = torch.tensor([0, 2, 1, 0, NO_ADAPTER], device=DEVICE)
+    try:
+        adapters_cuda.check(["stacked"], slots, layer)
+        x, residual = torch.randn(2, 5, 32, dtype=torch.bfloat16, device=DEVICE).unbind()
+        norm, found = torch.ones(32, dtype=torch.bfloat16, device=DEVICE), []
+        for _, routes in adapters_cuda.ways(["reference"], slots, 3):
+            found.append(adapters_cuda.decoder_layer(x.clone(), residual.clone(), norm, layer, routes).float())
+        without = adapters_cuda.decoder_layer(x.clone(), residual.clone(), norm, layer, None).float()
+        for one in found[:-1]:
+            torch.testing.assert_close(one, found[-1], atol=0.1, rtol=0.05)
+        assert (found[-1] - without)[:4].abs().amax(1).min() > 0.1
+        weights = layer["o"].adapters
+        weights.up.fill_(float("nan"))
+        with pytest.raises(ValueError, match="o, 5 rows, in turn: found an error"):
+            adapters_cuda.check([], slots, layer)
+    finally:
+        set_times({})
 
 
 def test_a_pad_of_the_row_input_is_no_adapter() -> None:

@@ -64,7 +64,14 @@ class SlotManager(LRUCacheLoRAModelManager):
         """Gives each layer its adapters, now that all layers are made. routes: used in every step."""
         for name, module in self.modules.items():
             shared = cast(LayerAdapters, module.punica_wrapper)
-            module.set_mapping(shared.of_layer(self.weights[name], routes))
+            adapters = shared.of_layer(self.weights[name], routes)
+            module.set_mapping(adapters)
+            if routes.begins and isinstance(module, BaseLinearLayerWithLoRA):
+                module.register_forward_pre_hook(adapters.begin)
+        linear = [self.weights[name] for name, one in self.modules.items() if isinstance(one, BaseLinearLayerWithLoRA)]
+        if routes.begins and linear:
+            # in the smallest layer, the products of adapters take the largest share
+            routes.current.implementation.measure(min(linear, key=lambda one: one.down.shape[1] * len(one.up)))
 
     def activate_adapter(self, lora_id: int) -> bool:
         is_new = super().activate_adapter(lora_id)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from vllm_gaudi_ucm.lora.step_routes import StepRoutes
-from vllm_gaudi_ucm.ops.lora.api import add_adapters, add_up
+from vllm_gaudi_ucm.ops.lora.api import Begun, add_adapters, add_up, begin_adapters
 from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.lora import PunicaWrapperBase
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm.config import LoRAConfig
 
 
@@ -38,6 +39,7 @@ class LayerAdapters(PunicaWrapperBase):
     ) -> None:
         # without vLLM's own, which allocates index tensors of a step
         self._weights: AdapterWeights | None = None
+        self._begun: Begun | None = None
 
     def of_layer(self, weights: AdapterWeights, step: StepRoutes) -> LayerAdapters:
         """Returns the adapters of a layer with these weights."""
@@ -60,6 +62,11 @@ class LayerAdapters(PunicaWrapperBase):
         tokens = weights.down.shape[0] // weights.slots
         return self.step.current.rows.clamp(min=0) * tokens
 
+    def begin(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Starts products before the layer computes its own one; a hook of torch ahead of its forward."""
+        if not torch.compiler.is_compiling() and inputs and isinstance(inputs[0], torch.Tensor):
+            self._begun = begin_adapters(inputs[0], self.step.current, self.weights)
+
     def add_lora_linear(
         self,
         y: torch.Tensor,
@@ -71,7 +78,8 @@ class LayerAdapters(PunicaWrapperBase):
         **others: Any,
     ) -> torch.Tensor:
         """Returns y + the products of the rows' adapters. The scale is in the matrices, and these are `weights`."""
-        return add_adapters(y, x, self.step.current, self.weights)
+        begun, self._begun = self._begun, None
+        return add_adapters(y, x, self.step.current, self.weights, begun)
 
     def add_lora_logits(
         self,

@@ -52,6 +52,13 @@ class StepRoutes:
         self._of_hidden = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int64, device=device)
         self.current = self._route(self._of_hidden[:1])
 
+    @property
+    def begins(self) -> bool:
+        """Returns whether layers may start products before their own one: in graphs alone, whose branches run side by
+        side. Else the host would take longer.
+        """
+        return self._captured and self.current.implementation.begins
+
     def compile(self, compiler: StaticCompiler) -> None:
         """Makes routes in a compiled region of their own from now on; regions of layers get them as inputs."""
         self._implementation = STACKED

@@ -1,44 +1,41 @@
 """Adapters on CUDA in Triton: two launches for a layer, whatever the number of its slices and of adapters in a step.
 
-A row multiplies the matrices of its own adapter: programs of adapters that none of their rows has end at once. The
-first product is divided along its depth, because it has few columns, and the second one adds up the pieces.
-The kernels are imported where they are launched, because triton is optional.
+A launch for each step groups its rows by adapter, so a program loads the matrices of one adapter once for all rows of
+its tile. The first product is divided along its depth, because it has few columns, and the second one adds up the
+pieces. The first product needs the layer's input alone: in a captured graph it may run in parallel with the product of
+the layer itself (`ways.py`). The kernels are imported where they are launched, because triton is optional.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_gaudi_ucm.ops.cuda.early_start import follows, starts_early
+from vllm_gaudi_ucm.ops.cuda.side_streams import side_streams
+from vllm_gaudi_ucm.ops.lora.impl.cuda.tiles import RowTiles, Sizes, choose_second, choose_sizes, group_rows
+from vllm_gaudi_ucm.ops.lora.impl.cuda.ways import Way, fastest_way, is_measured, set_times
 from vllm_gaudi_ucm.ops.lora.impl.stacked import StackedLora
 from vllm_gaudi_ucm.ops.lora.implementation import LoraImplementation
 from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 MOST_SLICES = 4
-# Programs of the first product that keep all multiprocessors busy, and the least depth that a program takes.
-PROGRAMS, LEAST_SPAN = 256, 256
 
 
-class Tiles(NamedTuple):
-    """Sizes of a program: rows; columns and depth of the first product; outputs and depth of the second."""
+class Narrow(NamedTuple):
+    """The first products of a layer. products: float32 [pieces, tiles * height, slices * rank]. stream: the side stream
+    that computes them; None for the current one.
+    """
 
-    rows: int
-    columns: int
-    depth: int
-    outputs: int
-    second_depth: int
-
-
-def choose_tiles(rows: int, columns: int, itemsize: int) -> Tiles:
-    """Chooses tile sizes. Few rows are bound by reading the matrices, many by arithmetic."""
-    height = min(64, max(16, 1 << (rows - 1).bit_length()))
-    width = min(64, max(16, 1 << (columns - 1).bit_length()))
-    return Tiles(height, width, 256 // itemsize, 128, width)
+    products: Tensor
+    sizes: Sizes
+    stream: torch.cuda.Stream | None
 
 
 class CudaLora(LoraImplementation):
@@ -47,73 +44,129 @@ class CudaLora(LoraImplementation):
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
     priority: ClassVar[int] = 20
     traceable: ClassVar[bool] = False
+    begins: ClassVar[bool] = True
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)
 
-    def route(self, rows: Tensor, slots: int, rank: int) -> Tensor:
-        return rows
+    def route(self, rows: Tensor, slots: int, rank: int) -> RowTiles:
+        return group_rows(rows, slots)
 
-    def add(self, y: Tensor, x: Tensor, routes: Tensor, weights: AdapterWeights) -> Tensor:
-        from vllm_gaudi_ucm.ops.lora.impl.cuda.triton import products
+    def measure(self, weights: AdapterWeights) -> None:
+        from vllm_gaudi_ucm.ops.lora.impl.cuda.measure import measure_ways
 
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        (rows, depth), (slices, columns) = x.shape, (len(weights.outputs), weights.up.shape[1])
-        if not rows:
+        if weights.down.device.type != "cuda" or len(weights.outputs) > MOST_SLICES or is_measured():
+            return
+        set_times(measure_ways(weights, self.layer))
+        torch.cuda.empty_cache()
+
+    def layer(self, own: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights, way: Way) -> Tensor:
+        """Computes a layer and its adapters one way. own: [outputs, inputs], the weight of the layer."""
+        begun = narrow_in_parallel(x, routes, weights) if way is Way.PARALLEL else None
+        y = functional.linear(x, own)
+        return self.add(y, x, routes, weights) if begun is None else self.finish(y, begun, routes, weights)
+
+    def begin(self, x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Narrow | None:
+        """Computes the first products on a side stream, if that is faster for this number of rows."""
+        covers = len(x) and x.stride(-1) == 1 and len(weights.outputs) <= MOST_SLICES
+        if not covers or fastest_way(len(x)) is not Way.PARALLEL:
+            return None
+        return narrow_in_parallel(x, routes, weights)
+
+    def wait(self, begun: Narrow) -> None:
+        if begun.stream is not None:
+            torch.cuda.current_stream(begun.products.device).wait_stream(begun.stream)
+
+    def finish(self, y: Tensor, begun: Narrow, routes: RowTiles, weights: AdapterWeights) -> Tensor:
+        self.wait(begun)
+        return _widen(y, begun.products, routes, weights, begun.sizes, early=False)
+
+    def add(self, y: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Tensor:
+        if not len(x):
             return y
-        if slices > MOST_SLICES:
-            return _STACKED.add(y, x, _STACKED.route(routes, weights.slots, weights.rank), weights)
-        tiles = choose_tiles(rows, columns, weights.down.dtype.itemsize)
-        across = -(-columns // tiles.columns), -(-rows // tiles.rows) * slices
-        pieces = min(max(1, PROGRAMS // (across[0] * across[1])), max(1, depth // LEAST_SPAN))
-        span = -(-depth // (pieces * tiles.depth)) * tiles.depth
-        pieces = -(-depth // span)
-        narrow = torch.empty(pieces, rows, slices * weights.rank, dtype=torch.float32, device=x.device)
+        if len(weights.outputs) > MOST_SLICES:
+            return _STACKED.add(y, x, _STACKED.route(routes.rows, weights.slots, weights.rank), weights)
         early = starts_early(x.device)
-        products.narrow_rows[(*across, pieces)](
-            *(x, weights.down, routes, narrow, rows, depth, columns, x.stride(0)),
-            SPAN=span,
-            RANK=weights.rank,
-            ROWS=tiles.rows,
-            COLUMNS=tiles.columns,
-            DEPTH=tiles.depth,
+        found = _narrow(x if x.stride(-1) == 1 else x.contiguous(), routes, weights, early)
+        return _widen(y, found.products, routes, weights, found.sizes, early=early)
+
+    def add_up(self, y: Tensor, narrow: Tensor, routes: RowTiles, weights: AdapterWeights) -> Tensor:
+        if not len(y):
+            return y
+        sizes = choose_second(routes, weights.rank)
+        return _widen(y, narrow.contiguous(), routes, weights, sizes, early=False, by_row=True)
+
+
+def narrow_in_parallel(x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Narrow:
+    """Computes the first products on a side stream, from where the current stream is now."""
+    if x.device.type != "cuda":
+        return _narrow(x, routes, weights, early=False)
+    stream = side_streams(x.device).ahead[0]
+    return _narrow(x, routes, weights, early=False, stream=stream)
+
+
+def _narrow(
+    x: Tensor, routes: RowTiles, weights: AdapterWeights, early: bool, stream: torch.cuda.Stream | None = None
+) -> Narrow:
+    """Computes the first products of a layer. x: rows without gaps between their numbers."""
+    from vllm_gaudi_ucm.ops.lora.impl.cuda.triton import products
+
+    slices, rank, tiles = len(weights.outputs), weights.rank, len(routes.owners)
+    sizes = choose_sizes(routes, x.shape[1], slices, rank, weights.down.dtype.itemsize)
+    # memory of the current stream, which waits for the side stream before the memory is free again
+    found = torch.empty(sizes.pieces, tiles * routes.height, slices * rank, dtype=torch.float32, device=x.device)
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        products.narrow_rows[(tiles, sizes.pieces, -(-slices * rank // sizes.columns))](
+            *(x, weights.down, routes.order, routes.owners, found, x.shape[1], weights.slots, x.stride(0)),
+            SPAN=sizes.span,
+            SLICES=slices,
+            RANK=rank,
+            ROWS=routes.height,
+            COLUMNS=sizes.columns,
+            DEPTH=sizes.depth,
             COMPUTE=_multiplied(weights.down.dtype),
             EARLY=early,
             num_warps=4,
             **follows(early),
         )
-        return _widen(y, narrow, routes, weights, tiles, early)
-
-    def add_up(self, y: Tensor, narrow: Tensor, routes: Tensor, weights: AdapterWeights) -> Tensor:
-        if not len(y):
-            return y
-        tiles = choose_tiles(len(y), weights.up.shape[1], weights.up.dtype.itemsize)
-        return _widen(y, narrow.contiguous().unsqueeze(0), routes, weights, tiles, early=False)
+    return Narrow(found, sizes, stream)
 
 
-def _widen(y: Tensor, narrow: Tensor, routes: Tensor, weights: AdapterWeights, tiles: Tiles, early: bool) -> Tensor:
-    """Adds the second products to y, [rows, outputs] in place if a row has no gaps. narrow: [pieces, rows, slices *
-    rank].
+def _widen(
+    y: Tensor,
+    narrow: Tensor,
+    routes: RowTiles,
+    weights: AdapterWeights,
+    sizes: Sizes,
+    *,
+    early: bool,
+    by_row: bool = False,
+) -> Tensor:
+    """Adds the second products to y, [rows, outputs] in place if a row has no gaps. narrow: as of `Narrow`, or by_row
+    [rows, slices * rank].
     """
     from vllm_gaudi_ucm.ops.lora.impl.cuda.triton import products
 
     y = y if y.stride(-1) == 1 else y.contiguous()
-    pieces, rows, _ = narrow.shape
     slices = len(weights.outputs)
     starts = [*accumulate(weights.outputs)]
+    across = sum(-(-(end - start) // sizes.outputs) for start, end in pairwise((0, *starts)))
     starts += [starts[-1]] * (MOST_SLICES - slices)
-    grid = (-(-max(weights.outputs) // tiles.outputs), slices, -(-rows // tiles.rows))
-    products.widen_rows[grid](
-        *(y, narrow, weights.up, routes, rows, weights.up.shape[1], y.stride(0), *starts),
-        PIECES=pieces,
+    products.widen_rows[(across, len(routes.owners))](
+        *(y, narrow, weights.up, routes.order, routes.owners),
+        *(sizes.pieces, weights.up.shape[1], y.stride(0), *starts),
+        BY_ROW=by_row,
+        CHUNK=sizes.chunk,
         SLICES=slices,
         RANK=weights.rank,
-        ROWS=tiles.rows,
-        OUTPUTS=tiles.outputs,
-        DEPTH=tiles.second_depth,
+        ROWS=routes.height,
+        OUTPUTS=sizes.outputs,
+        DEPTH=sizes.rank,
         COMPUTE=_multiplied(weights.up.dtype),
         EARLY=early,
-        num_warps=4,
+        num_warps=sizes.warps,
         **follows(early),
     )
     return y

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.cuda.side_streams import side_streams
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.layer import Layer
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import CudaPlan
-
-_threads = threading.local()
 
 
 class Found(NamedTuple):
@@ -74,7 +72,7 @@ def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
             one.launch()
         return
     current = torch.cuda.current_stream(device)
-    sides = _side_streams(device)
+    sides = side_streams(device)
     streams = [(sides.ahead if one.small else sides.beside)[index] for index, one in enumerate(work[1:])]
     for one, stream in zip(work[1:], streams, strict=True):
         stream.wait_stream(current)
@@ -83,21 +81,3 @@ def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
     work[0].launch()
     for stream in streams:
         current.wait_stream(stream)
-
-
-class _Sides(NamedTuple):
-    """Streams in addition to the current one: of its priority, and of a higher one."""
-
-    beside: list[torch.cuda.Stream]
-    ahead: list[torch.cuda.Stream]
-
-
-def _side_streams(device: torch.device) -> _Sides:
-    """Returns the side streams of this thread: launches here must not enter a graph that another thread captures."""
-    streams: dict[torch.device, _Sides] | None = getattr(_threads, "streams", None)
-    if streams is None:
-        streams = _threads.streams = {}
-    if device not in streams:
-        made = ([torch.cuda.Stream(device, priority=priority) for _ in range(4)] for priority in (0, -1))
-        streams[device] = _Sides(*made)
-    return streams[device]

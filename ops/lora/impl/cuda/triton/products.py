@@ -1,9 +1,11 @@
 """Two products of adapters: of rows with the matrices A, and of their results with the matrices B.
 
-Both take slots, int64 [rows]: the adapter of each row, below 0 for none. RANK: rank of every slot. ROWS: rows of a
-program. Columns of the first product are slot * RANK + place. A row has only the columns of its own slot, so RANK
-numbers for each slice. A program without such a row ends at once. COMPUTE: the dtype that is multiplied.
-EARLY: the kernel starts before the one ahead has ended, and waits for it.
+Both take the tiles of `groups.py`: order, int32 [tiles * ROWS], and owners, int32 [tiles]. A program loads the matrices
+of one adapter once for all rows of its tile; a program of a tile without a slot ends at once.
+RANK: rank of every slot. COMPUTE: the dtype that is multiplied.
+EARLY: the kernel starts before the one ahead has ended, and waits for it. The second product loads its matrices before
+it waits. That is safe because the first one signals only after its own wait: whatever wrote the matrices and the tiles
+has ended by then.
 """
 
 import torch
@@ -14,17 +16,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def narrow_rows(
     x,
     down,
-    slots,
+    order,
+    owners,
     out,
-    rows,
     depth,
-    columns,
+    slots,
     x_row,
     SPAN: tl.constexpr,
+    SLICES: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -32,53 +35,54 @@ def narrow_rows(
     COMPUTE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """x [rows, depth] times down [slices * columns, depth], in pieces of SPAN of the depth.
+    """x [rows, depth] times down [SLICES * slots * RANK, depth], in pieces of SPAN of the depth.
 
-    out: float32 [pieces, rows, slices * RANK]; rows without an adapter are not written. columns: slots * RANK.
-    Programs: (tiles of the columns, tiles of the rows * slices, pieces).
+    out: float32 [pieces, tiles * ROWS, SLICES * RANK]; places without a row are not written.
+    Programs: (tiles, pieces, tiles of the columns of all slices).
     """
     if EARLY:
-        gdc_launch_dependents()
         gdc_wait()
-    tiles = tl.cdiv(rows, ROWS)
-    row = tl.program_id(1) % tiles * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(1) // tiles
-    slices = tl.num_programs(1) // tiles
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int32)
-    # columns beyond the last are of no slot
-    owner = tl.where(column < columns, column // RANK, -2)
-    wanted = slot[:, None] == owner[None, :]
-    if tl.max(tl.max(wanted.to(tl.int32), 1), 0) == 0:
+        gdc_launch_dependents()
+    tile, piece = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(owners + tile)
+    if slot < 0:
         return
-    matrix = down + (part * columns + column).to(tl.int64)[None, :] * depth
-    given = x + row.to(tl.int64)[:, None] * x_row
-    first = tl.program_id(2) * SPAN
+    place = tile * ROWS + tl.arange(0, ROWS)
+    row = tl.load(order + place)
+    live = row >= 0
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = column < SLICES * RANK
+    line = (column // RANK * slots + slot) * RANK + column % RANK
+    given = x + tl.where(live, row, 0).to(tl.int64)[:, None] * x_row
+    matrix = down + tl.where(valid, line, 0).to(tl.int64)[None, :] * depth
+    first = piece * SPAN
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(first, first + SPAN, DEPTH):
-        at = begin + tl.arange(0, DEPTH)
+    for begin in range(0, SPAN, DEPTH):
+        at = first + begin + tl.arange(0, DEPTH)
         inside = at < depth
-        a = tl.load(given + at[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-        b = tl.load(matrix + at[:, None], mask=(column < columns)[None, :] & inside[:, None], other=0.0)
+        a = tl.load(given + at[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        b = tl.load(matrix + at[:, None], mask=valid[None, :] & inside[:, None], other=0.0)
         total = tl.dot(a.to(COMPUTE), b.to(COMPUTE), total, input_precision="ieee")
-    place = (tl.program_id(2) * rows + row).to(tl.int64) * (slices * RANK) + part * RANK
-    tl.store(out + place[:, None] + (column % RANK)[None, :], total, mask=wanted)
+    line_of = (piece * tl.num_programs(0) * ROWS + place).to(tl.int64) * (SLICES * RANK)
+    tl.store(out + line_of[:, None] + column[None, :], total, mask=live[:, None] & valid[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def widen_rows(
     y,
     narrow,
     up,
-    slots,
-    rows,
+    order,
+    owners,
+    pieces,
     columns,
     y_row,
     start_1,
     start_2,
     start_3,
     start_4,
-    PIECES: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SLICES: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -87,43 +91,60 @@ def widen_rows(
     COMPUTE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Adds narrow times up [outputs, columns] to y [rows, outputs], in place.
+    """Adds narrow times up [outputs, columns] to y [rows, outputs], in place. columns: slots * RANK.
 
-    narrow: [PIECES, rows, SLICES * RANK], whose pieces are added up. Slice i has the outputs from start_i, the first
-    from 0, up to the next one's; beyond the last slice starts are the number of all outputs.
-    Programs: (tiles of the outputs of the widest slice, slices, tiles of the rows).
+    narrow: [pieces, tiles * ROWS, SLICES * RANK], whose pieces are added up, CHUNK of them at a time. BY_ROW: there is
+    one piece, [rows, SLICES * RANK] in the order of y.
+    Slice i has the outputs from start_i, the first from 0, up to the next one's; beyond the last slice starts are the
+    number of all outputs. DEPTH: numbers of the rank that are multiplied at once.
+    Programs: (tiles of the outputs, each slice has its own; tiles).
     """
     if EARLY:
         gdc_launch_dependents()
-        gdc_wait()
-    part = tl.program_id(1)
+    slot = tl.load(owners + tl.program_id(1))
+    place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    # not written in tiles without a slot
+    row = tl.where(slot >= 0, tl.load(order + place), -1)
+    live = row >= 0
+    # the slice that this tile of the outputs belongs to
+    tile, part = tl.program_id(0), 0
     begin, end = 0, start_1
-    if part == 1:
-        begin, end = start_1, start_2
-    elif part == 2:
-        begin, end = start_2, start_3
-    elif part == 3:
-        begin, end = start_3, start_4
-    output = begin + tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int32)
-    if (begin + tl.program_id(0) * OUTPUTS >= end) | (tl.max(slot, 0) < 0):
+    count = tl.cdiv(start_1, OUTPUTS)
+    if (SLICES > 1) & (tile >= count):
+        tile, part, begin, end = tile - count, 1, start_1, start_2
+        count = tl.cdiv(start_2 - start_1, OUTPUTS)
+        if (SLICES > 2) & (tile >= count):
+            tile, part, begin, end = tile - count, 2, start_2, start_3
+            count = tl.cdiv(start_3 - start_2, OUTPUTS)
+            if (SLICES > 3) & (tile >= count):
+                tile, part, begin, end = tile - count, 3, start_3, start_4
+    output = begin + tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    valid = (output < end) & (slot >= 0)
+    matrix = up + output.to(tl.int64)[None, :] * columns + slot * RANK
+    number = tl.arange(0, DEPTH)
+    b = tl.load(matrix + number[:, None], mask=valid[None, :] & (number < RANK)[:, None], other=0.0)
+    if EARLY:
+        # of every program, also if it has no rows: when a kernel has ended, all kernels before it have ended
+        gdc_wait()
+    if slot < 0:
         return
-    matrix = up + output.to(tl.int64)[None, :] * columns
+    target = y + tl.where(live, row, 0).to(tl.int64)[:, None] * y_row + output[None, :]
+    mask = live[:, None] & valid[None, :]
+    before = tl.load(target, mask=mask, other=0.0)
+    line = (tl.where(live, row, 0) if BY_ROW else place).to(tl.int64) * (SLICES * RANK) + part * RANK
+    step = (tl.num_programs(1) * ROWS).to(tl.int64) * (SLICES * RANK)
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for first in range(0, columns, DEPTH):
-        column = first + tl.arange(0, DEPTH)
-        wanted = (slot[:, None] == (column // RANK)[None, :]) & (column < columns)[None, :]
-        if tl.max(tl.max(wanted.to(tl.int32), 1), 0) > 0:
-            place = row.to(tl.int64)[:, None] * (SLICES * RANK) + part * RANK + (column % RANK)[None, :]
-            a = tl.load(narrow + place, mask=wanted, other=0.0).to(tl.float32)
-            for piece in range(1, PIECES):
-                step = piece * rows * (SLICES * RANK)
-                a += tl.load(narrow + step + place, mask=wanted, other=0.0).to(tl.float32)
-            valid = (output < end)[None, :] & (column < columns)[:, None]
-            b = tl.load(matrix + column[:, None], mask=valid, other=0.0)
-            total = tl.dot(a.to(COMPUTE), b.to(COMPUTE), total, input_precision="ieee")
-    place = y + row.to(tl.int64)[:, None] * y_row + output[None, :]
-    mask = (slot >= 0)[:, None] & (output < end)[None, :]
-    found = tl.load(place, mask=mask, other=0.0).to(tl.float32) + total
-    tl.store(place, found.to(y.dtype.element_ty), mask=mask)
+    for deep in tl.static_range(0, RANK, DEPTH):
+        number = deep + tl.arange(0, DEPTH)
+        if deep > 0:
+            b = tl.load(matrix + number[:, None], mask=valid[None, :] & (number < RANK)[:, None], other=0.0)
+        wanted = live[:, None] & (number < RANK)[None, :]
+        at = narrow + line[:, None] + number[None, :]
+        a = tl.zeros((ROWS, DEPTH), tl.float32)
+        for first in range(0, pieces, CHUNK):
+            piece = first + tl.arange(0, CHUNK)
+            every = at[None, :, :] + (piece.to(tl.int64) * step)[:, None, None]
+            found = tl.load(every, mask=wanted[None, :, :] & (piece < pieces)[:, None, None], other=0.0)
+            a += tl.sum(found.to(tl.float32), 0)
+        total = tl.dot(a.to(COMPUTE), b.to(COMPUTE), total, input_precision="ieee")
+    tl.store(target, (before.to(tl.float32) + total).to(y.dtype.element_ty), mask=mask)

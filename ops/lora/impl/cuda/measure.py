@@ -1,0 +1,78 @@
+"""Measures on this GPU where the first product of adapters is computed fastest: `ways.py`."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.cuda.side_by_side import compiled_side_by_side
+from vllm_gaudi_ucm.ops.lora.impl.cuda.tiles import RowTiles, group_rows
+from vllm_gaudi_ucm.ops.lora.impl.cuda.ways import MEASURED_ROWS, Times, Way
+from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
+
+logger = logging.getLogger(__name__)
+
+Layer = Callable[[Tensor, Tensor, RowTiles, AdapterWeights, Way], object]
+"""Computes a layer with adapters one way. Takes the weight of its own product, rows, their tiles, and adapters."""
+
+# Layers in a graph, the bytes of their weights, which no cache holds, and replays of each graph.
+CALLS, BYTES, REPLAYS = 16, 256 << 20, 7
+
+
+def measure_ways(like: AdapterWeights, layer: Layer) -> Times:
+    """Measures captured layers of the sizes of `like`. Rows take its slots in turn."""
+    device, dtype, (_, inputs) = like.down.device, like.down.dtype, like.down.shape
+    size = len(like.up) * inputs * dtype.itemsize
+    layers = []
+    for _ in range(max(1, min(CALLS, BYTES // size))):
+        own = torch.zeros(len(like.up), inputs, dtype=dtype, device=device)
+        layers.append((own, AdapterWeights.zeros(inputs, like.outputs, like.slots, like.rank, dtype, device)))
+    steps = []
+    for rows in MEASURED_ROWS:
+        tiles = group_rows(torch.arange(rows, device=device) % like.slots, like.slots)
+        steps.append((torch.zeros(rows, inputs, dtype=dtype, device=device), tiles))
+
+    def run(way: Way, x: Tensor, tiles: RowTiles, calls: int = CALLS) -> None:
+        for number in range(calls):
+            own, weights = layers[number % len(layers)]
+            layer(own, x, tiles, weights, way)
+
+    with compiled_side_by_side():
+        for step in steps:
+            for way in Way:
+                run(way, *step, calls=1)
+    # one stream, because each that multiplies keeps a workspace
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    times = {way: tuple(_seconds(partial(run, way, *step), stream) / CALLS for step in steps) for way in Way}
+    for rows, *found in zip(MEASURED_ROWS, *times.values(), strict=True):
+        each = ", ".join(f"{way} {1e6 * time:.1f} us" for way, time in zip(times, found, strict=True))
+        logger.info("A layer of %d to %d with adapters, %d rows: %s", inputs, len(like.up), rows, each)
+    return times
+
+
+def _seconds(run: Callable[[], object], stream: torch.cuda.Stream | None) -> float:
+    """Returns the seconds of a graph, captured and replayed on this stream, the median."""
+    graph, found = torch.cuda.CUDAGraph(), []
+    torch.cuda.synchronize()
+    # without the garbage collection of torch.cuda.graph, which takes longer than all replays
+    with torch.cuda.stream(stream):
+        # libraries allocate what they need outside of the graph
+        run()
+        torch.cuda.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+        graph.replay()
+        for _ in range(REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
