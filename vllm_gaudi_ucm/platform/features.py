@@ -247,7 +247,12 @@ def _end_of_positions(config: ModelConfig) -> int | None:
 
 OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
-    Feature("multimodal models", "{model}", "a prompt is token ids alone", lambda c: c.is_multimodal_model),
+    Feature(
+        "pictures and other media in prompts",
+        "{model}",
+        "a prompt is token ids alone; serve the text part with --language-model-only",
+        lambda c: c.supports_multimodal_inputs,
+    ),
     Feature(
         "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
     ),
@@ -269,7 +274,12 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
         "it has learned a vector for each position; take at most as many tokens",
         _end_of_positions,
     ),
-    Feature("rotary positions with several axes (M-RoPE)", "{model}", "a row has one position", lambda c: c.uses_mrope),
+    Feature(
+        "rotary positions with {found} axes (XD-RoPE)",
+        "{model}",
+        "a row has at most three positions",
+        lambda c: c.mrope_num_dims if c.mrope_num_dims > 3 else None,
+    ),
     Feature(
         "prompt embeddings", "--enable-prompt-embeds", "a prompt is token ids alone", lambda c: c.enable_prompt_embeds
     ),

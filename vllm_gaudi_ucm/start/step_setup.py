@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from torch import nn
 
 from vllm_gaudi_ucm.batch.group_planner import planner_of
+from vllm_gaudi_ucm.batch.mrope_positions import MropePositions
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.adapter_steps import AdapterSteps
 from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
+from vllm_gaudi_ucm.runner.mrope_steps import MropeSteps
 from vllm_gaudi_ucm.runner.parts import (
     TOO_MANY_BLOCKS,
     AheadSteps,
@@ -116,6 +120,7 @@ def _make_parts(
         TrueShapeSteps() if static is None else StaticSteps(static, in_flight),
         None if ahead is None else AheadSteps(ahead),
         None if adapters is None else AdapterSteps(allocated.requests, adapters),
+        _make_mrope(allocated),
         # before the parts that fill blocks, whose summaries are void then
         None if sparse is None else SparseSteps(sparse),
         None if memory is None else MemorySteps(memory, sparse),
@@ -132,6 +137,13 @@ def _make_parts(
         None if profiler is None else ProfiledSteps(profiler),
     )
     return AllParts([part for part in parts if part is not None])
+
+
+def _make_mrope(allocated: AllocatedModel) -> MropeSteps | None:
+    decoder = allocated.model.decoder
+    if MropePositions not in decoder.inputs:
+        return None
+    return MropeSteps(allocated.requests, cast(nn.Module, decoder.model))
 
 
 def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:
