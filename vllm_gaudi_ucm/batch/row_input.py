@@ -170,6 +170,7 @@ ROW_INPUTS: Registry[type[RowInput]] = Registry(
     positions=Positions,
     token_types=TokenTypes,
     adapter_slots="vllm_gaudi_ucm.batch.adapter_slots:AdapterSlots",
+    embedding_rows="vllm_gaudi_ucm.batch.embedding_rows:EmbeddingRows",
 )
 
 

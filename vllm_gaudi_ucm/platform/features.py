@@ -247,7 +247,6 @@ def _end_of_positions(config: ModelConfig) -> int | None:
 
 OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
-    Feature("multimodal models", "{model}", "a prompt is token ids alone", lambda c: c.is_multimodal_model),
     Feature(
         "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
     ),
