@@ -248,12 +248,6 @@ def _end_of_positions(config: ModelConfig) -> int | None:
 OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
     Feature(
-        "pictures and other media in prompts",
-        "{model}",
-        "a prompt is token ids alone; serve the text part with --language-model-only",
-        lambda c: c.supports_multimodal_inputs,
-    ),
-    Feature(
         "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
     ),
     Feature(

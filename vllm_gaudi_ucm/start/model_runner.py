@@ -30,9 +30,9 @@ from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need, run_l
 from vllm_gaudi_ucm.start.kernel_compilation import compile_kernels
 from vllm_gaudi_ucm.start.served_layers import refuse_other_layers
 from vllm_gaudi_ucm.start.setup import KeptParts, WorkerParts, make_parts
+from vllm_gaudi_ucm.start.target_model import load_target_model
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec, in_blocks_of, in_tiles
-from vllm_gaudi_ucm.vllm_api.loading import Weights, get_model, weights_of
-from vllm_gaudi_ucm.vllm_api.model import as_trained, densely, tokens_chosen
+from vllm_gaudi_ucm.vllm_api.loading import Weights, weights_of
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
@@ -99,26 +99,11 @@ class ModelRunner:
         self.start_stages = StartStages()
         self._has_measured = False
 
-    def _make_model(self, weights: Weights | None) -> nn.Module:
-        config = self._vllm_config.model_config
-        chosen = tokens_chosen(config)
-        if chosen is None:
-            model = get_model(vllm_config=self._vllm_config, weights=weights)
-            as_trained(model, config.hf_text_config.model_type)
-            return model
-        logger.warning(
-            "%s has each row choose %s tokens (DSA). Here every row attends to all tokens before it: longer contexts "
-            "take more time, and give other logits than the model was trained for.",
-            config.architecture,
-            chosen,
-        )
-        return get_model(vllm_config=densely(self._vllm_config), weights=weights)
-
     def load_model(self, weights: Weights | None = None) -> None:
         """Loads the model and the draft model. weights: the model's, instead of its checkpoint's."""
         refuse_other_layers(self._vllm_config)
         register_latent_attention()
-        models = [self._make_model(weights)]
+        models = [load_target_model(self._vllm_config, weights, self._tensors_on)]
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:
             models.append(draft_model)

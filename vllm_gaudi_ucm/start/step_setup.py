@@ -12,10 +12,12 @@ from vllm_gaudi_ucm.batch.mrope_positions import MropePositions
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.multimodal.item_encoder import ItemEncoder
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.adapter_steps import AdapterSteps
 from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
 from vllm_gaudi_ucm.runner.mrope_steps import MropeSteps
+from vllm_gaudi_ucm.runner.multimodal_steps import MultimodalSteps
 from vllm_gaudi_ucm.runner.parts import (
     TOO_MANY_BLOCKS,
     AheadSteps,
@@ -41,6 +43,7 @@ from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import DraftProposer, NgramProposer
 from vllm_gaudi_ucm.speculation.verification import Verification
 from vllm_gaudi_ucm.vllm_api.engine_process import is_worker_process
+from vllm_gaudi_ucm.vllm_api.multimodal import SupportsMultiModal
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 
@@ -121,6 +124,7 @@ def _make_parts(
         None if ahead is None else AheadSteps(ahead),
         None if adapters is None else AdapterSteps(allocated.requests, adapters),
         _make_mrope(allocated),
+        _make_multimodal(allocated),
         # before the parts that fill blocks, whose summaries are void then
         None if sparse is None else SparseSteps(sparse),
         None if memory is None else MemorySteps(memory, sparse),
@@ -144,6 +148,17 @@ def _make_mrope(allocated: AllocatedModel) -> MropeSteps | None:
     if MropePositions not in decoder.inputs:
         return None
     return MropeSteps(allocated.requests, cast(nn.Module, decoder.model))
+
+
+def _make_multimodal(allocated: AllocatedModel) -> MultimodalSteps | None:
+    model = allocated.model
+    table = model.decoder.embeddings
+    if table is None:
+        return None
+    encoder = ItemEncoder(
+        cast(SupportsMultiModal, model.decoder.model), table, model.tensors_on, one_by_one=model.kind != "off"
+    )
+    return MultimodalSteps(allocated.requests, encoder)
 
 
 def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:
@@ -221,6 +236,9 @@ def _native_graphs(allocated: AllocatedModel, decoder: Decoder | None) -> Native
     # of latents, which way new tokens take depends on the parts, and products are no native calls; neither are those of
     # encoders
     if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None or decoder.is_encoder:
+        return None
+    # a step's embeddings are made in two ways
+    if decoder.embeddings is not None:
         return None
     from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
 

@@ -1,0 +1,85 @@
+"""The row input of embeddings: the row of the embedding table that takes the place of a token's embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.batch.row_input import RowInput
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.vllm_api.multimodal import MultiModalFeatureSpec
+    from vllm_gaudi_ucm.vllm_api.steps import NewRequestData
+
+T = TypeVar("T")
+
+OF_TOKEN = 0
+"""The table row of a row whose embedding is its token's, and of a pad. The table has zeros there."""
+
+
+class EmbeddingRows(RowInput):
+    """Rows of the embedding table for the positions of a request that no token describes, such as those of a picture.
+
+    The part of the worker that fills the table sets them before each step (`place`). The decoder reads the tensor, and
+    gives the model embeddings in place of token ids.
+
+    kept: int32 [table rows, longest request].
+    """
+
+    name = "embedding_rows"
+    pad = OF_TOKEN
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        super().__init__(num_rows, max_model_len)
+        self._features: dict[int, list[MultiModalFeatureSpec]] = {}
+
+    @classmethod
+    def kept_shape(cls, max_model_len: int) -> tuple[int, ...]:
+        return (max_model_len,)
+
+    @classmethod
+    def is_read_by(cls, model: nn.Module) -> bool:
+        """Returns whether the model has a table of embeddings; a draft model has none."""
+        return "embedding_table" in vars(model)
+
+    @classmethod
+    def kwargs(cls, values: T) -> dict[str, T]:
+        return {}
+
+    def add(self, row: int, new: NewRequestData) -> None:
+        self.remove(row)
+        if new.mm_features:
+            self._features[row] = list(new.mm_features)
+
+    def remove(self, row: int) -> None:
+        if self._features.pop(row, None) is not None:
+            self.kept[row] = OF_TOKEN
+
+    def features(self, row: int) -> list[MultiModalFeatureSpec]:
+        """Returns the items of a request, in the order of their positions."""
+        return self._features.get(row, [])
+
+    def needed(self, row: int, first: int, end: int) -> Iterator[MultiModalFeatureSpec]:
+        """Yields the items of a request that have some of the positions from `first` to before `end`."""
+        for feature in self.features(row):
+            place = feature.mm_position
+            if place.offset < end and place.offset + place.length > first:
+                yield feature
+
+    def place(self, row: int, feature: MultiModalFeatureSpec, table_rows: NDArray[np.int32]) -> None:
+        """Sets the table rows of an item. table_rows: int32 [embeddings], as many as the item has."""
+        place = feature.mm_position
+        of_item = self.kept[row, place.offset : place.offset + place.length]
+        if place.is_embed is None:
+            of_item[...] = table_rows
+        else:
+            of_item[np.asarray(place.is_embed, bool)] = table_rows
+
+    def of(self, plan: UnifiedPlan) -> NDArray[np.integer[Any]]:
+        return self.kept[plan.table_rows[plan.row_requests], plan.positions]
