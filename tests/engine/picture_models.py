@@ -76,7 +76,10 @@ def _name_as_published(file: Path, family: str) -> None:
     """Gives weights of a CLIP or SigLIP encoder the names that published checkpoints have, and that vLLM reads."""
     if family in ("llava", "gemma3"):
         weights = load_file(file)
-        renamed = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weights[name] for name in weights}
+        renamed = {
+            re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weights[name]
+            for name in weights
+        }
         save_file(renamed, file, {"format": "pt"})
 
 

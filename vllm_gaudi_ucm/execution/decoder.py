@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.vllm_api.deepstack import give_levels
 from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
 from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
@@ -233,7 +234,9 @@ class Decoder:
         if self.embeddings is not None:
             chosen, tokens = rows[EmbeddingRows.name], found.pop("input_ids")
             of_tokens = self.model.embed_input_ids(self.embeddings.token_ids(tokens, chosen))
-            found["inputs_embeds"] = self.embeddings.merged(of_tokens, chosen)
+            found["inputs_embeds"], levels = self.embeddings.merged(of_tokens, chosen)
+            if levels is not None:
+                give_levels(cast(nn.Module, self.model), levels)
         return found
 
     def _padded_rows(self, step: DecoderStep) -> torch.Tensor | None:

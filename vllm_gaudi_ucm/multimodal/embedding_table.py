@@ -33,7 +33,7 @@ class EmbeddingTable:
         self._rows: dict[str, NDArray[np.int32]] = {}
         self._free = list(range(num_rows, 0, -1))
         self._mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _of_tokens
-        self._choose: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = _chosen
+        self._choose: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _chosen
 
     @property
     def num_rows(self) -> int:
@@ -84,8 +84,12 @@ class EmbeddingTable:
         """
         return self._mask(token_ids, rows)
 
-    def merged(self, of_tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, width] the embeddings of a step's rows: the table's, or else the tokens'."""
+    def merged(self, of_tokens: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the embeddings of a step's rows, the table's, or else the tokens'; and what the table has beyond the
+        width of a token's, with zeros for rows of tokens.
+
+        of_tokens: [rows, width of a token's].
+        """
         return self._choose(of_tokens, self.values, rows)
 
 
@@ -93,5 +97,9 @@ def _of_tokens(token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return token_ids * (rows == 0).to(token_ids.dtype)
 
 
-def _chosen(of_tokens: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return torch.where((rows == 0).unsqueeze(1), of_tokens, values.index_select(0, rows))
+def _chosen(
+    of_tokens: torch.Tensor, values: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    found, width = values.index_select(0, rows), of_tokens.shape[1]
+    merged = torch.where((rows == 0).unsqueeze(1), of_tokens, found[:, :width])
+    return merged, found[:, width:] if found.shape[1] > width else None

@@ -34,7 +34,9 @@ class ItemEncoder:
             a batch.
     """
 
-    def __init__(self, model: SupportsMultiModal, table: EmbeddingTable, device: torch.device, one_by_one: bool) -> None:
+    def __init__(
+        self, model: SupportsMultiModal, table: EmbeddingTable, device: torch.device, one_by_one: bool
+    ) -> None:
         self.table = table
         self._model = model
         self._device = device
