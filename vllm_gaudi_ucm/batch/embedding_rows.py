@@ -37,7 +37,7 @@ class EmbeddingRows(RowInput):
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
         super().__init__(num_rows, max_model_len)
-        self._features: dict[int, list[MultiModalFeatureSpec]] = {}
+        self._features: dict[int, dict[int, MultiModalFeatureSpec]] = {}
 
     @classmethod
     def kept_shape(cls, max_model_len: int) -> tuple[int, ...]:
@@ -55,19 +55,19 @@ class EmbeddingRows(RowInput):
     def add(self, row: int, new: NewRequestData) -> None:
         self.remove(row)
         if new.mm_features:
-            self._features[row] = list(new.mm_features)
+            self._features[row] = dict(enumerate(new.mm_features))
 
     def remove(self, row: int) -> None:
         if self._features.pop(row, None) is not None:
             self.kept[row] = OF_TOKEN
 
-    def features(self, row: int) -> list[MultiModalFeatureSpec]:
-        """Returns the items of a request, in the order of their positions."""
-        return self._features.get(row, [])
+    def features(self, row: int) -> dict[int, MultiModalFeatureSpec]:
+        """Returns the items of a request by their number, in the order of their positions; they may be replaced."""
+        return self._features.get(row, {})
 
     def needed(self, row: int, first: int, end: int) -> Iterator[MultiModalFeatureSpec]:
         """Yields the items of a request that have some of the positions from `first` to before `end`."""
-        for feature in self.features(row):
+        for feature in self.features(row).values():
             place = feature.mm_position
             if place.offset < end and place.offset + place.length > first:
                 yield feature

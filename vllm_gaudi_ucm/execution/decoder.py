@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.vllm_api.deepstack import give_levels
 from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
-from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context
+from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context, text_model
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
@@ -178,7 +178,7 @@ class Decoder:
         """
         try:
             others = () if self._adapters is None else self._adapters.regions
-            layers = compile_regions(cast(nn.Module, self.model), compiler, others)
+            layers = compile_regions(text_model(cast(nn.Module, self.model)), compiler, others)
         except ValueError as error:
             logger.warning(
                 "%s is compiled as a whole, which takes longer the more layers it has: %s",

@@ -55,11 +55,14 @@ class EmbeddingTable:
         """Copies an item's embeddings, [embeddings, width], into free rows. Ignored if the table has the item.
 
         Raises:
+            ValueError: they are not of this width.
             TableFullError: there are too few free rows.
         """
         count = len(embeddings)
         if key in self._rows:
             return
+        if embeddings.shape[1:] != self.values.shape[1:]:
+            raise ValueError(f"embeddings of shape {list(embeddings.shape)}, expected {self.values.shape[1]} columns")
         if count > len(self._free):
             raise TableFullError(f"{count} embeddings do not fit {len(self._free)} free rows of {self.num_rows}")
         rows = np.array([self._free.pop() for _ in range(count)], np.int32)

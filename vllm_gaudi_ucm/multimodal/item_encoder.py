@@ -3,81 +3,128 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
+from vllm_gaudi_ucm.vllm_api.deepstack import num_levels
 from vllm_gaudi_ucm.vllm_api.multimodal import (
+    MULTIMODAL_REGISTRY,
+    MultiModalBudget,
     MultiModalFeatureSpec,
+    MultiModalKwargsItem,
     SupportsMultiModal,
     group_and_batch_mm_kwargs,
     sanity_check_mm_encoder_outputs,
 )
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
+    from vllm.config import VllmConfig
 
+    Inputs = tuple[str, MultiModalKwargsItem]
+    """The modality of an item, and the tensors that its processor has made."""
 
-class Item(NamedTuple):
-    """An item to be encoded. key: vLLM's hash of its content."""
+logger = plugin_logger(__name__)
 
-    key: str
-    feature: MultiModalFeatureSpec
+_ENCODER, _TABLE = "item_encoder", "embedding_table"
 
 
 class ItemEncoder:
-    """Runs the model's encoder outside of the graphs of steps.
+    """Runs a model's encoder between steps, outside of their graphs.
 
     Args:
-        table: the model's embedding table.
-        one_by_one: encode each item alone, so that the shapes depend on its size only. Otherwise items of one size are
-            a batch.
+        model: reads pictures. Gets the embedding table as an attribute, which `EmbeddingRows` and `Decoder` look for.
+        one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met again.
+            Otherwise items are encoded together.
     """
 
-    def __init__(
-        self, model: SupportsMultiModal, table: EmbeddingTable, device: torch.device, one_by_one: bool
-    ) -> None:
-        self.table = table
-        self._model = model
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device, one_by_one: bool) -> None:
+        config = vllm_config.model_config
+        self._budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
+        # as many as vLLM's scheduler counts
+        count = self._budget.encoder_cache_size
+        width = (1 + num_levels(model)) * config.get_inputs_embeds_size()
+        self.table = EmbeddingTable(count, width, cast(torch.dtype, config.dtype), device)
+        logger.info("Up to %d embeddings of pictures are kept, %.1f MiB", count, self.table.values.nbytes / 2**20)
+        self._model = cast(SupportsMultiModal, model)
         self._device = device
         self._one_by_one = one_by_one
+        self._known_sizes: set[str] = set()
+        self._new_sizes: list[str] = []
+        # not modules
+        vars(model)[_ENCODER], vars(model)[_TABLE] = self, self.table
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[Item]) -> dict[str, Exception]:
-        """Encodes items that the table lacks. Returns the errors of items that cannot be encoded, by their keys."""
-        missing = {item.key: item for item in items if self.table.rows_of(item.key) is None}
+    def warm_up(self) -> None:
+        """Encodes as many of the largest items as a step may have, and keeps none of their embeddings."""
+        inputs = self._budget.get_dummy_encoder_profile_inputs(max_items_per_batch=1 if self._one_by_one else None)
+        if inputs:
+            self._compute(inputs)
+            # the copy to the table is compiled, too
+            (one,) = self._compute(inputs[:1])
+            self.table.put("", one)
+            self.table.free("")
+        self._new_sizes.clear()
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[MultiModalFeatureSpec]) -> dict[str, Exception]:
+        """Encodes items that the table lacks. Returns the errors of items that cannot be encoded, by `identifier`."""
+        missing = {item.identifier: item for item in items if self.table.rows_of(item.identifier) is None}
         found: dict[str, Exception] = {}
         for batch in self._batches(list(missing.values())):
             try:
                 self._encode(batch)
             except Exception as error:
                 if len(batch) == 1:
-                    found[batch[0].key] = error
+                    found[batch[0].identifier] = error
                 else:
                     # the others of the batch may be well
                     for item in batch:
                         found.update(self.encode([item]))
         return found
 
-    def _batches(self, items: list[Item]) -> Iterator[list[Item]]:
-        """Yields items that are encoded together: of one modality, in the given order."""
+    def take_new_sizes(self) -> list[str]:
+        """Returns sizes that were encoded for the first time since the last call, except those of a warm-up."""
+        found, self._new_sizes = self._new_sizes, []
+        return found
+
+    def _batches(self, items: list[MultiModalFeatureSpec]) -> Iterator[list[MultiModalFeatureSpec]]:
         if self._one_by_one:
             yield from ([item] for item in items)
-            return
-        for modality in dict.fromkeys(item.feature.modality for item in items):
-            yield [item for item in items if item.feature.modality == modality]
+        elif items:
+            yield items
 
-    def _encode(self, items: list[Item]) -> None:
-        kwargs = []
+    def _encode(self, items: list[MultiModalFeatureSpec]) -> None:
+        inputs: list[Inputs] = []
         for item in items:
-            if item.feature.data is None:
+            if item.data is None:
                 raise ValueError("its pixels were not sent again")
-            kwargs.append((item.feature.modality, item.feature.data))
-        outputs: list[torch.Tensor] = []
+            inputs.append((item.modality, item.data))
+        for item, embeddings in zip(items, self._compute(inputs), strict=True):
+            self.table.put(item.identifier, embeddings)
+
+    def _compute(self, inputs: Sequence[Inputs]) -> list[torch.Tensor]:
+        """Returns the embeddings of each item, [embeddings, width]."""
+        found: list[torch.Tensor] = []
         pins = self._device.type == "cuda"
-        for _, count, inputs in group_and_batch_mm_kwargs(kwargs, device=self._device, pin_memory=pins):
-            found = self._model.embed_multimodal(**inputs)
-            sanity_check_mm_encoder_outputs(found, expected_num_items=count)
-            outputs += list(found)
-        for item, embeddings in zip(items, outputs, strict=True):
-            self.table.put(item.key, embeddings)
+        for _, count, batch in group_and_batch_mm_kwargs(list(inputs), device=self._device, pin_memory=pins):
+            self._note_size(batch)
+            outputs = self._model.embed_multimodal(**batch)
+            sanity_check_mm_encoder_outputs(outputs, expected_num_items=count)
+            found += list(outputs)
+        return found
+
+    def _note_size(self, batch: dict[str, object]) -> None:
+        shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        size = str(shapes)
+        if size not in self._known_sizes:
+            self._known_sizes.add(size)
+            self._new_sizes.append(size)
+
+
+def item_encoder_of(model: object) -> ItemEncoder | None:
+    """Returns the encoder of a model's pictures; None if it reads only tokens."""
+    return cast("ItemEncoder | None", getattr(model, _ENCODER, None))

@@ -12,6 +12,7 @@ from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
 from vllm_gaudi_ucm.platform.lora_features import OF_LORA
+from vllm_gaudi_ucm.platform.picture_features import OF_PICTURES
 from vllm_gaudi_ucm.platform.pooling_features import OF_POOLING, OPTIONS_OF_POOLING
 from vllm_gaudi_ucm.platform.quantised_weights import (
     calibrated,
@@ -153,7 +154,10 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         lambda c: c.aux_output_config.enable_return_routed_experts,
     ),
     Feature(
-        "encoder-cache connectors", "--ec-transfer-config", "there are no encoders", lambda c: c.ec_transfer_config
+        "encoder-cache connectors",
+        "--ec-transfer-config",
+        "a worker encodes the pictures of its own steps; leave the flag out",
+        lambda c: c.ec_transfer_config,
     ),
     Feature("watermarking", "--watermark-config", "our samplers do not apply it", lambda c: c.watermark_config),
     Feature(
@@ -316,6 +320,7 @@ REFUSED: tuple[Feature[Any], ...] = (
     *OF_POOLING,
     *(feature for _, feature in OPTIONS_OF_POOLING),
     *OF_LORA,
+    *OF_PICTURES,
     *OF_MODEL,
     *OF_SPECULATION,
     *OF_DRAFT_MODEL,
@@ -326,7 +331,7 @@ REFUSED: tuple[Feature[Any], ...] = (
 
 def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
-    asked = list(_asked((*OF_ENGINE, *OF_POOLING, *OF_LORA), vllm_config))
+    asked = list(_asked((*OF_ENGINE, *OF_POOLING, *OF_LORA, *OF_PICTURES), vllm_config))
     of_options = (*OF_POLICIES, *OPTIONS_OF_POOLING)
     asked += _asked([feature for option, feature in of_options if option.is_on(config)], vllm_config)
     if vllm_config.speculative_config is not None:

@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.kv_cache.allocation import NO_CACHE, bind_kv_caches, give_ba
 from vllm_gaudi_ucm.kv_cache.tile import tile_size
 from vllm_gaudi_ucm.layers.experts import prepare_model_experts
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.multimodal.item_encoder import item_encoder_of
 from vllm_gaudi_ucm.observability.start_stages import StartStages
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.kv_groups import leave_groups, refuse_windows_in_one_table, refuse_with_windows
@@ -103,7 +104,7 @@ class ModelRunner:
         """Loads the model and the draft model. weights: the model's, instead of its checkpoint's."""
         refuse_other_layers(self._vllm_config)
         register_latent_attention()
-        models = [load_target_model(self._vllm_config, weights, self._tensors_on)]
+        models = [load_target_model(self._vllm_config, weights, self._tensors_on, static=self.kind != "off")]
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:
             models.append(draft_model)
@@ -330,9 +331,17 @@ class ModelRunner:
         if self.static is not None:
             self.static.warm_up()
 
+    def forget_embeddings(self) -> None:
+        """Forgets the embeddings of all pictures. A worker without weights has none."""
+        if self._has_weights and self.decoder.embeddings is not None:
+            self.decoder.embeddings.clear()
+
     def warm_up(self) -> float:
         """Warms the graphs that must be warm before serving; returns the seconds it took."""
-        static, seconds = self.static, 0.0
+        static, seconds, pictures = self.static, 0.0, item_encoder_of(self.decoder.model)
+        if static is not None and pictures is not None:
+            with self.start_stages.measured("encoder of pictures"):
+                pictures.warm_up()
         if static is not None:
             if not self._has_measured and static.execution.compiles_kernels:
                 # with `--kv-cache-memory-bytes`
@@ -360,7 +369,13 @@ class ModelRunner:
         # buckets that do not fit are dropped, so one budget must hold on every rank
         ranks = self._ranks if self._lockstep is None else self._lockstep.workers
         self._has_measured = True
+        free = self._device.memory().free
+        pictures = item_encoder_of(self.decoder.model)
+        if pictures is not None:
+            pictures.warm_up()
+            self._device.synchronize()
         if self.kind != "off":
+            for_pictures = free - self._device.memory().free
             need = graph_memory_need(
                 self.decoder,
                 self._vllm_config,
@@ -375,8 +390,7 @@ class ModelRunner:
             if need.kernels.found:
                 self.start_stages.add("kernels", need.kernels.seconds)
             self._memory_budget = ranks.least(need.budget)
-            return need.budget + need.buffers
-        free = self._device.memory().free
+            return for_pictures + need.budget + need.buffers
         for decoder in filter(None, (self.decoder, self._draft_decoder)):
             run_largest_step(decoder, self._vllm_config, self._tensors_on, self.pooler)
         self._device.synchronize()

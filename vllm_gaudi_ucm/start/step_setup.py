@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.batch.mrope_positions import MropePositions
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
-from vllm_gaudi_ucm.multimodal.item_encoder import ItemEncoder
+from vllm_gaudi_ucm.multimodal.item_encoder import item_encoder_of
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.adapter_steps import AdapterSteps
 from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
@@ -43,7 +43,6 @@ from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import DraftProposer, NgramProposer
 from vllm_gaudi_ucm.speculation.verification import Verification
 from vllm_gaudi_ucm.vllm_api.engine_process import is_worker_process
-from vllm_gaudi_ucm.vllm_api.multimodal import SupportsMultiModal
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 
@@ -124,7 +123,7 @@ def _make_parts(
         None if ahead is None else AheadSteps(ahead),
         None if adapters is None else AdapterSteps(allocated.requests, adapters),
         _make_mrope(allocated),
-        _make_multimodal(allocated),
+        _make_multimodal(allocated, static),
         # before the parts that fill blocks, whose summaries are void then
         None if sparse is None else SparseSteps(sparse),
         None if memory is None else MemorySteps(memory, sparse),
@@ -150,15 +149,11 @@ def _make_mrope(allocated: AllocatedModel) -> MropeSteps | None:
     return MropeSteps(allocated.requests, cast(nn.Module, decoder.model))
 
 
-def _make_multimodal(allocated: AllocatedModel) -> MultimodalSteps | None:
-    model = allocated.model
-    table = model.decoder.embeddings
-    if table is None:
+def _make_multimodal(allocated: AllocatedModel, static: StaticShapes | None) -> MultimodalSteps | None:
+    encoder = item_encoder_of(allocated.model.decoder.model)
+    if encoder is None:
         return None
-    encoder = ItemEncoder(
-        cast(SupportsMultiModal, model.decoder.model), table, model.tensors_on, one_by_one=model.kind != "off"
-    )
-    return MultimodalSteps(allocated.requests, encoder)
+    return MultimodalSteps(allocated.requests, encoder, (lambda reason: None) if static is None else static.bypassed)
 
 
 def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:

@@ -1,4 +1,4 @@
-"""Loads the model whose tokens an engine samples, with a table for embeddings of pictures if it reads them."""
+"""Loads the model whose tokens an engine samples, with the encoder of its pictures if it reads them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
-from vllm_gaudi_ucm.vllm_api.deepstack import num_levels
+from vllm_gaudi_ucm.multimodal.item_encoder import ItemEncoder
 from vllm_gaudi_ucm.vllm_api.loading import Weights, get_model
 from vllm_gaudi_ucm.vllm_api.model import as_trained, densely, tokens_chosen
-from vllm_gaudi_ucm.vllm_api.multimodal import MULTIMODAL_REGISTRY, MultiModalBudget
+from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +19,16 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 
-def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: torch.device) -> nn.Module:
-    """Returns the model. weights: instead of its checkpoint's. device: for the table of embeddings."""
+def load_target_model(
+    vllm_config: VllmConfig, weights: Weights | None, device: torch.device, *, static: bool
+) -> nn.Module:
+    """Returns the model.
+
+    Args:
+        weights: instead of its checkpoint's.
+        device: for the embeddings of pictures.
+        static: steps run at static shapes, so pictures are encoded one by one.
+    """
     config = vllm_config.model_config
     chosen = tokens_chosen(config)
     if chosen is not None:
@@ -34,15 +41,6 @@ def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: 
         return get_model(vllm_config=densely(vllm_config), weights=weights)
     model = get_model(vllm_config=vllm_config, weights=weights)
     as_trained(model, config.hf_text_config.model_type)
-    if config.supports_multimodal_inputs:
-        # not a parameter: a plain attribute, which `EmbeddingRows` and `Decoder` look for
-        vars(model)["embedding_table"] = _table(vllm_config, device, 1 + num_levels(model))
+    if reads_pictures(vllm_config):
+        ItemEncoder(model, vllm_config, device, one_by_one=static)
     return model
-
-
-def _table(vllm_config: VllmConfig, device: torch.device, levels: int) -> EmbeddingTable:
-    """Returns a table with as many rows as vLLM's scheduler counts. levels: of the encoder that the decoder reads."""
-    config = vllm_config.model_config
-    budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
-    logger.info("Up to %d embeddings of pictures are kept", budget.encoder_cache_size)
-    return EmbeddingTable(budget.encoder_cache_size, levels * config.get_inputs_embeds_size(), config.dtype, device)

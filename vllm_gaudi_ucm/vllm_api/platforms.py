@@ -146,6 +146,16 @@ def take_back_attention_backend(vllm_config: VllmConfig) -> bool:
     return True
 
 
+def reads_pictures(vllm_config: VllmConfig) -> bool:
+    """Returns whether the engine takes pictures: its model has an encoder of them, and no flag excludes its inputs.
+
+    Reason: a configuration may have no model, and vLLM asks the model's processor.
+    Remove when: `VllmConfig` has a property for it.
+    """
+    model = vllm_config.model_config
+    return model is not None and model.is_multimodal_model and bool(model.supports_multimodal_inputs)
+
+
 def is_pooling(vllm_config: VllmConfig) -> bool:
     """Returns whether the engine's model pools its hidden states, instead of yielding tokens.
 
