@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
 
 
@@ -34,6 +36,11 @@ class EmbeddingTable:
         self._free = list(range(num_rows, 0, -1))
         self._mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _of_tokens
         self._choose: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _chosen
+
+    def give_to(self, model: nn.Module) -> None:
+        """Makes a model take embeddings from this table: `EmbeddingRows` and `Decoder` look for the attribute."""
+        # not a module
+        vars(model)["embedding_table"] = self
 
     @property
     def num_rows(self) -> int:
@@ -69,6 +76,15 @@ class EmbeddingTable:
         places = torch.from_numpy(rows.astype(np.int64)).to(self.values.device)
         self.values.index_copy_(0, places, embeddings.to(self.values.dtype))
         self._rows[key] = rows
+
+    def fill(self, embeddings: torch.Tensor) -> None:
+        """Copies embeddings to the first rows, in one copy.
+
+        embeddings: [rows, width], on the host, the first one zeros. Steps that read other rows must be queued, and no
+        item may have rows.
+        """
+        assert not self._rows, "rows of items would be lost"
+        self.values[: len(embeddings)].copy_(embeddings)
 
     def free(self, key: str) -> None:
         """Forgets an item if the table has it. Steps that read it must be queued."""

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 logger = plugin_logger(__name__)
 
-_ENCODER, _TABLE = "item_encoder", "embedding_table"
+_ENCODER = "item_encoder"
 
 
 class ItemEncoder:
     """Runs a model's encoder between steps, outside of their graphs.
 
     Args:
-        model: reads pictures. Gets the embedding table as an attribute, which `EmbeddingRows` and `Decoder` look for.
+        model: reads pictures. Gets the embedding table.
         one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met again.
             Otherwise items are encoded together.
     """
@@ -54,8 +54,9 @@ class ItemEncoder:
         self._one_by_one = one_by_one
         self._known_sizes: set[str] = set()
         self._new_sizes: list[str] = []
-        # not modules
-        vars(model)[_ENCODER], vars(model)[_TABLE] = self, self.table
+        # not a module
+        vars(model)[_ENCODER] = self
+        self.table.give_to(model)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

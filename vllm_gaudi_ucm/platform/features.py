@@ -279,9 +279,6 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
         lambda c: c.mrope_num_dims if c.mrope_num_dims > 3 else None,
     ),
     Feature(
-        "prompt embeddings", "--enable-prompt-embeds", "a prompt is token ids alone", lambda c: c.enable_prompt_embeds
-    ),
-    Feature(
         "weights quantised by Intel's tools ({found})",
         "{model} or --quantization",
         "no layer here reads ranges that Intel Neural Compressor measured; export by AutoRound as `auto_gptq` or "

@@ -25,7 +25,9 @@ class ResentItems(SchedulerPart):
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
         sent = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         for new in scheduler_output.scheduled_new_reqs:
-            if any(feature.data is None for feature in new.mm_features):
+            whole = self._scheduler.requests[new.req_id].mm_features
+            # with M-RoPE the sizes of a picture are left, which its positions need
+            if any(feature is not kept for feature, kept in zip(new.mm_features, whole, strict=True)):
                 self._incomplete.add(new.req_id)
         self._incomplete &= self._scheduler.requests.keys()
         ordered = scheduler_output.scheduled_encoder_inputs

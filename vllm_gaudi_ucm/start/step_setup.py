@@ -32,6 +32,7 @@ from vllm_gaudi_ucm.runner.parts import (
 )
 from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.runner.profiled_steps import ProfiledSteps
+from vllm_gaudi_ucm.runner.prompt_embedding_steps import PromptEmbeddingSteps
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -124,6 +125,7 @@ def _make_parts(
         None if adapters is None else AdapterSteps(allocated.requests, adapters),
         _make_mrope(allocated),
         _make_multimodal(allocated, static),
+        _make_prompt_embeddings(allocated, static),
         # before the parts that fill blocks, whose summaries are void then
         None if sparse is None else SparseSteps(sparse),
         None if memory is None else MemorySteps(memory, sparse),
@@ -154,6 +156,13 @@ def _make_multimodal(allocated: AllocatedModel, static: StaticShapes | None) -> 
     if encoder is None:
         return None
     return MultimodalSteps(allocated.requests, encoder, (lambda reason: None) if static is None else static.bypassed)
+
+
+def _make_prompt_embeddings(allocated: AllocatedModel, static: StaticShapes | None) -> PromptEmbeddingSteps | None:
+    table = allocated.model.decoder.embeddings
+    if table is None or not allocated.model.vllm_config.model_config.enable_prompt_embeds:
+        return None
+    return PromptEmbeddingSteps(allocated.requests, table, whole=static is not None)
 
 
 def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:

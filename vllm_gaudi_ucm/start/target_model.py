@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
 from vllm_gaudi_ucm.multimodal.item_encoder import ItemEncoder
 from vllm_gaudi_ucm.vllm_api.loading import Weights, get_model
 from vllm_gaudi_ucm.vllm_api.model import as_trained, densely, tokens_chosen
@@ -43,4 +44,8 @@ def load_target_model(
     as_trained(model, config.hf_text_config.model_type)
     if reads_pictures(vllm_config):
         ItemEncoder(model, vllm_config, device, one_by_one=static)
+    elif config.enable_prompt_embeds:
+        # of the tokens of one step
+        rows, dtype = vllm_config.scheduler_config.max_num_batched_tokens, cast("torch.dtype", config.dtype)
+        EmbeddingTable(rows, config.get_inputs_embeds_size(), dtype, device).give_to(model)
     return model
