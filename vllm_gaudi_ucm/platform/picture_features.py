@@ -71,9 +71,9 @@ OF_PROMPT_EMBEDDINGS: tuple[Feature[VllmConfig], ...] = (
 OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
     *OF_PROMPT_EMBEDDINGS,
     Feature(
-        "videos in prompts",
-        "--limit-mm-per-prompt",
-        """only pictures have been tried; set --limit-mm-per-prompt '{"video": 0}'""",
+        """videos in prompts (set --limit-mm-per-prompt '{{"video": 0}}')""",
+        "the model",
+        "only pictures have been tried",
         _if(takes_videos),
     ),
     Feature(
