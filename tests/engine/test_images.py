@@ -100,7 +100,9 @@ def test_the_same_picture_is_encoded_once(llava: Pictured, monkeypatch: pytest.M
         model: Any = engine.runner.decoder.model
         encoded = []
         own = model.embed_multimodal
-        monkeypatch.setattr(model, "embed_multimodal", lambda **kw: encoded.append(len(kw["pixel_values"])) or own(**kw))
+        monkeypatch.setattr(
+            model, "embed_multimodal", lambda **kw: encoded.append(len(kw["pixel_values"])) or own(**kw)
+        )
         llava.ask(engine, [prompt(f"w{number} <image> <image>", SMALL, SMALL) for number in range(20, 26)])
         assert sum(encoded) == 1
         llava.ask(engine, [prompt("w8 <image> w9", SMALL), prompt("w8 <image> w9", HIGH)])

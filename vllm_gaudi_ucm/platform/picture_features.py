@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-FAMILIES = ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")
+FAMILIES = ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
 """Classes of models whose pictures are read."""
 
 

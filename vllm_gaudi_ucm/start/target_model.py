@@ -13,20 +13,19 @@ from vllm_gaudi_ucm.vllm_api.model import as_trained, densely, tokens_chosen
 from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.device import Device
 
 logger = plugin_logger(__name__)
 
 
-def load_target_model(
-    vllm_config: VllmConfig, weights: Weights | None, device: torch.device, *, static: bool
-) -> nn.Module:
+def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: Device, *, static: bool) -> nn.Module:
     """Returns the model.
 
     Args:
         weights: instead of its checkpoint's.
-        device: for the embeddings of pictures.
+        device: encodes pictures.
         static: steps run at static shapes, so pictures are encoded one by one.
     """
     config = vllm_config.model_config
