@@ -38,8 +38,8 @@ class ItemEncoder:
 
     Args:
         model: reads pictures. Gets the embedding table as an attribute, which `EmbeddingRows` and `Decoder` look for.
-        one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met again.
-            Otherwise items are encoded together.
+        one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met
+            again. Otherwise items are encoded together.
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: Device, one_by_one: bool) -> None:
