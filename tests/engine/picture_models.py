@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from tests.engine.serving import NEAR_TIE, Answer
 
 VOCAB = 260
-PAD, BOS, EOS, UNKNOWN, IMAGE, BREAK, END, START = range(8)
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "[IMG_BREAK]", "[IMG_END]", "[IMG_START]"]
+PAD, BOS, EOS, UNKNOWN, IMAGE, BREAK, END, START, VIDEO = range(9)
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "[IMG_BREAK]", "[IMG_END]", "[IMG_START]", "<video>"]
 SIDE = 24
 """Pixels of a picture's side, for encoders of one resolution."""
 
@@ -50,13 +50,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "image_seq_length": 16,
         "vision_feature_select_strategy": "default",
     },
+    # with Pixtral's encoder, which takes pictures of any size
+    "pixtral": {
+        "model_type": "llava",
+        "text_config": {
+            **_TEXT,
+            "model_type": "mistral",
+            "sliding_window": None,
+            "architectures": ["MistralForCausalLM"],
+        },
+        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "projector_hidden_act": "gelu",
+    },
+    "mistral3": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "mistral",
+            "sliding_window": None,
+            "architectures": ["MistralForCausalLM"],
+        },
+        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
+        "image_token_index": IMAGE,
+        "spatial_merge_size": 2,
+    },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_VISION, "image_size": [SIDE, SIDE], "patch_size": [6, 6]},
+        "image_token_id": IMAGE,
+        "image_seq_length": 4,
+    },
 }
 
 
 def make_picture_model(folder: Path, family: str, seed: int = 0) -> Path:
     """Writes a model with weights that make attention and pictures matter, and its processor."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **FAMILIES[family], tie_word_embeddings=False)
+    values = {"model_type": family, "tie_word_embeddings": False, **FAMILIES[family]}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
     model: Any = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -96,6 +129,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         pad_token="<pad>",
         additional_special_tokens=SPECIAL[IMAGE:],
+        extra_special_tokens={
+            "start_image_token": "[IMG_START]",
+            "end_image_token": "[IMG_END]",
+            "context_image_token": "<image>",
+            "video_token": "<video>",
+        },
     )
 
 
@@ -110,7 +149,34 @@ def _llava(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     ).save_pretrained(folder)
 
 
-PROCESSORS = {"llava": _llava}
+def _pixtral(folder: Path, tokenizer: PreTrainedTokenizerFast, merged: int = 1) -> None:
+    from transformers import PixtralProcessor
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    pictures = PixtralImageProcessorPil(
+        size={"longest_edge": 48}, patch_size={"height": 6 * merged, "width": 6 * merged}
+    )
+    PixtralProcessor(
+        pictures, tokenizer, patch_size=6, spatial_merge_size=merged, image_token="<image>"
+    ).save_pretrained(folder)
+
+
+def _mistral3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    _pixtral(folder, tokenizer, merged=2)
+
+
+def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    from transformers import InternVLProcessor, InternVLVideoProcessor
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+
+    size = {"height": SIDE, "width": SIDE}
+    pictures = GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
+    InternVLProcessor(pictures, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4).save_pretrained(
+        folder
+    )
+
+
+PROCESSORS = {"llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3, "internvl": _internvl}
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:

@@ -72,6 +72,15 @@ def test_a_prompt_is_cut_in_a_picture(llava: Pictured, ucm: dict[str, Any]) -> N
 
 
 @WAYS
+@pytest.mark.parametrize("family", ["pixtral", "mistral3"])
+def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) -> None:
+    """Encoders that keep the sizes of pictures, with placeholders for the ends of rows, which stay tokens."""
+    pictured = Pictured(tmp_path, family)
+    with Engine(pictured.model, ucm, **OPTIONS, max_num_batched_tokens=96) as engine:
+        pictured.ask(engine)
+
+
+@WAYS
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
 def test_preemption(llava: Pictured, ucm: dict[str, Any], asynchronous: bool) -> None:
     """Few blocks and short steps: requests lose their blocks in the middle of a picture, and after it."""
@@ -166,3 +175,27 @@ def test_embeddings_are_made_again_after_a_reset(llava: Pictured) -> None:
         engine.llm.reset_prefix_cache()
         assert engine.runner.decoder.embeddings.num_free == engine.runner.decoder.embeddings.num_rows
         llava.ask(engine, [ASKED[1]])
+
+
+def test_a_picture_is_sent_again_that_a_prefix_had_covered(llava: Pictured) -> None:
+    """vLLM sends no pixels of a picture whose blocks it has found; then the request loses these."""
+    asked = prompt(f"<image> {words(*range(30, 60))}", SMALL)
+    with Engine(llava.model, {}, **OPTIONS) as engine:
+        llava.ask(engine, [asked], max_tokens=4)
+        core, request = engine.llm.llm_engine, engine.new_id()
+        core.add_request(request, asked, greedy_params(24))
+        for _ in range(4):
+            assert not any(output.finished for output in engine.step())
+        core.reset_prefix_cache(reset_running_requests=True)
+        core.reset_encoder_cache()
+        finished = [output for _ in range(40) for output in engine.step() if output.finished]
+        (answer,) = map(answer_of, finished)
+        assert engine.preemptions == 1
+        assert answer.cached_tokens > 16
+        llava.reference.assert_greedy([asked], [answer])
+
+
+SPARSE = {
+    "ucm_sparse_method": "GSA",
+    "gsa": {"block_budget": 3, "min_tokens": 48, "sparse_steps": "always"},
+}

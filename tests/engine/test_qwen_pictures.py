@@ -91,14 +91,22 @@ def test_the_same_picture_is_found_in_the_cache_and_another_one_is_not(model: Pa
     PictureReference(model).assert_pictures([PROMPTS[4], PROMPTS[4], other], found)
 
 
-def test_a_picture_found_in_the_cache_is_encoded_after_a_preemption(model: Path) -> None:
-    """vLLM then sends only the size of a picture, by which its tokens are positioned."""
-    asked = [PROMPTS[4], *PROMPTS]
-    with Engine(model, **TIGHT) as engine:
-        found = [*generate(engine, asked[:1], 2), *generate(engine, asked)]
-        assert found[1].cached_tokens
+def test_a_picture_found_in_the_cache_is_encoded_after_a_preemption(qwen3: Path) -> None:
+    """vLLM sends only the size of a picture that prefix caching has found, by which its tokens are positioned."""
+    pictures, text = PROMPTS[4], PROMPTS[2]
+    with Engine(qwen3, **TIGHT) as engine:
+        generate(engine, [pictures], 2)
+        # the scheduler would believe them encoded
+        engine.core.reset_encoder_cache()
+        # the text preempts the prompt with pictures, and takes its blocks
+        lengths = [greedy_params(160), greedy_params(80)]
+        asked = [one.request for one in (text, pictures)]
+        found = [answer_of(output) for output in engine.llm.generate(asked, lengths, use_tqdm=False)]
+        assert found[1].cached_tokens == 96
         assert engine.preemptions
-    PictureReference(model).assert_pictures([asked[0], *asked], found)
+        encoded = set(engine.runner.decoder.embeddings._rows)
+    assert encoded
+    PictureReference(qwen3).assert_pictures([text, pictures], found)
 
 
 def test_videos_are_refused_by_name(qwen3: Path) -> None:

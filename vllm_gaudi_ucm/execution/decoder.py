@@ -50,7 +50,8 @@ class DecoderModel(Protocol):
     """The interface of a vLLM model for a step: token ids to hidden states [rows, hidden size], and these to logits.
 
     It takes each row's inputs by name: `input_ids`, `positions`, and the arguments of registered `RowInput`s; a model
-    with a table of embeddings takes `inputs_embeds` in place of `input_ids`. A model that is a stage of a pipeline takes and returns `IntermediateTensors`, unless it is the first or the last stage.
+    with a table of embeddings takes `inputs_embeds` in place of `input_ids`. A model that is a stage of a pipeline
+    takes and returns `IntermediateTensors`, unless it is the first or the last stage.
     """
 
     def __call__(

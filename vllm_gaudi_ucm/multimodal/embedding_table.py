@@ -1,4 +1,4 @@
-"""Embeddings that are no token's, such as those of pictures, in one tensor on the device, from which steps take rows."""
+"""Embeddings that are no token's, such as those of pictures: one tensor on the device, from which steps take rows."""
 
 from __future__ import annotations
 

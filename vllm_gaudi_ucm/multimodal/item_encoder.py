@@ -24,6 +24,8 @@ from vllm_gaudi_ucm.vllm_api.multimodal import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.device import Device
+
     Inputs = tuple[str, MultiModalKwargsItem]
     """The modality of an item, and the tensors that its processor has made."""
 
@@ -37,17 +39,17 @@ class ItemEncoder:
 
     Args:
         model: reads pictures. Gets the embedding table.
-        one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met again.
-            Otherwise items are encoded together.
+        one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met
+            again. Otherwise items are encoded together.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device, one_by_one: bool) -> None:
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: Device, one_by_one: bool) -> None:
         config = vllm_config.model_config
         self._budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
         # as many as vLLM's scheduler counts
         count = self._budget.encoder_cache_size
-        width = (1 + num_levels(model)) * config.get_inputs_embeds_size()
-        self.table = EmbeddingTable(count, width, cast(torch.dtype, config.dtype), device)
+        width, dtype = (1 + num_levels(model)) * config.get_inputs_embeds_size(), cast(torch.dtype, config.dtype)
+        self.table = EmbeddingTable(count, width, dtype, device.torch_device())
         logger.info("Up to %d embeddings of pictures are kept, %.1f MiB", count, self.table.values.nbytes / 2**20)
         self._model = cast(SupportsMultiModal, model)
         self._device = device
@@ -62,12 +64,11 @@ class ItemEncoder:
     def warm_up(self) -> None:
         """Encodes as many of the largest items as a step may have, and keeps none of their embeddings."""
         inputs = self._budget.get_dummy_encoder_profile_inputs(max_items_per_batch=1 if self._one_by_one else None)
+        keys = [f"warm-up {number}" for number in range(len(inputs))]
         if inputs:
-            self._compute(inputs)
-            # the copy to the table is compiled, too
-            (one,) = self._compute(inputs[:1])
-            self.table.put("", one)
-            self.table.free("")
+            self._encode(dict(zip(keys, inputs, strict=True)))
+        for key in keys:
+            self.table.free(key)
         self._new_sizes.clear()
 
     @torch.inference_mode()
@@ -77,7 +78,7 @@ class ItemEncoder:
         found: dict[str, Exception] = {}
         for batch in self._batches(list(missing.values())):
             try:
-                self._encode(batch)
+                self._encode(_inputs_of(batch))
             except Exception as error:
                 if len(batch) == 1:
                     found[batch[0].identifier] = error
@@ -98,20 +99,19 @@ class ItemEncoder:
         elif items:
             yield items
 
-    def _encode(self, items: list[MultiModalFeatureSpec]) -> None:
-        inputs: list[Inputs] = []
-        for item in items:
-            if item.data is None:
-                raise ValueError("its pixels were not sent again")
-            inputs.append((item.modality, item.data))
-        for item, embeddings in zip(items, self._compute(inputs), strict=True):
-            self.table.put(item.identifier, embeddings)
+    def _encode(self, inputs: dict[str, Inputs]) -> None:
+        """Encodes items together. inputs: by the key of each item."""
+        # in lazy mode, a recipe of its own
+        self._device.end_recipe()
+        for key, embeddings in zip(inputs, self._compute(list(inputs.values())), strict=True):
+            self.table.put(key, embeddings)
+        self._device.end_recipe()
 
     def _compute(self, inputs: Sequence[Inputs]) -> list[torch.Tensor]:
         """Returns the embeddings of each item, [embeddings, width]."""
         found: list[torch.Tensor] = []
-        pins = self._device.type == "cuda"
-        for _, count, batch in group_and_batch_mm_kwargs(list(inputs), device=self._device, pin_memory=pins):
+        tensors_on, pins = self._device.torch_device(), self._device.kind == "cuda"
+        for _, count, batch in group_and_batch_mm_kwargs(list(inputs), device=tensors_on, pin_memory=pins):
             self._note_size(batch)
             outputs = self._model.embed_multimodal(**batch)
             sanity_check_mm_encoder_outputs(outputs, expected_num_items=count)
@@ -124,6 +124,13 @@ class ItemEncoder:
         if size not in self._known_sizes:
             self._known_sizes.add(size)
             self._new_sizes.append(size)
+
+
+def _inputs_of(items: Sequence[MultiModalFeatureSpec]) -> dict[str, Inputs]:
+    found = {item.identifier: (item.modality, item.data) for item in items if item.data is not None}
+    if len(found) < len(items):
+        raise ValueError("its pixels were not sent again")
+    return found
 
 
 def item_encoder_of(model: object) -> ItemEncoder | None:

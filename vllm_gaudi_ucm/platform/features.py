@@ -10,6 +10,7 @@ from vllm_gaudi_ucm.config.exclusions import OF_ENGINE as EXCLUDED
 from vllm_gaudi_ucm.config.exclusions import Option
 from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.embedding_features import OF_PROMPT_EMBEDDINGS
 from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
 from vllm_gaudi_ucm.platform.lora_features import OF_LORA
 from vllm_gaudi_ucm.platform.picture_features import OF_PICTURES
@@ -318,6 +319,7 @@ REFUSED: tuple[Feature[Any], ...] = (
     *(feature for _, feature in OPTIONS_OF_POOLING),
     *OF_LORA,
     *OF_PICTURES,
+    *OF_PROMPT_EMBEDDINGS,
     *OF_MODEL,
     *OF_SPECULATION,
     *OF_DRAFT_MODEL,
@@ -328,7 +330,7 @@ REFUSED: tuple[Feature[Any], ...] = (
 
 def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
-    asked = list(_asked((*OF_ENGINE, *OF_POOLING, *OF_LORA, *OF_PICTURES), vllm_config))
+    asked = list(_asked((*OF_ENGINE, *OF_POOLING, *OF_LORA, *OF_PICTURES, *OF_PROMPT_EMBEDDINGS), vllm_config))
     of_options = (*OF_POLICIES, *OPTIONS_OF_POOLING)
     asked += _asked([feature for option, feature in of_options if option.is_on(config)], vllm_config)
     if vllm_config.speculative_config is not None:

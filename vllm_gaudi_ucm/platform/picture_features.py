@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 FAMILIES = (
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
-    "Gemma3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -30,46 +29,7 @@ def _other_family(config: VllmConfig) -> str | None:
     return unless(config.model_config.architecture, FAMILIES)
 
 
-def _if_embeds(found: Callable[[VllmConfig], object]) -> Callable[[VllmConfig], object]:
-    return lambda config: config.model_config is not None and config.model_config.enable_prompt_embeds and found(config)
-
-
-OF_PROMPT_EMBEDDINGS: tuple[Feature[VllmConfig], ...] = (
-    Feature(
-        "prompt embeddings with a model that reads pictures",
-        "--enable-prompt-embeds",
-        "one table holds a step's embeddings; --language-model-only serves the text model alone",
-        _if_embeds(reads_pictures),
-    ),
-    Feature(
-        "prompt embeddings with pipeline stages",
-        "--enable-prompt-embeds",
-        "it has not been tried; take --tensor-parallel-size",
-        _if_embeds(lambda c: c.parallel_config.pipeline_parallel_size > 1),
-    ),
-    Feature(
-        "prompt embeddings with a draft model",
-        "--enable-prompt-embeds",
-        "it would read token 0 for each embedding; take the method `ngram`",
-        _if_embeds(lambda c: c.speculative_config is not None and c.speculative_config.method == "draft_model"),
-    ),
-    Feature(
-        "prompt embeddings with a model that pools",
-        "--enable-prompt-embeds",
-        "it has not been tried; send tokens",
-        _if_embeds(lambda c: c.model_config.runner_type == "pooling"),
-    ),
-    Feature(
-        "prompt embeddings with several engines",
-        "--enable-prompt-embeds",
-        "it has not been tried; take --tensor-parallel-size",
-        _if_embeds(lambda c: c.parallel_config.data_parallel_size > 1),
-    ),
-)
-
-
 OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
-    *OF_PROMPT_EMBEDDINGS,
     Feature(
         """videos in prompts (set --limit-mm-per-prompt '{{"video": 0}}')""",
         "the model",

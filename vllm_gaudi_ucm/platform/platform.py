@@ -62,8 +62,8 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
 )
 from vllm_gaudi_ucm.vllm_api.log_lines import announce_engine
 from vllm_gaudi_ucm.vllm_api.platforms import (
-    reads_pictures,
     client_error,
+    reads_pictures,
     take_back_attention_backend,
     tolerate_missing_accelerator,
 )

@@ -30,8 +30,8 @@ class NeededItem(NamedTuple):
 
 
 class MultimodalSteps(WorkerPart):
-    """Encodes what vLLM's scheduler orders, forgets what it frees, and writes the table rows of a step's pictures to the
-    row input.
+    """Encodes what vLLM's scheduler orders, forgets what it frees, and writes the table rows of a step's pictures to
+    the row input.
 
     A request whose picture cannot be encoded runs this step without it; its output says so, and our scheduler ends it
     with an error, without its tokens and its blocks.

@@ -104,7 +104,7 @@ class ModelRunner:
         """Loads the model and the draft model. weights: the model's, instead of its checkpoint's."""
         refuse_other_layers(self._vllm_config)
         register_latent_attention()
-        models = [load_target_model(self._vllm_config, weights, self._tensors_on, static=self.kind != "off")]
+        models = [load_target_model(self._vllm_config, weights, self._device, static=self.kind != "off")]
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:
             models.append(draft_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
 
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -14,20 +15,19 @@ from vllm_gaudi_ucm.vllm_api.model import as_trained, densely, tokens_chosen
 from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.device import Device
 
 logger = plugin_logger(__name__)
 
 
-def load_target_model(
-    vllm_config: VllmConfig, weights: Weights | None, device: torch.device, *, static: bool
-) -> nn.Module:
+def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: Device, *, static: bool) -> nn.Module:
     """Returns the model.
 
     Args:
         weights: instead of its checkpoint's.
-        device: for the embeddings of pictures.
+        device: encodes pictures.
         static: steps run at static shapes, so pictures are encoded one by one.
     """
     config = vllm_config.model_config
@@ -46,6 +46,6 @@ def load_target_model(
         ItemEncoder(model, vllm_config, device, one_by_one=static)
     elif config.enable_prompt_embeds:
         # of the tokens of one step
-        rows, dtype = vllm_config.scheduler_config.max_num_batched_tokens, cast("torch.dtype", config.dtype)
-        EmbeddingTable(rows, config.get_inputs_embeds_size(), dtype, device).give_to(model)
+        rows, dtype = vllm_config.scheduler_config.max_num_batched_tokens, cast(torch.dtype, config.dtype)
+        EmbeddingTable(rows, config.get_inputs_embeds_size(), dtype, device.torch_device()).give_to(model)
     return model

@@ -1,4 +1,4 @@
-"""Levels of an encoder that the first layers of a decoder read (deepstack), as in Qwen3-VL: `vllm.model_executor.models`.
+"""Levels of an encoder that the first layers of a decoder read (deepstack): `vllm.model_executor.models.qwen3_vl`.
 
 Internal: `use_deepstack`, `deepstack_num_level` and `_get_deepstack_input_embeds` of such a model.
 """
