@@ -1,4 +1,4 @@
-"""What does not go with prompts of embeddings, and is refused by name."""
+"""Features that prompts of embeddings refuse."""
 
 from __future__ import annotations
 

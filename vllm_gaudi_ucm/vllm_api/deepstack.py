@@ -1,9 +1,7 @@
 """Levels of an encoder that the first layers of a decoder read (deepstack): `vllm.model_executor.models.qwen3_vl`.
 
-Internal: `use_deepstack`, `deepstack_num_level` and `_get_deepstack_input_embeds` of such a model.
+Internal: `deepstack_num_level` and `_get_deepstack_input_embeds` of such a model.
 """
-
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,8 +15,7 @@ def num_levels(model: nn.Module) -> int:
     """Returns how many levels of the encoder the decoder reads in addition to the last one. An embedding of a picture
     has the last level first, followed by the others.
     """
-    found = cast(Any, model)
-    return int(found.deepstack_num_level) if getattr(found, "use_deepstack", False) else 0
+    return int(vars(model).get("deepstack_num_level", 0))
 
 
 def give_levels(model: nn.Module, levels: torch.Tensor) -> None:
@@ -32,5 +29,5 @@ def give_levels(model: nn.Module, levels: torch.Tensor) -> None:
     """
     each = levels.chunk(num_levels(model), dim=-1)
     names = {f"deepstack_input_embeds_{number}": level for number, level in enumerate(each)}
-    # an attribute of the object comes before the method of its class
-    cast(Any, model)._get_deepstack_input_embeds = lambda num_tokens: IntermediateTensors(names)
+    # found before the method of its class
+    vars(model)["_get_deepstack_input_embeds"] = lambda num_tokens: IntermediateTensors(names)

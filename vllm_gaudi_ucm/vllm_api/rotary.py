@@ -4,7 +4,7 @@ Internal: `supports_mrope` and `get_mrope_input_positions`, by which a model com
 `uses_mrope`, which says whether a configuration has several axes.
 """
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ __all__ = ["prompt_positions", "reads_axes"]
 
 def reads_axes(model: nn.Module) -> bool:
     """Returns whether the model's forward takes positions of [axes, rows]."""
-    config: Any = getattr(model, "config", None)
+    config = vars(model).get("config")
     return supports_mrope(model) and config is not None and uses_mrope(config)
 
 
