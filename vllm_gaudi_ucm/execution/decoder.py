@@ -114,7 +114,7 @@ class Decoder:
         self._head: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = self._logits
         self._vllm_config = vllm_config
         self._adapters = adapters
-        self.embeddings: EmbeddingTable | None = getattr(model, "embedding_table", None)
+        self.embeddings: EmbeddingTable | None = vars(model).get("embedding_table")
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
     @property
