@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,11 +18,9 @@ class ReferenceModel:
     One forward per prompt gives the check for all its tokens, and their logprobs.
     """
 
-    def __init__(self, folder: Path, attention: str | None = None) -> None:
-        """attention: one of the kernels of Transformers; None: its choice."""
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention
-        )
+    def __init__(self, folder: Path, attention: str | None = None, kind: Any = AutoModelForCausalLM) -> None:
+        """attention: one of the kernels of Transformers; None: its choice. kind: the class that loads the model."""
+        self.model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
         self.model.eval()
 
     @torch.inference_mode()

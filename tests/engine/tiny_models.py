@@ -123,10 +123,19 @@ def make_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **{**COMMON, **FAMILIES[model_type], **changes})
 
 
-def make_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Writes a model whose random weights are so large that logits are apart and every token of a context counts."""
+def make_model(
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    kind: Any = AutoModelForCausalLM,
+) -> Path:
+    """Writes a model whose random weights are so large that logits are apart and every token of a context counts.
+
+    kind: the class of Transformers that makes models of such a configuration.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = kind.from_config(config)
     # tied weights of full size would let a model repeat its last token for ever
     embedding = 0.3 if config.tie_word_embeddings else 1.0
     with torch.no_grad():

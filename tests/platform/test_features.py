@@ -132,7 +132,16 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     ("dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2", {"kv_cache_dtype": "fp8_e5m2"}),
-    ("prompt embeddings", "--enable-prompt-embeds", {"enable_prompt_embeds": True}),
+    (
+        "prompt embeddings with pipeline stages",
+        "--enable-prompt-embeds",
+        {"enable_prompt_embeds": True, "pipeline_parallel_size": 2},
+    ),
+    (
+        "prompt embeddings with several engines",
+        "--enable-prompt-embeds",
+        {"enable_prompt_embeds": True, "data_parallel_size": 2},
+    ),
     ("quantised while they are loaded (fp8)", "--quantization fp8", {"quantization": "fp8"}),
     ("quantised while they are loaded (fp8_per_tensor)", "--quantization", {"quantization": "fp8_per_tensor"}),
     ("weight offloading", "--cpu-offload-gb", {"cpu_offload_gb": 1}),
@@ -342,7 +351,12 @@ def test_ranges_of_intels_compressor(llama: Path, monkeypatch: pytest.MonkeyPatc
 def test_one_error_names_everything(llama: Path) -> None:
     with pytest.raises(UnsupportedFeatureError, match="not support") as error:
         start(
-            llama, kv_offloading_size=1.0, kv_offloading_backend="lmcache", enable_dbo=True, enable_prompt_embeds=True
+            llama,
+            kv_offloading_size=1.0,
+            kv_offloading_backend="lmcache",
+            enable_dbo=True,
+            enable_prompt_embeds=True,
+            data_parallel_size=2,
         )
     for name in ("KV offloading backend", "dual batch", "prompt embeddings", "--kv-offloading-backend", "--enable-dbo"):
         assert name in str(error.value)

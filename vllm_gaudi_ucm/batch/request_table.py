@@ -275,7 +275,9 @@ class RequestTable:
         every new request has `prefill_token_ids`. A resumed request keeps its generator and its prompt logprobs. Its
         prompt is the same as before; the prompt of a next input is longer by at least one token.
         """
-        prompt = new.prompt_token_ids or []
+        from vllm_gaudi_ucm.vllm_api.steps import prompt_tokens
+
+        prompt = prompt_tokens(new)
         tokens = new.prefill_token_ids if new.prefill_token_ids is not None else prompt
         request = self.requests.get(new.req_id)
         if request is None or len(request.prompt_token_ids) != len(prompt):

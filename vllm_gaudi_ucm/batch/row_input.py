@@ -103,8 +103,9 @@ class TokenIds(RowInput):
         return (max_model_len,)
 
     def add(self, row: int, new: NewRequestData) -> None:
-        prompt = new.prompt_token_ids or []
-        tokens = new.prefill_token_ids if new.prefill_token_ids is not None else prompt
+        from vllm_gaudi_ucm.vllm_api.steps import prompt_tokens
+
+        tokens = new.prefill_token_ids if new.prefill_token_ids is not None else prompt_tokens(new)
         self.kept[row, : len(tokens)] = tokens
 
     def of(self, plan: UnifiedPlan) -> NDArray[np.integer[Any]]:
@@ -169,7 +170,9 @@ ROW_INPUTS: Registry[type[RowInput]] = Registry(
     token_ids=TokenIds,
     positions=Positions,
     token_types=TokenTypes,
+    mrope_positions="vllm_gaudi_ucm.batch.mrope_positions:MropePositions",
     adapter_slots="vllm_gaudi_ucm.batch.adapter_slots:AdapterSlots",
+    embedding_rows="vllm_gaudi_ucm.batch.embedding_rows:EmbeddingRows",
 )
 
 

@@ -13,12 +13,14 @@ from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
 from vllm_gaudi_ucm.batch.adapter_slots import AdapterSlots
+from vllm_gaudi_ucm.batch.embedding_rows import EmbeddingRows
 from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.vllm_api.deepstack import give_levels
 from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
-from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context
+from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context, text_model
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.attention_group import StepMetadata
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.lora.step_routes import StepRoutes
+    from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
     from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 logger = plugin_logger(__name__)
@@ -46,13 +49,16 @@ def _modules(model: DecoderModel) -> Iterator[nn.Module]:
 class DecoderModel(Protocol):
     """The interface of a vLLM model for a step: token ids to hidden states [rows, hidden size], and these to logits.
 
-    It takes each row's inputs by name: `input_ids`, `positions`, and the arguments of registered `RowInput`s. A model
-    that is a stage of a pipeline takes and returns `IntermediateTensors`, unless it is the first or the last stage.
+    It takes each row's inputs by name: `input_ids`, `positions`, and the arguments of registered `RowInput`s; a model
+    with a table of embeddings takes `inputs_embeds` in place of `input_ids`. A model that is a stage of a pipeline
+    takes and returns `IntermediateTensors`, unless it is the first or the last stage.
     """
 
     def __call__(
-        self, *, intermediate_tensors: IntermediateTensors | None, inputs_embeds: None, **rows: torch.Tensor
+        self, *, intermediate_tensors: IntermediateTensors | None, **rows: torch.Tensor | None
     ) -> torch.Tensor | IntermediateTensors: ...
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor: ...
 
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
@@ -89,6 +95,7 @@ class Decoder:
         adapters: what layers with adapters read of a step's rows; None if there are no such layers.
 
     inputs: the model's inputs for each row.
+    embeddings: embeddings of rows that no token describes; None if the model takes only tokens.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Decoder:
         self._head: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = self._logits
         self._vllm_config = vllm_config
         self._adapters = adapters
+        self.embeddings: EmbeddingTable | None = vars(model).get("embedding_table")
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
     @property
@@ -171,7 +179,7 @@ class Decoder:
         """
         try:
             others = () if self._adapters is None else self._adapters.regions
-            layers = compile_regions(cast(nn.Module, self.model), compiler, others)
+            layers = compile_regions(text_model(cast(nn.Module, self.model)), compiler, others)
         except ValueError as error:
             logger.warning(
                 "%s is compiled as a whole, which takes longer the more layers it has: %s",
@@ -184,6 +192,8 @@ class Decoder:
         self._head = compiler.region(self._wide_logits)
         if self._adapters is not None:
             self._adapters.compile(compiler)
+        if self.embeddings is not None:
+            self.embeddings.compile(compiler)
 
     def hidden(self, step: DecoderStep) -> torch.Tensor:
         """Returns [rows, hidden size]; all layers must be on this stage."""
@@ -222,6 +232,12 @@ class Decoder:
         found: dict[str, torch.Tensor] = {}
         for kind in self.inputs:
             found.update(kind.kwargs(rows[kind.name]))
+        if self.embeddings is not None:
+            chosen, tokens = rows[EmbeddingRows.name], found.pop("input_ids")
+            of_tokens = self.model.embed_input_ids(self.embeddings.token_ids(tokens, chosen))
+            found["inputs_embeds"], levels = self.embeddings.merged(of_tokens, chosen)
+            if levels is not None:
+                give_levels(cast(nn.Module, self.model), levels)
         return found
 
     def _padded_rows(self, step: DecoderStep) -> torch.Tensor | None:
@@ -272,7 +288,8 @@ class Decoder:
 
     def _run_model(self, rows: dict[str, torch.Tensor], received: StageTensors | None) -> StageTensors:
         given = None if received is None else IntermediateTensors(received)
-        found = self.model(**rows, intermediate_tensors=given, inputs_embeds=None)
+        others = {name: None for name in ("input_ids", "inputs_embeds") if name not in rows}
+        found = self.model(**rows, **others, intermediate_tensors=given)
         return found.tensors if isinstance(found, IntermediateTensors) else {HIDDEN: found}
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

@@ -90,6 +90,9 @@ def check_prompt(prompt: Any, vocab_size: int) -> None:
         vocab_size: the model's; 0 if it is unknown.
     """
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if tokens and prompt.get("is_token_ids") is not None:
+        # the others stand for embeddings
+        tokens = [token for token, is_token in zip(tokens, prompt["is_token_ids"], strict=False) if is_token]
     if not tokens or not vocab_size:
         return
     least, most = min(tokens), max(tokens)
@@ -98,3 +101,26 @@ def check_prompt(prompt: Any, vocab_size: int) -> None:
             f"Token id {least if least < 0 else most} is out of vocabulary: found in the prompt, expected 0 to "
             f"{vocab_size - 1}; correct the ids, or use the tokenizer of this model"
         )
+
+
+def check_prompt_embeddings(prompt: Any, params: Any, width: int) -> None:
+    """Raises ValueError for embeddings that do not fit the model, or that ask for logprobs of tokens that they hide.
+
+    Args:
+        prompt: vLLM's processed inputs; anything without `prompt_embeds` passes.
+        params: `SamplingParams` or `PoolingParams`.
+        width: size of an embedding.
+    """
+    embeddings = prompt.get("prompt_embeds") if isinstance(prompt, dict) else None
+    if embeddings is None:
+        return
+    if embeddings.shape[1] != width or not embeddings.is_floating_point():
+        raise ValueError(
+            f"prompt_embeds: found {list(embeddings.shape)} of {embeddings.dtype}, expected floating-point numbers of "
+            f"[tokens, {width}]; use the model's own embeddings"
+        )
+    tokens = prompt.get("prompt_token_ids")
+    if tokens is not None and len(tokens) != len(embeddings):
+        raise ValueError(f"prompt_embeds: found {len(embeddings)} rows and {len(tokens)} token ids, expected as many")
+    if getattr(params, "prompt_logprobs", None) is not None:
+        raise ValueError("prompt_logprobs: found a prompt of embeddings, which has no tokens to score; leave it out")

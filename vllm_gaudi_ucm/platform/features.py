@@ -10,8 +10,10 @@ from vllm_gaudi_ucm.config.exclusions import OF_ENGINE as EXCLUDED
 from vllm_gaudi_ucm.config.exclusions import Option
 from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.embedding_features import OF_PROMPT_EMBEDDINGS
 from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
 from vllm_gaudi_ucm.platform.lora_features import OF_LORA
+from vllm_gaudi_ucm.platform.picture_features import OF_PICTURES
 from vllm_gaudi_ucm.platform.pooling_features import OF_POOLING, OPTIONS_OF_POOLING
 from vllm_gaudi_ucm.platform.quantised_weights import (
     calibrated,
@@ -153,7 +155,10 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         lambda c: c.aux_output_config.enable_return_routed_experts,
     ),
     Feature(
-        "encoder-cache connectors", "--ec-transfer-config", "there are no encoders", lambda c: c.ec_transfer_config
+        "encoder-cache connectors",
+        "--ec-transfer-config",
+        "a worker encodes the pictures of its own steps; leave the flag out",
+        lambda c: c.ec_transfer_config,
     ),
     Feature("watermarking", "--watermark-config", "our samplers do not apply it", lambda c: c.watermark_config),
     Feature(
@@ -247,7 +252,6 @@ def _end_of_positions(config: ModelConfig) -> int | None:
 
 OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
-    Feature("multimodal models", "{model}", "a prompt is token ids alone", lambda c: c.is_multimodal_model),
     Feature(
         "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
     ),
@@ -269,9 +273,11 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
         "it has learned a vector for each position; take at most as many tokens",
         _end_of_positions,
     ),
-    Feature("rotary positions with several axes (M-RoPE)", "{model}", "a row has one position", lambda c: c.uses_mrope),
     Feature(
-        "prompt embeddings", "--enable-prompt-embeds", "a prompt is token ids alone", lambda c: c.enable_prompt_embeds
+        "rotary positions with {found} axes (XD-RoPE)",
+        "{model}",
+        "a row has at most three positions",
+        lambda c: c.mrope_num_dims if c.mrope_num_dims > 3 else None,
     ),
     Feature(
         "weights quantised by Intel's tools ({found})",
@@ -312,6 +318,8 @@ REFUSED: tuple[Feature[Any], ...] = (
     *OF_POOLING,
     *(feature for _, feature in OPTIONS_OF_POOLING),
     *OF_LORA,
+    *OF_PICTURES,
+    *OF_PROMPT_EMBEDDINGS,
     *OF_MODEL,
     *OF_SPECULATION,
     *OF_DRAFT_MODEL,
@@ -322,7 +330,7 @@ REFUSED: tuple[Feature[Any], ...] = (
 
 def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
-    asked = list(_asked((*OF_ENGINE, *OF_POOLING, *OF_LORA), vllm_config))
+    asked = list(_asked((*OF_ENGINE, *OF_POOLING, *OF_LORA, *OF_PICTURES, *OF_PROMPT_EMBEDDINGS), vllm_config))
     of_options = (*OF_POLICIES, *OPTIONS_OF_POOLING)
     asked += _asked([feature for option, feature in of_options if option.is_on(config)], vllm_config)
     if vllm_config.speculative_config is not None:

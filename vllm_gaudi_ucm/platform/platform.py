@@ -33,7 +33,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
-from vllm_gaudi_ucm.platform.checks import check_places, check_prompt, check_request
+from vllm_gaudi_ucm.platform.checks import check_places, check_prompt, check_prompt_embeddings, check_request
 from vllm_gaudi_ucm.platform.combinations import (
     keeps_one_block_table,
     refuse_device_ids,
@@ -63,6 +63,7 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
 from vllm_gaudi_ucm.vllm_api.log_lines import announce_engine
 from vllm_gaudi_ucm.vllm_api.platforms import (
     client_error,
+    reads_pictures,
     take_back_attention_backend,
     tolerate_missing_accelerator,
 )
@@ -95,7 +96,7 @@ class UcmPlatform(Platform):
     # vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would
     # make the first such request wait, and on Gaudi the backend is looked up before the bridge has registered it
     simple_compile_backend = "eager"
-    _vocab_size = 0
+    _vocab_size = _embedding_width = 0
     """Tokens of the largest vocabulary that this process has configured; a request comes without a configuration."""
 
     @property
@@ -128,6 +129,7 @@ class UcmPlatform(Platform):
         cls._has_static_shapes(vllm_config, config)
         if vllm_config.model_config is not None:
             cls._vocab_size = max(cls._vocab_size, vllm_config.model_config.get_vocab_size())
+            cls._embedding_width = vllm_config.model_config.get_inputs_embeds_size()
         give_engine_time_to_stop(vllm_config)
         if is_engine_process():
             # if a worker has a process of its own, its variables are not the engine's
@@ -174,6 +176,7 @@ class UcmPlatform(Platform):
         if warms_by_order(vllm_config, config):
             need_our_scheduler(vllm_config, "ucm.graphs.warm_up 'idle' with several workers")
         needs = {"ucm.ucm_sparse_method": config.ucm_sparse_method, "--enable-lora": vllm_config.lora_config}
+        needs["a model that reads pictures"] = reads_pictures(vllm_config) or None
         for option in (name for name, value in needs.items() if value is not None):
             need_our_scheduler(vllm_config, option)
         for policy in POLICIES:
@@ -318,6 +321,7 @@ class UcmPlatform(Platform):
         try:
             check_request(params)
             check_prompt(processed_inputs, cls._vocab_size)
+            check_prompt_embeddings(processed_inputs, params, cls._embedding_width)
         except ValueError as error:
             raise client_error(str(error)) from error
 

@@ -292,7 +292,9 @@ class UcmWorker(ModelCalls, RefusedCalls, WorkerBase):
     def synchronize_device(self) -> None:
         self._device.synchronize()
 
-    def reset_encoder_cache(self) -> None: ...  # no encoders
+    def reset_encoder_cache(self) -> None:
+        """Forgets the embeddings of all pictures, which vLLM's scheduler has forgotten."""
+        self.model_runner.forget_embeddings()
 
     def get_cache_block_size_bytes(self) -> int:
         return sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.offload import OffloadReport
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
+    from vllm_gaudi_ucm.vllm_api.multimodal import MultiModalFeatureSpec
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
 
 _ATTRIBUTE = "ucm_sparse_meta"
@@ -17,6 +18,7 @@ _BUCKETS = "ucm_buckets"
 _CHOICE_COST = "ucm_choice_cost"
 _SPARSE_IDS = "ucm_sparse_ids"
 _FAILURES = "ucm_failures"
+_ITEMS = "ucm_items"
 
 
 class VerifiedDrafts(NamedTuple):
@@ -93,6 +95,18 @@ def failures_of(output: ModelRunnerOutput) -> Mapping[str, str]:
     """Returns why requests cannot go on; empty with nearly every step."""
     failures: Mapping[str, str] = getattr(output, _FAILURES, {})
     return failures
+
+
+def attach_items(scheduler_output: SchedulerOutput, items: Mapping[str, Mapping[int, MultiModalFeatureSpec]]) -> None:
+    """Sends pictures of running requests again, by request and by their number in its prompt."""
+    if items:
+        setattr(scheduler_output, _ITEMS, items)
+
+
+def items_of(scheduler_output: SchedulerOutput) -> Mapping[str, Mapping[int, MultiModalFeatureSpec]]:
+    """Returns the pictures that are sent again; empty with nearly every step."""
+    items: Mapping[str, Mapping[int, MultiModalFeatureSpec]] = getattr(scheduler_output, _ITEMS, {})
+    return items
 
 
 def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:

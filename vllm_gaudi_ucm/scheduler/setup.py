@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.scheduler.parts import (
     SparseStepsAhead,
     WaitingRequests,
 )
+from vllm_gaudi_ucm.scheduler.resent_items import ResentItems
 from vllm_gaudi_ucm.scheduler.scheduler_class import warms_by_order
 from vllm_gaudi_ucm.scheduler.warm_up_steps import WarmUpSteps
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
@@ -30,6 +31,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.registry import SparseMethodError
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
+from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.block_policies.policies import BlockPolicies
@@ -46,8 +48,11 @@ def make_parts(scheduler: Scheduler, policies: BlockPolicies) -> tuple[Scheduler
         parts.append(MemorySteps(scheduler, policies))
     if warms_by_order(scheduler.vllm_config, config):
         parts.append(WarmUpSteps(scheduler, sigterm_notice()))
-    if scheduler.vllm_config.lora_config is not None:
+    pictures = reads_pictures(scheduler.vllm_config)
+    if pictures or scheduler.vllm_config.lora_config is not None:
         parts.append(FailedRequests(scheduler))
+    if pictures:
+        parts.append(ResentItems(scheduler))
     sparse = _sparse_steps(scheduler, config)
     if sparse is not None:
         parts.append(sparse)

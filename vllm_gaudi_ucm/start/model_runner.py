@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.kv_cache.allocation import NO_CACHE, bind_kv_caches, give_ba
 from vllm_gaudi_ucm.kv_cache.tile import tile_size
 from vllm_gaudi_ucm.layers.experts import prepare_model_experts
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.multimodal.item_encoder import item_encoder_of
 from vllm_gaudi_ucm.observability.start_stages import StartStages
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.kv_groups import leave_groups, refuse_windows_in_one_table, refuse_with_windows
@@ -30,9 +31,9 @@ from vllm_gaudi_ucm.start.graph_measurement import GIB, graph_memory_need, run_l
 from vllm_gaudi_ucm.start.kernel_compilation import compile_kernels
 from vllm_gaudi_ucm.start.served_layers import refuse_other_layers
 from vllm_gaudi_ucm.start.setup import KeptParts, WorkerParts, make_parts
+from vllm_gaudi_ucm.start.target_model import load_target_model
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec, in_blocks_of, in_tiles
-from vllm_gaudi_ucm.vllm_api.loading import Weights, get_model, weights_of
-from vllm_gaudi_ucm.vllm_api.model import as_trained, densely, tokens_chosen
+from vllm_gaudi_ucm.vllm_api.loading import Weights, weights_of
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
@@ -99,26 +100,11 @@ class ModelRunner:
         self.start_stages = StartStages()
         self._has_measured = False
 
-    def _make_model(self, weights: Weights | None) -> nn.Module:
-        config = self._vllm_config.model_config
-        chosen = tokens_chosen(config)
-        if chosen is None:
-            model = get_model(vllm_config=self._vllm_config, weights=weights)
-            as_trained(model, config.hf_text_config.model_type)
-            return model
-        logger.warning(
-            "%s has each row choose %s tokens (DSA). Here every row attends to all tokens before it: longer contexts "
-            "take more time, and give other logits than the model was trained for.",
-            config.architecture,
-            chosen,
-        )
-        return get_model(vllm_config=densely(self._vllm_config), weights=weights)
-
     def load_model(self, weights: Weights | None = None) -> None:
         """Loads the model and the draft model. weights: the model's, instead of its checkpoint's."""
         refuse_other_layers(self._vllm_config)
         register_latent_attention()
-        models = [self._make_model(weights)]
+        models = [load_target_model(self._vllm_config, weights, self._device, static=self.kind != "off")]
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:
             models.append(draft_model)
@@ -345,9 +331,17 @@ class ModelRunner:
         if self.static is not None:
             self.static.warm_up()
 
+    def forget_embeddings(self) -> None:
+        """Forgets the embeddings of all pictures. A worker without weights has none."""
+        if self._has_weights and self.decoder.embeddings is not None:
+            self.decoder.embeddings.clear()
+
     def warm_up(self) -> float:
         """Warms the graphs that must be warm before serving; returns the seconds it took."""
-        static, seconds = self.static, 0.0
+        static, seconds, pictures = self.static, 0.0, item_encoder_of(self.decoder.model)
+        if static is not None and pictures is not None:
+            with self.start_stages.measured("encoder of pictures"):
+                pictures.warm_up()
         if static is not None:
             if not self._has_measured and static.execution.compiles_kernels:
                 # with `--kv-cache-memory-bytes`
@@ -375,7 +369,13 @@ class ModelRunner:
         # buckets that do not fit are dropped, so one budget must hold on every rank
         ranks = self._ranks if self._lockstep is None else self._lockstep.workers
         self._has_measured = True
+        free = self._device.memory().free
+        pictures = item_encoder_of(self.decoder.model)
+        if pictures is not None:
+            pictures.warm_up()
+            self._device.synchronize()
         if self.kind != "off":
+            for_pictures = free - self._device.memory().free
             need = graph_memory_need(
                 self.decoder,
                 self._vllm_config,
@@ -390,8 +390,7 @@ class ModelRunner:
             if need.kernels.found:
                 self.start_stages.add("kernels", need.kernels.seconds)
             self._memory_budget = ranks.least(need.budget)
-            return need.budget + need.buffers
-        free = self._device.memory().free
+            return for_pictures + need.budget + need.buffers
         for decoder in filter(None, (self.decoder, self._draft_decoder)):
             run_largest_step(decoder, self._vllm_config, self._tensors_on, self.pooler)
         self._device.synchronize()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from torch import nn
 
 from vllm_gaudi_ucm.batch.group_planner import planner_of
+from vllm_gaudi_ucm.batch.mrope_positions import MropePositions
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.multimodal.item_encoder import item_encoder_of
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.adapter_steps import AdapterSteps
 from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
+from vllm_gaudi_ucm.runner.mrope_steps import MropeSteps
+from vllm_gaudi_ucm.runner.multimodal_steps import MultimodalSteps
 from vllm_gaudi_ucm.runner.parts import (
     TOO_MANY_BLOCKS,
     AheadSteps,
@@ -26,6 +32,7 @@ from vllm_gaudi_ucm.runner.parts import (
 )
 from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.runner.profiled_steps import ProfiledSteps
+from vllm_gaudi_ucm.runner.prompt_embedding_steps import PromptEmbeddingSteps
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -116,6 +123,9 @@ def _make_parts(
         TrueShapeSteps() if static is None else StaticSteps(static, in_flight),
         None if ahead is None else AheadSteps(ahead),
         None if adapters is None else AdapterSteps(allocated.requests, adapters),
+        _make_mrope(allocated),
+        _make_multimodal(allocated, static),
+        _make_prompt_embeddings(allocated, static),
         # before the parts that fill blocks, whose summaries are void then
         None if sparse is None else SparseSteps(sparse),
         None if memory is None else MemorySteps(memory, sparse),
@@ -132,6 +142,27 @@ def _make_parts(
         None if profiler is None else ProfiledSteps(profiler),
     )
     return AllParts([part for part in parts if part is not None])
+
+
+def _make_mrope(allocated: AllocatedModel) -> MropeSteps | None:
+    decoder = allocated.model.decoder
+    if MropePositions not in decoder.inputs:
+        return None
+    return MropeSteps(allocated.requests, cast(nn.Module, decoder.model))
+
+
+def _make_multimodal(allocated: AllocatedModel, static: StaticShapes | None) -> MultimodalSteps | None:
+    encoder = item_encoder_of(allocated.model.decoder.model)
+    if encoder is None:
+        return None
+    return MultimodalSteps(allocated.requests, encoder, (lambda reason: None) if static is None else static.bypassed)
+
+
+def _make_prompt_embeddings(allocated: AllocatedModel, static: StaticShapes | None) -> PromptEmbeddingSteps | None:
+    table = allocated.model.decoder.embeddings
+    if table is None or not allocated.model.vllm_config.model_config.enable_prompt_embeds:
+        return None
+    return PromptEmbeddingSteps(allocated.requests, table, whole=static is not None)
 
 
 def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:
@@ -209,6 +240,9 @@ def _native_graphs(allocated: AllocatedModel, decoder: Decoder | None) -> Native
     # of latents, which way new tokens take depends on the parts, and products are no native calls; neither are those of
     # encoders
     if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None or decoder.is_encoder:
+        return None
+    # a step's embeddings are made in two ways
+    if decoder.embeddings is not None:
         return None
     from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
 

@@ -76,6 +76,7 @@ __all__ = [
     "op_registry_oot",
     "plain_parameters",
     "set_forward_context",
+    "text_model",
     "tokens_chosen",
 ]
 
@@ -180,6 +181,16 @@ def as_trained(model: nn.Module, family: str) -> None:
     for module in model.modules():
         if isinstance(module, BloomMLP):
             module.gelu_impl = nn.GELU(approximate="tanh")
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    """Returns the part of a model that a step runs: the model of text in one that reads pictures, otherwise all of it.
+
+    Reason: only models with several parts have `get_language_model`.
+    Remove when: every model of vLLM has it.
+    """
+    found = getattr(model, "get_language_model", None)
+    return model if found is None else cast("nn.Module", found())
 
 
 def tokens_chosen(model_config: "ModelConfig") -> int | None:

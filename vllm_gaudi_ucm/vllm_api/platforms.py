@@ -146,6 +146,29 @@ def take_back_attention_backend(vllm_config: VllmConfig) -> bool:
     return True
 
 
+def reads_pictures(vllm_config: VllmConfig) -> bool:
+    """Returns whether the engine takes pictures: its model has an encoder of them, and no flag excludes its inputs.
+
+    Reason: a configuration may have no model, and vLLM asks the model's processor.
+    Remove when: `VllmConfig` has a property for it.
+    """
+    model = vllm_config.model_config
+    return model is not None and model.is_multimodal_model and bool(model.supports_multimodal_inputs)
+
+
+def takes_videos(vllm_config: VllmConfig) -> bool:
+    """Returns whether a model that reads pictures takes videos, too, as far as `--limit-mm-per-prompt` allows.
+
+    Reason: vLLM's processors, not its configuration, say which media a model has.
+    Remove when: `ModelConfig` has a property for it.
+    """
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    model = vllm_config.model_config
+    media = MULTIMODAL_REGISTRY.get_processing_info(model).supported_mm_limits
+    return "video" in media and model.get_multimodal_config().get_limit_per_prompt("video") > 0
+
+
 def is_pooling(vllm_config: VllmConfig) -> bool:
     """Returns whether the engine's model pools its hidden states, instead of yielding tokens.
 

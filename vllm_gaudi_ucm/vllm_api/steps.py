@@ -64,6 +64,20 @@ def first_grammar_rows(scheduler_output: SchedulerOutput, grammar: GrammarOutput
     return [index * each for index in range(len(names))]
 
 
+def prompt_tokens(new: NewRequestData) -> list[int]:
+    """Returns the tokens of a prompt, 0 for each embedding that the prompt has in place of a token.
+
+    Reason: a prompt of embeddings has no tokens; one of both has a token outside the vocabulary for each embedding.
+    Remove when: vLLM sends the tokens that its scheduler counts.
+    """
+    tokens = new.prompt_token_ids
+    if tokens is None:
+        return [0] * (0 if new.prompt_embeds is None else len(new.prompt_embeds))
+    if new.prompt_is_token_ids is None:
+        return tokens
+    return [token if known else 0 for token, known in zip(tokens, new.prompt_is_token_ids, strict=True)]
+
+
 def token_types(new: NewRequestData) -> tuple[int, int]:
     """Returns the first token of a prompt that has the token type 1, and the first one after these. The others have
     the type 0.

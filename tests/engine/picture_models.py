@@ -1,0 +1,230 @@
+"""Tiny random models that read pictures, with their processors, and what Hugging Face Transformers computes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast
+
+from tests.engine.serving import NEAR_TIE, Answer
+
+VOCAB = 260
+PAD, BOS, EOS, UNKNOWN, IMAGE, BREAK, END, START, VIDEO = range(9)
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "[IMG_BREAK]", "[IMG_END]", "[IMG_START]", "<video>"]
+SIDE = 24
+"""Pixels of a picture's side, for encoders of one resolution."""
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": SIDE,
+    "patch_size": 6,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32},
+        "image_token_index": IMAGE,
+        "image_seq_length": 16,
+        "vision_feature_select_strategy": "default",
+    },
+    # with Pixtral's encoder, which takes pictures of any size
+    "pixtral": {
+        "model_type": "llava",
+        "text_config": {
+            **_TEXT,
+            "model_type": "mistral",
+            "sliding_window": None,
+            "architectures": ["MistralForCausalLM"],
+        },
+        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "projector_hidden_act": "gelu",
+    },
+    "mistral3": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "mistral",
+            "sliding_window": None,
+            "architectures": ["MistralForCausalLM"],
+        },
+        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
+        "image_token_index": IMAGE,
+        "spatial_merge_size": 2,
+    },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_VISION, "image_size": [SIDE, SIDE], "patch_size": [6, 6]},
+        "image_token_id": IMAGE,
+        "image_seq_length": 4,
+    },
+}
+
+
+def make_picture_model(folder: Path, family: str, seed: int = 0) -> Path:
+    """Writes a model with weights that make attention and pictures matter, and its processor."""
+    torch.manual_seed(seed)
+    values = {"model_type": family, "tie_word_embeddings": False, **FAMILIES[family]}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model: Any = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name.lower() or name.endswith("bias"):
+                weight.add_(torch.randn_like(weight) * 0.1)
+            else:
+                weight.normal_(std=1.0 if "embed_tokens" in name else 0.2)
+        # the largest logit is above 0, so no placeholder is ever generated
+        model.get_output_embeddings().weight[: len(SPECIAL)] = 0.0
+    model.to(torch.float32).save_pretrained(folder)
+    _name_as_published(folder / "model.safetensors", family)
+    PROCESSORS[family](folder, _tokenizer())
+    return folder
+
+
+def _name_as_published(file: Path, family: str) -> None:
+    """Gives weights of a CLIP or SigLIP encoder the names that published checkpoints have, and that vLLM reads."""
+    if family in ("llava", "gemma3"):
+        weights = load_file(file)
+        renamed = {
+            re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weights[name]
+            for name in weights
+        }
+        save_file(renamed, file, {"format": "pt"})
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with the words `w8` to `w259`."""
+    words = {name: number for number, name in enumerate(SPECIAL)}
+    words |= {f"w{number}": number for number in range(len(SPECIAL), VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        additional_special_tokens=SPECIAL[IMAGE:],
+        extra_special_tokens={
+            "start_image_token": "[IMG_START]",
+            "end_image_token": "[IMG_END]",
+            "context_image_token": "<image>",
+            "video_token": "<video>",
+        },
+    )
+
+
+def _llava(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    size = {"height": SIDE, "width": SIDE}
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size)
+    LlavaProcessor(
+        pictures, tokenizer, patch_size=6, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    ).save_pretrained(folder)
+
+
+def _pixtral(folder: Path, tokenizer: PreTrainedTokenizerFast, merged: int = 1) -> None:
+    from transformers import PixtralProcessor
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    pictures = PixtralImageProcessorPil(
+        size={"longest_edge": 48}, patch_size={"height": 6 * merged, "width": 6 * merged}
+    )
+    PixtralProcessor(
+        pictures, tokenizer, patch_size=6, spatial_merge_size=merged, image_token="<image>"
+    ).save_pretrained(folder)
+
+
+def _mistral3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    _pixtral(folder, tokenizer, merged=2)
+
+
+def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    from transformers import InternVLProcessor, InternVLVideoProcessor
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+
+    size = {"height": SIDE, "width": SIDE}
+    pictures = GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
+    InternVLProcessor(pictures, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4).save_pretrained(
+        folder
+    )
+
+
+PROCESSORS = {"llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3, "internvl": _internvl}
+
+
+def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
+    """Returns a picture of random squares, which resampling does not blur away."""
+    squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(squares).resize((width, height), Image.Resampling.NEAREST)
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def prompt(text: str, *pictures: Image.Image) -> dict[str, Any]:
+    """Returns a prompt of vLLM. text: has `<image>` for each picture."""
+    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}} if pictures else {"prompt": text}
+
+
+class PictureReference:
+    """Hugging Face's model and processor of a folder; see `ReferenceModel`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self.processor: Any = AutoProcessor.from_pretrained(folder)
+
+    @torch.inference_mode()
+    def logprobs(self, asked: dict[str, Any], tokens: Sequence[int]) -> torch.Tensor:
+        """float32 [tokens, vocabulary]: after the prompt and each of the tokens but the last."""
+        pictures = asked.get("multi_modal_data", {}).get("image")
+        inputs = self.processor(images=pictures, text=asked["prompt"], return_tensors="pt")
+        more = torch.tensor([list(tokens[:-1])], dtype=torch.int64)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], more], 1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if "token_type_ids" in inputs:
+            inputs["token_type_ids"] = torch.cat([inputs["token_type_ids"], torch.zeros_like(more)], 1)
+        logits = self.model(**inputs).logits[0, -len(tokens) :]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    def assert_greedy(self, asked: Sequence[dict[str, Any]], answers: Sequence[Answer], near_ties: int = 1) -> None:
+        """Every token is ours and theirs; at most `near_ties` prompts may part, where their two best are that close."""
+        parted = 0
+        for index, (one, answer) in enumerate(zip(asked, answers, strict=True)):
+            expected = self.logprobs(one, answer.tokens)
+            best, count = expected.argmax(-1).tolist(), len(answer.tokens)
+            end = next((i for i in range(count) if best[i] != answer.tokens[i]), count)
+            if end < count:
+                first, second = expected[end].topk(2).values.tolist()
+                assert first - second < NEAR_TIE, f"prompt {index} parts at token {end}: {answer.tokens}, {best}"
+                parted += 1
+            chosen = expected[torch.arange(end), answer.tokens[:end]]
+            torch.testing.assert_close(torch.tensor(answer.logprobs[:end]), chosen, atol=NEAR_TIE, rtol=0)
+        assert parted <= near_ties

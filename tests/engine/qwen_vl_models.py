@@ -1,0 +1,192 @@
+"""Tiny random models of Qwen's families that read pictures, whose rotary positions have three axes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedTokenizerFast
+
+from tests.engine.reference_model import ReferenceModel
+from tests.engine.serving import Answer
+from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB, make_model
+
+IMAGE, VIDEO, START, END = range(VOCAB - 4, VOCAB)
+"""Tokens that stand for pictures, and before and behind one."""
+
+PATCH = 4
+MERGED = 2
+"""Pixels of a patch, and patches on each side of what is one token."""
+
+_TEXT = {**COMMON, **FAMILIES["qwen2"]}
+_SPECIAL = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "tie_word_embeddings": False,
+}
+_VISION: dict[str, Any] = {"depth": 3, "num_heads": 4, "patch_size": PATCH, "spatial_merge_size": MERGED}
+
+
+def _rope(**more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], **more}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _rope()},
+        "vision_config": {**_VISION, "embed_dim": 64, "hidden_size": 64},
+    },
+    # windows of four tokens in all layers of the encoder but the last one
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _rope()},
+        "vision_config": {
+            **_VISION,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "out_hidden_size": 64,
+            "window_size": 4 * PATCH,
+            "fullatt_block_indexes": [2],
+        },
+    },
+    # two layers of the encoder are read by the first two layers of the decoder
+    "qwen3_vl": {
+        "text_config": {
+            **_TEXT,
+            **FAMILIES["qwen3"],
+            "num_hidden_layers": 3,
+            "rope_parameters": _rope(mrope_interleaved=True),
+        },
+        "vision_config": {
+            **_VISION,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+}
+
+
+def qwen_config(model_type: str, **text: Any) -> PreTrainedConfig:
+    """text: changes of the decoder."""
+    sizes = MODELS[model_type]
+    return AutoConfig.for_model(model_type, **_SPECIAL, **{**sizes, "text_config": {**sizes["text_config"], **text}})
+
+
+def make_qwen(folder: Path, config: PreTrainedConfig) -> Path:
+    """Writes a model that never answers with a token for pictures, and its processor, which leaves pictures of 4 to 40
+    tokens in their size.
+    """
+    make_model(folder, config, kind=AutoModelForImageTextToText)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][IMAGE:] = 0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    _processor(config.model_type).save_pretrained(folder)
+    return folder
+
+
+def _processor(model_type: str) -> Any:
+    # their modules need torchvision
+    from transformers import (
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    kinds: dict[str, tuple[Any, Any]] = {
+        "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
+        "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+        "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+    }
+    special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    names = [*(f"t{number}" for number in range(IMAGE)), *special]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="t3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0", additional_special_tokens=special
+    )
+    area = (PATCH * MERGED) ** 2
+    sizes: dict[str, Any] = {
+        "patch_size": PATCH,
+        "merge_size": MERGED,
+        "size": {"shortest_edge": 4 * area, "longest_edge": 40 * area},
+    }
+    processor, videos = kinds[model_type]
+    return processor(Qwen2VLImageProcessor(**sizes), tokenizer, videos(**sizes))
+
+
+class PicturePrompt(NamedTuple):
+    """Tokens, with one IMAGE for each picture."""
+
+    tokens: list[int]
+    images: list[Image.Image]
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """As vLLM takes it."""
+        pictures = {"multi_modal_data": {"image": self.images}} if self.images else {}
+        return {"prompt_token_ids": self.tokens, **pictures}
+
+
+def picture(seed: int, height: int, width: int) -> Image.Image:
+    """height, width: pixels."""
+    return Image.fromarray(np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def picture_prompt(seed: int, lengths: Sequence[int], images: Sequence[Image.Image]) -> PicturePrompt:
+    """lengths: words before each picture and behind the last one."""
+    rng = random.Random(seed)
+    texts = [[rng.randrange(3, IMAGE) for _ in range(length)] for length in lengths]
+    tokens = texts[0]
+    for text in texts[1:]:
+        tokens = [*tokens, START, IMAGE, END, *text]
+    assert len(texts) == len(images) + 1
+    return PicturePrompt(tokens, list(images))
+
+
+class PictureReference(ReferenceModel):
+    """What Transformers computes of prompts with pictures."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoProcessor
+
+        super().__init__(folder, kind=AutoModelForImageTextToText)
+        self._processor = AutoProcessor.from_pretrained(folder)
+        self._pictures: dict[str, torch.Tensor] = {}
+
+    def expanded(self, prompt: PicturePrompt) -> list[int]:
+        """The tokens, with as many of each picture as the decoder has; the next forwards have its pictures."""
+        self._pictures = {}
+        if not prompt.images:
+            return prompt.tokens
+        self._pictures = dict(self._processor.image_processor(prompt.images, return_tensors="pt"))
+        counts = (self._pictures["image_grid_thw"].prod(-1) // MERGED**2).tolist()
+        found: list[int] = []
+        for token in prompt.tokens:
+            found += [token] * (counts.pop(0) if token == IMAGE else 1)
+        return found
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int], keep: int) -> torch.Tensor:
+        ids = torch.tensor([list(tokens)])
+        kinds = {"mm_token_type_ids": (ids == IMAGE).int()} if self._pictures else {}
+        logits = self.model(ids, logits_to_keep=keep, **self._pictures, **kinds).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    def assert_pictures(self, prompts: Sequence[PicturePrompt], answers: Sequence[Answer]) -> None:
+        """Like `assert_greedy`; each prompt may part at a near tie."""
+        for prompt, answer in zip(prompts, answers, strict=True):
+            self.assert_greedy([self.expanded(prompt)], [answer])

@@ -1,0 +1,136 @@
+"""Qwen's families that read pictures give the tokens of Transformers, whatever becomes of a prompt with pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.hpu_counts import broken_duties
+from tests.engine.hpu_process import run_on_card
+from tests.engine.serving import Answer, Engine, answer_of, greedy_params
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+
+pytest.importorskip("torchvision")  # vLLM's classes import it
+from tests.engine.qwen_vl_models import (
+    MODELS,
+    PicturePrompt,
+    PictureReference,
+    make_qwen,
+    picture,
+    picture_prompt,
+    qwen_config,
+)
+
+pytestmark = pytest.mark.slow  # starts engines
+
+# 24, 40 and 9 tokens; the first two are resized
+WIDE, LARGE, SMALL = picture(0, 50, 30), picture(1, 70, 64), picture(2, 24, 24)
+PROMPTS = [
+    picture_prompt(1, [5, 7], [WIDE]),
+    picture_prompt(2, [3, 2, 9, 4], [WIDE, LARGE, SMALL]),
+    picture_prompt(3, [20], []),
+    picture_prompt(4, [0, 1], [LARGE]),
+    picture_prompt(5, [30, 5, 30], [SMALL, WIDE]),
+]
+LENGTH = 32
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "limit_mm_per_prompt": {"video": 0},
+    # a chunk ends inside of a picture
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 4,
+    "max_model_len": 192,
+}
+TIGHT: dict[str, Any] = {**OPTIONS, "num_gpu_blocks_override": 16}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+BUCKETS = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 8, "warm_up": "full"}}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen(tmp_path_factory.mktemp(request.param), qwen_config(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen(tmp_path_factory.mktemp("qwen3"), qwen_config("qwen3_vl"))
+
+
+def generate(engine: Engine, asked: list[PicturePrompt], length: int = LENGTH) -> list[Answer]:
+    params = greedy_params(length)
+    return [answer_of(found) for found in engine.llm.generate([one.request for one in asked], params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    ("ucm", "options"),
+    [({}, {}), (BUCKETS, {}), (BUCKETS, {"speculative_config": NGRAM}), ({}, {"async_scheduling": True})],
+    ids=["true shapes", "buckets", "buckets and drafts", "asynchronous"],
+)
+def test_chunks_and_preemptions(model: Path, ucm: dict[str, Any], options: dict[str, Any]) -> None:
+    """Prompts of one, two and three pictures and of none at once; requests are preempted in the middle of a picture."""
+    with Engine(model, ucm, **TIGHT, **options) as engine:
+        found = generate(engine, PROMPTS)
+        assert engine.preemptions
+        engine.step()
+        engine.check_idle()
+    PictureReference(model).assert_pictures(PROMPTS, found)
+
+
+def test_the_same_picture_is_found_in_the_cache_and_another_one_is_not(model: Path) -> None:
+    """Prompts of the same tokens and another picture of the same size share the blocks before it alone."""
+    other = PROMPTS[4]._replace(images=[picture(9, 24, 24), WIDE])
+    with Engine(model, **OPTIONS) as engine:
+        found = [generate(engine, [prompt])[0] for prompt in (PROMPTS[4], PROMPTS[4], other)]
+        encoded = set(engine.runner.decoder.embeddings._rows)
+    # 101 tokens; 31 before the first picture
+    assert [answer.cached_tokens for answer in found] == [0, 96, 16]
+    assert len(encoded) == 3
+    PictureReference(model).assert_pictures([PROMPTS[4], PROMPTS[4], other], found)
+
+
+def test_a_picture_found_in_the_cache_is_encoded_after_a_preemption(qwen3: Path) -> None:
+    """vLLM sends only the size of a picture that prefix caching has found, by which its tokens are positioned."""
+    pictures, text = PROMPTS[4], PROMPTS[2]
+    with Engine(qwen3, **TIGHT) as engine:
+        generate(engine, [pictures], 2)
+        # the scheduler would believe them encoded
+        engine.core.reset_encoder_cache()
+        # the text preempts the prompt with pictures, and takes its blocks
+        lengths = [greedy_params(160), greedy_params(80)]
+        asked = [one.request for one in (text, pictures)]
+        found = [answer_of(output) for output in engine.llm.generate(asked, lengths, use_tqdm=False)]
+        assert found[1].cached_tokens == 96
+        assert engine.preemptions
+        encoded = set(engine.runner.decoder.embeddings._rows)
+    assert encoded
+    PictureReference(qwen3).assert_pictures([text, pictures], found)
+
+
+def test_videos_are_refused_by_name(qwen3: Path) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"videos in prompts.*--limit-mm-per-prompt"):
+        Engine(qwen3, **{**OPTIONS, "limit_mm_per_prompt": {}})
+
+
+def serve(model: str) -> dict[str, Any]:
+    """Answers of an engine on the simulated card, and what it compiled for pictures of sizes that it has seen."""
+    from habana_frameworks.torch.simulator import card
+
+    with Engine(Path(model), {"graphs": {"warm_up": "full", "max_graphs": 4}}, **OPTIONS) as engine:
+        first = generate(engine, PROMPTS, 8)
+        before = card.compilations
+        again = generate(engine, PROMPTS, 8)
+        return {
+            "answers": [dataclasses.asdict(answer) for answer in [*first, *again]],
+            "compiled": card.compilations - before,
+            "broken": broken_duties(),
+        }
+
+
+def test_on_the_simulated_card(qwen3: Path, tmp_path: Path) -> None:
+    found = run_on_card(serve, tmp_path, model=str(qwen3)).result
+    PictureReference(qwen3).assert_pictures([*PROMPTS, *PROMPTS], [Answer(**answer) for answer in found["answers"]])
+    assert found["compiled"] == 0
+    assert found["broken"] == {}

@@ -1,0 +1,124 @@
+"""Embeddings that are no token's, such as those of pictures: one tensor on the device, from which steps take rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
+
+
+class TableFullError(RuntimeError):
+    """An item has more embeddings than the table has free rows."""
+
+
+class EmbeddingTable:
+    """Keeps the embeddings of items by key. An item takes any free rows, so the table has no gaps.
+
+    A step reads rows by an index tensor (`EmbeddingRows`). Its first row is never written; rows of tokens and pads of
+    a bucket refer to it. All shapes depend only on the number of the step's rows, so a graph has one form.
+
+    Args:
+        num_rows: embeddings that it holds.
+        width: size of an embedding.
+    """
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.zeros((1 + num_rows, width), dtype=dtype, device=device)
+        self._rows: dict[str, NDArray[np.int32]] = {}
+        self._free = list(range(num_rows, 0, -1))
+        self._mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _of_tokens
+        self._choose: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _chosen
+
+    def give_to(self, model: nn.Module) -> None:
+        """Makes a model take embeddings from this table: `EmbeddingRows` and `Decoder` look for the attribute."""
+        # not a module
+        vars(model)["embedding_table"] = self
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.values) - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def compile(self, compiler: StaticCompiler) -> None:
+        """Makes the two computations of a step compiled regions from now on."""
+        self._mask, self._choose = compiler.region(_of_tokens), compiler.region(_chosen)
+
+    def rows_of(self, key: str) -> NDArray[np.int32] | None:
+        """Returns int32 [embeddings] the rows of an item; None if the table does not have it."""
+        return self._rows.get(key)
+
+    def put(self, key: str, embeddings: torch.Tensor) -> None:
+        """Copies an item's embeddings, [embeddings, width], into free rows. Ignored if the table has the item.
+
+        Raises:
+            ValueError: they are not of this width.
+            TableFullError: there are too few free rows.
+        """
+        count = len(embeddings)
+        if key in self._rows:
+            return
+        if embeddings.shape[1:] != self.values.shape[1:]:
+            raise ValueError(f"embeddings of shape {list(embeddings.shape)}, expected {self.values.shape[1]} columns")
+        if count > len(self._free):
+            raise TableFullError(f"{count} embeddings do not fit {len(self._free)} free rows of {self.num_rows}")
+        rows = np.array([self._free.pop() for _ in range(count)], np.int32)
+        places = torch.from_numpy(rows.astype(np.int64)).to(self.values.device)
+        self.values.index_copy_(0, places, embeddings.to(self.values.dtype))
+        self._rows[key] = rows
+
+    def fill(self, embeddings: torch.Tensor) -> None:
+        """Copies embeddings to the first rows, in one copy.
+
+        embeddings: [rows, width], on the host, the first one zeros. Steps that read other rows must be queued, and no
+        item may have rows.
+        """
+        assert not self._rows, "rows of items would be lost"
+        self.values[: len(embeddings)].copy_(embeddings)
+
+    def free(self, key: str) -> None:
+        """Forgets an item if the table has it. Steps that read it must be queued."""
+        rows = self._rows.pop(key, None)
+        if rows is not None:
+            self._free += rows.tolist()
+
+    def clear(self) -> None:
+        """Forgets all items."""
+        for key in list(self._rows):
+            self.free(key)
+
+    def token_ids(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns int64 [rows] token ids, 0 for rows that the table describes: a placeholder may be no token of the
+        vocabulary.
+        """
+        return self._mask(token_ids, rows)
+
+    def merged(self, of_tokens: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the embeddings of a step's rows, the table's, or else the tokens'; and what the table has beyond the
+        width of a token's, with zeros for rows of tokens.
+
+        of_tokens: [rows, width of a token's].
+        """
+        return self._choose(of_tokens, self.values, rows)
+
+
+def _of_tokens(token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return token_ids * (rows == 0).to(token_ids.dtype)
+
+
+def _chosen(
+    of_tokens: torch.Tensor, values: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    found, width = values.index_select(0, rows), of_tokens.shape[1]
+    merged = torch.where((rows == 0).unsqueeze(1), of_tokens, found[:, :width])
+    return merged, found[:, width:] if found.shape[1] > width else None

@@ -1,0 +1,138 @@
+"""Computes embeddings of pictures by the model's encoder, and keeps them in the embedding table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
+from vllm_gaudi_ucm.vllm_api.deepstack import num_levels
+from vllm_gaudi_ucm.vllm_api.multimodal import (
+    MULTIMODAL_REGISTRY,
+    MultiModalBudget,
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    SupportsMultiModal,
+    group_and_batch_mm_kwargs,
+    sanity_check_mm_encoder_outputs,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.device import Device
+
+    Inputs = tuple[str, MultiModalKwargsItem]
+    """The modality of an item, and the tensors that its processor has made."""
+
+logger = plugin_logger(__name__)
+
+_ENCODER = "item_encoder"
+
+
+class ItemEncoder:
+    """Runs a model's encoder between steps, outside of their graphs.
+
+    Args:
+        model: reads pictures. Gets the embedding table.
+        one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met
+            again. Otherwise items are encoded together.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: Device, one_by_one: bool) -> None:
+        config = vllm_config.model_config
+        self._budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
+        # as many as vLLM's scheduler counts
+        count = self._budget.encoder_cache_size
+        width, dtype = (1 + num_levels(model)) * config.get_inputs_embeds_size(), cast(torch.dtype, config.dtype)
+        self.table = EmbeddingTable(count, width, dtype, device.torch_device())
+        logger.info("Up to %d embeddings of pictures are kept, %.1f MiB", count, self.table.values.nbytes / 2**20)
+        self._model = cast(SupportsMultiModal, model)
+        self._device = device
+        self._one_by_one = one_by_one
+        self._known_sizes: set[str] = set()
+        self._new_sizes: list[str] = []
+        # not a module
+        vars(model)[_ENCODER] = self
+        self.table.give_to(model)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Encodes as many of the largest items as a step may have, and keeps none of their embeddings."""
+        inputs = self._budget.get_dummy_encoder_profile_inputs(max_items_per_batch=1 if self._one_by_one else None)
+        keys = [f"warm-up {number}" for number in range(len(inputs))]
+        if inputs:
+            self._encode(dict(zip(keys, inputs, strict=True)))
+        for key in keys:
+            self.table.free(key)
+        self._new_sizes.clear()
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[MultiModalFeatureSpec]) -> dict[str, Exception]:
+        """Encodes items that the table lacks. Returns the errors of items that cannot be encoded, by `identifier`."""
+        missing = {item.identifier: item for item in items if self.table.rows_of(item.identifier) is None}
+        found: dict[str, Exception] = {}
+        for batch in self._batches(list(missing.values())):
+            try:
+                self._encode(_inputs_of(batch))
+            except Exception as error:
+                if len(batch) == 1:
+                    found[batch[0].identifier] = error
+                else:
+                    # the others of the batch may be well
+                    for item in batch:
+                        found.update(self.encode([item]))
+        return found
+
+    def take_new_sizes(self) -> list[str]:
+        """Returns sizes that were encoded for the first time since the last call, except those of a warm-up."""
+        found, self._new_sizes = self._new_sizes, []
+        return found
+
+    def _batches(self, items: list[MultiModalFeatureSpec]) -> Iterator[list[MultiModalFeatureSpec]]:
+        if self._one_by_one:
+            yield from ([item] for item in items)
+        elif items:
+            yield items
+
+    def _encode(self, inputs: dict[str, Inputs]) -> None:
+        """Encodes items together. inputs: by the key of each item."""
+        # in lazy mode, a recipe of its own
+        self._device.end_recipe()
+        for key, embeddings in zip(inputs, self._compute(list(inputs.values())), strict=True):
+            self.table.put(key, embeddings)
+        self._device.end_recipe()
+
+    def _compute(self, inputs: Sequence[Inputs]) -> list[torch.Tensor]:
+        """Returns the embeddings of each item, [embeddings, width]."""
+        found: list[torch.Tensor] = []
+        tensors_on, pins = self._device.torch_device(), self._device.kind == "cuda"
+        for _, count, batch in group_and_batch_mm_kwargs(list(inputs), device=tensors_on, pin_memory=pins):
+            self._note_size(batch)
+            outputs = self._model.embed_multimodal(**batch)
+            sanity_check_mm_encoder_outputs(outputs, expected_num_items=count)
+            found += list(outputs)
+        return found
+
+    def _note_size(self, batch: dict[str, object]) -> None:
+        shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        size = str(shapes)
+        if size not in self._known_sizes:
+            self._known_sizes.add(size)
+            self._new_sizes.append(size)
+
+
+def _inputs_of(items: Sequence[MultiModalFeatureSpec]) -> dict[str, Inputs]:
+    found = {item.identifier: (item.modality, item.data) for item in items if item.data is not None}
+    if len(found) < len(items):
+        raise ValueError("its pixels were not sent again")
+    return found
+
+
+def item_encoder_of(model: object) -> ItemEncoder | None:
+    """Returns the encoder of a model's pictures; None if it reads only tokens."""
+    return cast("ItemEncoder | None", getattr(model, _ENCODER, None))

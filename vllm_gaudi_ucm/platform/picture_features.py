@@ -1,0 +1,93 @@
+"""Features that models with pictures refuse: families, other media, and what does not go with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.platform.feature import Feature, unless
+from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures, takes_videos
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+FAMILIES = (
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+"""Classes of models whose pictures are read."""
+
+
+def _if(found: Callable[[VllmConfig], object]) -> Callable[[VllmConfig], object]:
+    return lambda config: reads_pictures(config) and found(config)
+
+
+def _other_family(config: VllmConfig) -> str | None:
+    return unless(config.model_config.architecture, FAMILIES)
+
+
+OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
+    Feature(
+        """videos in prompts (set --limit-mm-per-prompt '{{"video": 0}}')""",
+        "the model",
+        "only pictures have been tried",
+        _if(takes_videos),
+    ),
+    Feature(
+        "pictures and other media of {found}",
+        "the model",
+        f"only {', '.join(FAMILIES)} have been tried; --language-model-only serves the text model alone",
+        _if(_other_family),
+    ),
+    Feature(
+        "pictures with pipeline stages",
+        "--pipeline-parallel-size",
+        "only the last stage can report a picture that the first one cannot encode; take --tensor-parallel-size",
+        _if(lambda c: c.parallel_config.pipeline_parallel_size > 1),
+    ),
+    Feature(
+        "adapters (LoRA) with pictures",
+        "--enable-lora",
+        "it has not been tried; merge the adapter into the weights, or add --language-model-only",
+        _if(lambda c: c.lora_config is not None),
+    ),
+    Feature(
+        "pictures with a draft model",
+        "--speculative-config",
+        "it would read the placeholders of pictures as tokens; take the method `ngram`",
+        _if(lambda c: c.speculative_config is not None and c.speculative_config.method == "draft_model"),
+    ),
+    Feature(
+        "pictures with a model that pools",
+        "--runner pooling",
+        "it has not been tried; take a model of text",
+        _if(lambda c: c.model_config.runner_type == "pooling"),
+    ),
+    Feature(
+        "pictures with several engines that share out experts",
+        "--data-parallel-size",
+        "it has not been tried; take --tensor-parallel-size",
+        _if(lambda c: c.parallel_config.data_parallel_size > 1),
+    ),
+    Feature(
+        "pictures that ranks share out",
+        "--mm-encoder-tp-mode {found}",
+        "each rank encodes every picture with its part of the weights; leave the flag out",
+        _if(lambda c: unless(c.model_config.multimodal_config.mm_encoder_tp_mode, ("weights",))),
+    ),
+    Feature(
+        "times of pictures' processors",
+        "--enable-mm-processor-stats",
+        "a worker does not measure its encoder; leave the flag out",
+        _if(lambda c: c.observability_config.enable_mm_processor_stats),
+    ),
+    Feature(
+        "embeddings of pictures in requests",
+        "--enable-mm-embeds",
+        "a request has the pictures themselves; leave the flag out",
+        _if(lambda c: c.model_config.multimodal_config.enable_mm_embeds),
+    ),
+)
