@@ -37,6 +37,7 @@ class LayerAdapters(PunicaWrapperBase):
         **others: Any,
     ) -> None:
         # without vLLM's own, which allocates index tensors of a step
+        self.device = device
         self._weights: AdapterWeights | None = None
 
     def of_layer(self, weights: AdapterWeights, step: StepRoutes) -> LayerAdapters:
@@ -59,6 +60,9 @@ class LayerAdapters(PunicaWrapperBase):
         weights = self.weights
         tokens = weights.down.shape[0] // weights.slots
         return self.step.current.rows.clamp(min=0) * tokens
+
+    def update_metadata(self, *_: Any, **others: Any) -> None:
+        """Does nothing: a row input of the step has each row's adapter, in place of vLLM's index tensors."""
 
     def add_lora_linear(
         self,
