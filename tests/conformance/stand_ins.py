@@ -63,14 +63,16 @@ def _encoder(folder: Path, demo: Path, *, family: str, kind: str = "AutoModel", 
         write_sentence_pooling(folder, pools, size=config.hidden_size)
 
 
-def _decoder(folder: Path, demo: Path, *, family: str, kind: str, pools: str = "", **changes: Any) -> None:
-    """Writes a decoder that pools, with the demo model's tokenizer."""
+def _decoder(
+    folder: Path, demo: Path, *, family: str, kind: str, pools: str = "", chats: bool = True, **changes: Any
+) -> None:
+    """Writes a decoder that pools, with the demo model's tokenizer. chats: with its template for chats, too."""
     given = AutoConfig.from_pretrained(demo)
     ids = {name: getattr(given, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     # of one prompt alone Transformers finds the last token by its id, so this is one that texts do not have
     config = AutoConfig.for_model(family, **{**_DECODER, **ids, "pad_token_id": given.vocab_size - 1, **changes})
     _random_model(config, kind).save_pretrained(folder)
-    for file in [*demo.glob("tokenizer*"), *demo.glob("chat_template*")]:
+    for file in [*demo.glob("tokenizer*"), *(demo.glob("chat_template*") if chats else ())]:
         shutil.copy(file, folder)
     if pools:
         write_sentence_pooling(folder, pools, size=config.hidden_size)
@@ -96,7 +98,7 @@ def _late_interaction(folder: Path, demo: Path, *, architecture: str, size: int)
     projection = torch.randn(size, width, generator=torch.Generator().manual_seed(0)) * width**-0.5
     save_file({**tensors, "linear.weight": projection}, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"architectures": [architecture], "dim": size}
+    config["architectures"] = [architecture]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -135,7 +137,9 @@ POOLING: Mapping[str, Writer] = {
     "jason9693/Qwen2.5-1.5B-apeach": partial(
         _decoder, family="qwen2", kind=_CLASSES, id2label={0: "Default", 1: "Spoiled"}
     ),
-    "tomaarsen/Qwen3-Reranker-0.6B-seq-cls": partial(_decoder, family="qwen3", kind=_CLASSES, num_labels=1),
+    "tomaarsen/Qwen3-Reranker-0.6B-seq-cls": partial(
+        _decoder, family="qwen3", kind=_CLASSES, num_labels=1, chats=False
+    ),
     "bd2lcco/Qwen3-0.6B-finetuned": partial(_decoder, family="qwen3", kind=_TOKEN_CLASSES, num_labels=9),
     "nie3e/sentiment-polish-gpt2-small": partial(
         _decoder, family="gpt2", kind=_CLASSES, num_labels=3, n_positions=1024
