@@ -51,7 +51,9 @@ def _mini_lm(folder: Path, demo: Path, *, tokens: int = 512) -> None:
     (folder / "sentence_bert_config.json").write_text(json.dumps(limits), encoding="utf-8")
 
 
-def _encoder(folder: Path, demo: Path, *, family: str, kind: str = "AutoModel", pools: str = "", **changes: Any) -> None:
+def _encoder(
+    folder: Path, demo: Path, *, family: str, kind: str = "AutoModel", pools: str = "", **changes: Any
+) -> None:
     """Writes an encoder with the tokenizer of all-MiniLM-L6-v2. pools: as sentence-transformers name it."""
     config = AutoConfig.for_model(family, **{**_SHAPE, **_WORDPIECES, **changes})
     # vLLM reads the entry, which checkpoints have, and configurations of newer Transformers do not
@@ -144,9 +146,7 @@ POOLING: Mapping[str, Writer] = {
     "nie3e/sentiment-polish-gpt2-small": partial(
         _decoder, family="gpt2", kind=_CLASSES, num_labels=3, n_positions=1024
     ),
-    "Qwen/Qwen3-Embedding-0.6B": partial(
-        _decoder, family="qwen3", kind="AutoModelForCausalLM", pools="lasttoken"
-    ),
+    "Qwen/Qwen3-Embedding-0.6B": partial(_decoder, family="qwen3", kind="AutoModelForCausalLM", pools="lasttoken"),
     "Qwen/Qwen3-Reranker-0.6B": partial(_decoder, family="qwen3", kind="AutoModelForCausalLM"),
     "intfloat/e5-mistral-7b-instruct": partial(_decoder, family="mistral", kind="AutoModel", pools="lasttoken"),
     "BAAI/bge-multilingual-gemma2": partial(_decoder, family="gemma2", kind="AutoModel", pools="lasttoken"),
