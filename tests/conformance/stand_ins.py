@@ -104,11 +104,12 @@ def _late_interaction(folder: Path, demo: Path, *, architecture: str, size: int)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _adapter(folder: Path, demo: Path, *, of: Writer, modules: Sequence[str] = ALL_LINEAR) -> None:
-    """Writes an adapter of rank 8. of: writes the model that it is for."""
+def _adapter(folder: Path, demo: Path, *, base: str, of: Writer, modules: Sequence[str] = ALL_LINEAR) -> None:
+    """Writes an adapter of rank 8. base: the name of the model that it is for. of: writes that model."""
     with tempfile.TemporaryDirectory() as temporary:
         of(Path(temporary), demo)
-        make_adapter(folder, Path(temporary), rank=8, alpha=32.0, modules=modules)
+        named = {"base_model_name_or_path": base}
+        make_adapter(folder, Path(temporary), rank=8, alpha=32.0, modules=modules, **named)
 
 
 _CLASSES = "AutoModelForSequenceClassification"
@@ -156,10 +157,11 @@ POOLING: Mapping[str, Writer] = {
 
 def adapters(models: Mapping[str, Writer]) -> Mapping[str, Writer]:
     """Returns the adapters of models of the hub."""
+    made = {
+        "charent/self_cognition_Alice": ("Qwen/Qwen3-0.6B", ALL_LINEAR),
+        "jeeejeee/llama32-3b-text2sql-spider": ("meta-llama/Llama-3.2-1B", (*ALL_LINEAR, *EMBEDDINGS)),
+        "typeof/zephyr-7b-beta-lora": ("HuggingFaceH4/zephyr-7b-beta", ALL_LINEAR),
+    }
     return {
-        "charent/self_cognition_Alice": partial(_adapter, of=models["Qwen/Qwen3-0.6B"]),
-        "jeeejeee/llama32-3b-text2sql-spider": partial(
-            _adapter, of=models["meta-llama/Llama-3.2-1B"], modules=(*ALL_LINEAR, *EMBEDDINGS)
-        ),
-        "typeof/zephyr-7b-beta-lora": partial(_adapter, of=models["HuggingFaceH4/zephyr-7b-beta"]),
+        name: partial(_adapter, base=base, of=models[base], modules=modules) for name, (base, modules) in made.items()
     }
