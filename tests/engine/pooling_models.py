@@ -100,7 +100,7 @@ def write_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def write_sentence_pooling(folder: Path, mode: str, *, normalizes: bool = True) -> None:
+def write_sentence_pooling(folder: Path, mode: str, *, normalizes: bool = True, size: int = 64) -> None:
     """Writes the files of sentence-transformers that tell vLLM how to pool. mode: such as `mean_tokens`."""
     modules = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalizes else [])]
     listed = [
@@ -109,7 +109,7 @@ def write_sentence_pooling(folder: Path, mode: str, *, normalizes: bool = True) 
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    pooling = {"word_embedding_dimension": 64, f"pooling_mode_{mode}": True}
+    pooling = {"word_embedding_dimension": size, f"pooling_mode_{mode}": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 

@@ -151,6 +151,11 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         {"runner": "pooling", "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ),
     (
+        "custom logits processors with a model that pools",
+        "--logits-processors",
+        {"runner": "pooling", "logits_processors": ["tests.sampling.processors:Any"]},
+    ),
+    (
         "a KV connector with a model that pools",
         "--kv-transfer-config",
         {

@@ -38,6 +38,7 @@ class LayerAdapters(PunicaWrapperBase):
         **others: Any,
     ) -> None:
         # without vLLM's own, which allocates index tensors of a step
+        self.device = device
         self._weights: AdapterWeights | None = None
         self._begun: Begun | None = None
 
@@ -66,6 +67,9 @@ class LayerAdapters(PunicaWrapperBase):
         """Starts products before the layer computes its own one; a hook of torch ahead of its forward."""
         if not torch.compiler.is_compiling() and inputs and isinstance(inputs[0], torch.Tensor):
             self._begun = begin_adapters(inputs[0], self.step.current, self.weights)
+
+    def update_metadata(self, *_: Any, **others: Any) -> None:
+        """Does nothing: a row input of the step has each row's adapter, in place of vLLM's index tensors."""
 
     def add_lora_linear(
         self,

@@ -34,6 +34,12 @@ OF_POOLING: tuple[Feature[VllmConfig], ...] = (
         _if(is_pooling, lambda c: c.speculative_config is not None),
     ),
     Feature(
+        "custom logits processors with a model that pools",
+        "--logits-processors",
+        "nothing is sampled from logits; leave the flag out",
+        _if(is_pooling, lambda c: c.model_config.logits_processors),
+    ),
+    Feature(
         "a KV connector with a model that pools",
         "--kv-transfer-config or --kv-offloading-size",
         "prompts are pooled from hidden states, which stores do not keep; prefix caching works where vLLM allows it",

@@ -9,6 +9,7 @@ the fused modules; `BaseKVCacheMethod`, whose scales have defaults.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -106,6 +107,7 @@ class WeightWatch:
         self._model = model
         self._parts: dict[int, set[Part]] = {}
         self._names: set[str] | None = None
+        self._before: dict[int, weakref.ref[nn.Parameter]] = {}
         self._last = ""
 
     def load(self, fill: Callable[[nn.Module, ModelConfig], None], model_config: ModelConfig) -> None:
@@ -131,6 +133,7 @@ class WeightWatch:
             return self._names
 
         loaders = [(weight, cast(Any, weight).weight_loader) for weight in _with_loader(model)]
+        self._before = {id(weight): weakref.ref(weight) for weight in model.parameters()}
         model.load_weights = load_weights
         for weight, loader in loaders:
             weight.weight_loader = self._watched(weight, loader)
@@ -178,7 +181,7 @@ class WeightWatch:
         for prefix, module in self._model.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 # a tied weight has several names, of which one is loaded
-                if id(weight) in seen or _has_default(module, name, weight):
+                if id(weight) in seen or _has_default(module, name, weight) or self._is_made_of_a_tensor(weight):
                     continue
                 seen.add(id(weight))
                 parts = self._parts.get(id(weight))
@@ -188,6 +191,12 @@ class WeightWatch:
                 elif (None, None) not in parts:
                     fused = self._parts_here(prefix, module, name)
                     yield from (tensor for part, tensor in fused if part not in parts and (None, part[1]) not in parts)
+
+    def _is_made_of_a_tensor(self, weight: nn.Parameter) -> bool:
+        """Returns whether the model made this parameter while it loaded, as vLLM does with the bias of a classifier."""
+        before = self._before.get(id(weight))
+        is_new = before is None or before() is not weight
+        return is_new and not hasattr(weight, "weight_loader")
 
     def _named_apart(self, prefix: str, name: str) -> list[str]:
         """The tensors of a fused linear layer's parameter, if the model names them."""
