@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
+
+
+TABLE = "embedding_table"
+"""The attribute of a model that reads pictures."""
 
 
 class TableFullError(RuntimeError):
@@ -90,6 +95,12 @@ class EmbeddingTable:
     def merged(self, of_tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns [rows, width] the embeddings of a step's rows: the table's, or else the tokens'."""
         return self._choose(of_tokens, self.values, rows)
+
+
+def embedding_table_of(model: object) -> EmbeddingTable | None:
+    """Returns the table that an `ItemEncoder` has given to a model; None if the model reads only tokens."""
+    found: EmbeddingTable | None = vars(model).get(TABLE) if isinstance(model, nn.Module) else None
+    return found
 
 
 def _of_tokens(token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

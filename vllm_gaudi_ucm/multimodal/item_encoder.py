@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
+from vllm_gaudi_ucm.multimodal.embedding_table import TABLE, EmbeddingTable
 from vllm_gaudi_ucm.vllm_api.multimodal import (
     MULTIMODAL_REGISTRY,
     MultiModalBudget,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = plugin_logger(__name__)
 
-_ENCODER, _TABLE = "item_encoder", "embedding_table"
+_ENCODER = "item_encoder"
 
 
 class ItemEncoder:
@@ -56,7 +56,7 @@ class ItemEncoder:
         self._known_sizes: set[str] = set()
         self._new_sizes: list[str] = []
         # not modules
-        vars(model)[_ENCODER], vars(model)[_TABLE] = self, self.table
+        vars(model)[_ENCODER], vars(model)[TABLE] = self, self.table
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -133,4 +133,5 @@ def _inputs_of(items: Sequence[MultiModalFeatureSpec]) -> dict[str, Inputs]:
 
 def item_encoder_of(model: object) -> ItemEncoder | None:
     """Returns the encoder of a model's pictures; None if it reads only tokens."""
-    return cast("ItemEncoder | None", getattr(model, _ENCODER, None))
+    found: ItemEncoder | None = vars(model).get(_ENCODER) if isinstance(model, nn.Module) else None
+    return found
