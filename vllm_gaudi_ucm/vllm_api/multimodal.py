@@ -1,9 +1,9 @@
 """Items of prompts that are no text: `vllm.multimodal`.
 
 Internal: `MultiModalFeatureSpec`, an item with its place in a prompt and its hash, and its `MultiModalKwargsItem`, the
-tensors that a processor has made of it; `MULTIMODAL_REGISTRY`, which has the processors; `MultiModalBudget`, which bounds the
-embeddings of a step and those kept; `group_and_batch_mm_kwargs`, which makes the inputs of a model's encoder of items;
-`sanity_check_mm_encoder_outputs`. A model with an encoder is a `SupportsMultiModal`.
+tensors that a processor has made of it; `MULTIMODAL_REGISTRY`, which has the processors; `MultiModalBudget`, which
+bounds the embeddings of a step and those kept; `group_and_batch_mm_kwargs`, which makes the inputs of a model's encoder
+of items; `sanity_check_mm_encoder_outputs`. A model with an encoder is a `SupportsMultiModal`.
 """
 
 from vllm.model_executor.models.interfaces import SupportsMultiModal
