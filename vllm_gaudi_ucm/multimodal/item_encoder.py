@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -116,7 +116,7 @@ class ItemEncoder:
             found += list(outputs)
         return found
 
-    def _note_size(self, batch: dict[str, object]) -> None:
+    def _note_size(self, batch: Mapping[str, object]) -> None:
         shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
         size = str(shapes)
         if size not in self._known_sizes:
