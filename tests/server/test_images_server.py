@@ -61,7 +61,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = start_server(model, tmp_path_factory.mktemp("server"), *OPTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_MAX_IMAGE_PIXELS", str(10**6))
+        started = start_server(model, tmp_path_factory.mktemp("server"), *OPTIONS)
     yield started
     started.kill()
 
@@ -85,7 +87,7 @@ BAD: dict[str, list[dict[str, Any]]] = {
     "text": [data_url(b"hello", "text/plain")],
     "not base64": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@"}}],
     "no URL": [{"type": "image_url", "image_url": {}}],
-    "huge": [data_url(png(Image.new("1", (13000, 13000))))],
+    "huge": [data_url(png(Image.new("1", (2000, 2000))))],
     "too many": [data_url(png(picture(seed))) for seed in range(3)],
     "sound": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
     "a film": [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}],

@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.multimodal.embedding_table import embedding_table_of
 from vllm_gaudi_ucm.vllm_api.deepstack import give_levels
 from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
 from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context, text_model
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.attention_group import StepMetadata
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.lora.step_routes import StepRoutes
-    from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
     from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 logger = plugin_logger(__name__)
@@ -114,7 +114,7 @@ class Decoder:
         self._head: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = self._logits
         self._vllm_config = vllm_config
         self._adapters = adapters
-        self.embeddings: EmbeddingTable | None = vars(model).get("embedding_table")
+        self.embeddings = embedding_table_of(model)
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
     @property

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
+
+
+TABLE = "embedding_table"
+"""The attribute of a model that reads pictures."""
 
 
 class TableFullError(RuntimeError):
@@ -40,7 +43,7 @@ class EmbeddingTable:
     def give_to(self, model: nn.Module) -> None:
         """Makes a model take embeddings from this table: `EmbeddingRows` and `Decoder` look for the attribute."""
         # not a module
-        vars(model)["embedding_table"] = self
+        vars(model)[TABLE] = self
 
     @property
     def num_rows(self) -> int:
@@ -110,6 +113,12 @@ class EmbeddingTable:
         of_tokens: [rows, width of a token's].
         """
         return self._choose(of_tokens, self.values, rows)
+
+
+def embedding_table_of(model: object) -> EmbeddingTable | None:
+    """Returns the table that an `ItemEncoder` has given to a model; None if the model reads only tokens."""
+    found: EmbeddingTable | None = vars(model).get(TABLE) if isinstance(model, nn.Module) else None
+    return found
 
 
 def _of_tokens(token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

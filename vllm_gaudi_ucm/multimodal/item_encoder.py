@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -118,7 +118,7 @@ class ItemEncoder:
             found += list(outputs)
         return found
 
-    def _note_size(self, batch: dict[str, object]) -> None:
+    def _note_size(self, batch: Mapping[str, object]) -> None:
         shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
         size = str(shapes)
         if size not in self._known_sizes:
@@ -135,4 +135,5 @@ def _inputs_of(items: Sequence[MultiModalFeatureSpec]) -> dict[str, Inputs]:
 
 def item_encoder_of(model: object) -> ItemEncoder | None:
     """Returns the encoder of a model's pictures; None if it reads only tokens."""
-    return cast("ItemEncoder | None", getattr(model, _ENCODER, None))
+    found: ItemEncoder | None = vars(model).get(_ENCODER) if isinstance(model, nn.Module) else None
+    return found

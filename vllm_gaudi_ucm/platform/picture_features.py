@@ -9,7 +9,7 @@ from vllm_gaudi_ucm.platform.feature import Feature, unless
 from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures, takes_videos
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import MultiModalConfig, VllmConfig
 
 FAMILIES = (
     "LlavaForConditionalGeneration",
@@ -23,6 +23,12 @@ FAMILIES = (
 
 def _if(found: Callable[[VllmConfig], object]) -> Callable[[VllmConfig], object]:
     return lambda config: reads_pictures(config) and found(config)
+
+
+def _options(config: VllmConfig) -> MultiModalConfig:
+    found = config.model_config.multimodal_config
+    assert found is not None, "a model that reads pictures has them"
+    return found
 
 
 def _other_family(config: VllmConfig) -> str | None:
@@ -76,7 +82,7 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         "pictures that ranks share out",
         "--mm-encoder-tp-mode {found}",
         "each rank encodes every picture with its part of the weights; leave the flag out",
-        _if(lambda c: unless(c.model_config.multimodal_config.mm_encoder_tp_mode, ("weights",))),
+        _if(lambda c: unless(_options(c).mm_encoder_tp_mode, ("weights",))),
     ),
     Feature(
         "times of pictures' processors",
@@ -88,6 +94,6 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         "embeddings of pictures in requests",
         "--enable-mm-embeds",
         "a request has the pictures themselves; leave the flag out",
-        _if(lambda c: c.model_config.multimodal_config.enable_mm_embeds),
+        _if(lambda c: _options(c).enable_mm_embeds),
     ),
 )

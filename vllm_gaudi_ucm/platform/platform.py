@@ -176,7 +176,7 @@ class UcmPlatform(Platform):
         if warms_by_order(vllm_config, config):
             need_our_scheduler(vllm_config, "ucm.graphs.warm_up 'idle' with several workers")
         needs = {"ucm.ucm_sparse_method": config.ucm_sparse_method, "--enable-lora": vllm_config.lora_config}
-        needs["a model that reads pictures"] = reads_pictures(vllm_config) or None
+        needs["a model that reads pictures"] = "pictures" if reads_pictures(vllm_config) else None
         for option in (name for name, value in needs.items() if value is not None):
             need_our_scheduler(vllm_config, option)
         for policy in POLICIES:

@@ -1,4 +1,4 @@
-"""The parts of our scheduler: a sparse method, KV offload, prefetch for waiting requests."""
+"""The parts of our scheduler: a sparse method, KV offload, prefetch for waiting requests, pictures sent again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.protocol.attachments import (
     attach_choice_cost,
+    attach_items,
     attach_sparse_ids,
     attach_sparse_meta,
     buckets_of,
@@ -159,6 +160,34 @@ class FailedRequests(SchedulerPart):
             # free now, but their hashes tell of the adapter
             self._scheduler.kv_cache_manager.evict_blocks(self._blocks)
             self._blocks = set()
+
+
+class ResentItems(SchedulerPart):
+    """vLLM sends a request without the pictures that prefix caching has found. If the request is preempted and its
+    blocks are gone, the worker has to encode them after all.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self._incomplete: set[str] = set()
+
+    def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
+        sent = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        for new in scheduler_output.scheduled_new_reqs:
+            whole = self._scheduler.requests[new.req_id].mm_features
+            # with M-RoPE the sizes of a picture are left, which its positions need
+            if any(feature is not kept for feature, kept in zip(new.mm_features, whole, strict=True)):
+                self._incomplete.add(new.req_id)
+        self._incomplete &= self._scheduler.requests.keys()
+        ordered = scheduler_output.scheduled_encoder_inputs
+        attach_items(
+            scheduler_output,
+            {
+                request_id: {number: self._scheduler.requests[request_id].mm_features[number] for number in numbers}
+                for request_id, numbers in ordered.items()
+                if request_id in self._incomplete and request_id not in sent
+            },
+        )
 
 
 class SparseSteps(SchedulerPart):

@@ -14,12 +14,12 @@ from vllm_gaudi_ucm.scheduler.parts import (
     FailedRequests,
     MemorySteps,
     OffloadedSteps,
+    ResentItems,
     SchedulerPart,
     SparseSteps,
     SparseStepsAhead,
     WaitingRequests,
 )
-from vllm_gaudi_ucm.scheduler.resent_items import ResentItems
 from vllm_gaudi_ucm.scheduler.scheduler_class import warms_by_order
 from vllm_gaudi_ucm.scheduler.warm_up_steps import WarmUpSteps
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
