@@ -9,7 +9,7 @@ from vllm_gaudi_ucm.platform.feature import Feature, unless
 from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures, takes_videos
 
 if TYPE_CHECKING:
-    from vllm.config import MultiModalConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 FAMILIES = (
     "LlavaForConditionalGeneration",
@@ -25,10 +25,14 @@ def _if(found: Callable[[VllmConfig], object]) -> Callable[[VllmConfig], object]
     return lambda config: reads_pictures(config) and found(config)
 
 
-def _options(config: VllmConfig) -> MultiModalConfig:
-    found = config.model_config.multimodal_config
-    assert found is not None, "a model that reads pictures has them"
-    return found
+def _shared_out(config: VllmConfig) -> str | None:
+    options = config.model_config.multimodal_config
+    return None if options is None else unless(options.mm_encoder_tp_mode, ("weights",))
+
+
+def _takes_embeddings(config: VllmConfig) -> bool:
+    options = config.model_config.multimodal_config
+    return options is not None and options.enable_mm_embeds
 
 
 def _other_family(config: VllmConfig) -> str | None:
@@ -82,7 +86,7 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         "pictures that ranks share out",
         "--mm-encoder-tp-mode {found}",
         "each rank encodes every picture with its part of the weights; leave the flag out",
-        _if(lambda c: unless(_options(c).mm_encoder_tp_mode, ("weights",))),
+        _if(_shared_out),
     ),
     Feature(
         "times of pictures' processors",
@@ -94,6 +98,6 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         "embeddings of pictures in requests",
         "--enable-mm-embeds",
         "a request has the pictures themselves; leave the flag out",
-        _if(lambda c: _options(c).enable_mm_embeds),
+        _if(_takes_embeddings),
     ),
 )
