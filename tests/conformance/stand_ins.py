@@ -108,13 +108,13 @@ def _adapter(folder: Path, demo: Path, *, base: str, of: Writer, modules: Sequen
     """Writes an adapter of rank 8. base: the name of the model that it is for. of: writes that model."""
     with tempfile.TemporaryDirectory() as temporary:
         of(Path(temporary), demo)
-        named = {"base_model_name_or_path": base}
+        named: dict[str, Any] = {"base_model_name_or_path": base}
         make_adapter(folder, Path(temporary), rank=8, alpha=32.0, modules=modules, **named)
 
 
 _CLASSES = "AutoModelForSequenceClassification"
 _TOKEN_CLASSES = "AutoModelForTokenClassification"
-_BASE = {"family": "bert", "hidden_size": 768, "num_attention_heads": 12, "pools": "cls_token"}
+_BASE: Mapping[str, Any] = {"family": "bert", "hidden_size": 768, "num_attention_heads": 12, "pools": "cls_token"}
 POOLING: Mapping[str, Writer] = {
     "intfloat/multilingual-e5-small": _mini_lm,
     "intfloat/e5-small": _mini_lm,

@@ -38,7 +38,7 @@ class LayerAdapters(PunicaWrapperBase):
         **others: Any,
     ) -> None:
         # without vLLM's own, which allocates index tensors of a step
-        self.device = device
+        self.device = torch.device(device)
         self._weights: AdapterWeights | None = None
         self._begun: Begun | None = None
 
