@@ -109,8 +109,8 @@ def _adapter(folder: Path, demo: Path, *, base: str, of: Writer, modules: Sequen
     """Writes an adapter of rank 8. base: the name of the model that it is for. of: writes that model."""
     with tempfile.TemporaryDirectory() as temporary:
         of(Path(temporary), demo)
-        named = {"base_model_name_or_path": base}
-        make_adapter(folder, Path(temporary), rank=8, alpha=32.0, modules=modules, **named)
+        of_base: dict[str, Any] = {"base_model_name_or_path": base}
+        make_adapter(folder, Path(temporary), rank=8, alpha=32.0, modules=modules, **of_base)
 
 
 _CLASSES = "AutoModelForSequenceClassification"
