@@ -98,7 +98,8 @@ def _late_interaction(folder: Path, demo: Path, *, architecture: str, size: int)
     tensors = load_file(file)
     width = tensors["embeddings.word_embeddings.weight"].shape[1]
     projection = torch.randn(size, width, generator=torch.Generator().manual_seed(0)) * width**-0.5
-    save_file({**tensors, "linear.weight": projection}, file, {"format": "pt"})
+    named = {f"bert.{name}": tensor for name, tensor in tensors.items()}
+    save_file({**named, "linear.weight": projection}, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = [architecture]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -108,13 +109,13 @@ def _adapter(folder: Path, demo: Path, *, base: str, of: Writer, modules: Sequen
     """Writes an adapter of rank 8. base: the name of the model that it is for. of: writes that model."""
     with tempfile.TemporaryDirectory() as temporary:
         of(Path(temporary), demo)
-        named: dict[str, Any] = {"base_model_name_or_path": base}
-        make_adapter(folder, Path(temporary), rank=8, alpha=32.0, modules=modules, **named)
+        of_base: dict[str, Any] = {"base_model_name_or_path": base}
+        make_adapter(folder, Path(temporary), rank=8, alpha=32.0, modules=modules, **of_base)
 
 
 _CLASSES = "AutoModelForSequenceClassification"
 _TOKEN_CLASSES = "AutoModelForTokenClassification"
-_BASE: Mapping[str, Any] = {"family": "bert", "hidden_size": 768, "num_attention_heads": 12, "pools": "cls_token"}
+_BASE: dict[str, Any] = {"family": "bert", "hidden_size": 768, "num_attention_heads": 12, "pools": "cls_token"}
 POOLING: Mapping[str, Writer] = {
     "intfloat/multilingual-e5-small": _mini_lm,
     "intfloat/e5-small": _mini_lm,
