@@ -20,6 +20,7 @@ condition for its removal ("Remove when:").
 | `worker` | the worker's interface |
 | `distributed` | groups of workers, and the collectives between them |
 | `stage_layers` | layers of a block on each stage of a pipeline |
+| `rotary`, `deepstack` | positions with several axes; levels of an encoder that the first layers read |
 | `loading`, `positions` | models with every weight from their checkpoint; tables of positions |
 | `model`, `attention`, `kv_cache` | layers, attention backends, the cache's description |
 | `cache_options` | options of the cache that the platform sets |

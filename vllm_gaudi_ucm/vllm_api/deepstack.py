@@ -14,6 +14,9 @@ __all__ = ["give_levels", "num_levels"]
 def num_levels(model: nn.Module) -> int:
     """Returns how many levels of the encoder the decoder reads in addition to the last one. An embedding of a picture
     has the last level first, followed by the others.
+
+    Reason: a model says so by an attribute of its own alone.
+    Remove when: the protocol `SupportsMultiModal` has the number.
     """
     return int(vars(model).get("deepstack_num_level", 0))
 

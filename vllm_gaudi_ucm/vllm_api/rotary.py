@@ -19,7 +19,11 @@ __all__ = ["prompt_positions", "reads_axes"]
 
 
 def reads_axes(model: nn.Module) -> bool:
-    """Returns whether the model's forward takes positions of [axes, rows]."""
+    """Returns whether the model's forward takes positions of [axes, rows].
+
+    Reason: a class that can take them also serves configurations that have one axis.
+    Remove when: `supports_mrope` looks at the model's configuration.
+    """
     config = vars(model).get("config")
     return supports_mrope(model) and config is not None and uses_mrope(config)
 

@@ -48,7 +48,8 @@ def answer_of_all(act: Callable[[], bool], is_last: bool) -> bool:
 def refused_by_last(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a worker whose refusals, which all workers of an engine come to, are raised by the last one alone.
 
-    Reason and end: see `answer_of_all`.
+    Reason: that of `answer_of_all`.
+    Remove when: that of `answer_of_all`.
     """
 
     @wraps(method)
