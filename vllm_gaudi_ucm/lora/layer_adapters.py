@@ -38,7 +38,7 @@ class LayerAdapters(PunicaWrapperBase):
         **others: Any,
     ) -> None:
         # without vLLM's own, which allocates index tensors of a step
-        self.device = torch.device(device)
+        self.device = device  # type: ignore[assignment]  # vLLM's class takes a name as it is, too
         self._weights: AdapterWeights | None = None
         self._begun: Begun | None = None
 
