@@ -1,4 +1,4 @@
-"""A server that takes prompts of embeddings (`--enable-prompt-embeds`): the same tokens, and embeddings that do not fit."""
+"""A server with `--enable-prompt-embeds`: the same tokens from embeddings, and embeddings that do not fit."""
 
 from __future__ import annotations
 
