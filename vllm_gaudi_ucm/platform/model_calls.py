@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.refused_calls import UnsupportedCallError
 from vllm_gaudi_ucm.platform.reload import refuse_reload, refuse_sleep
 from vllm_gaudi_ucm.runner.resting_steps import RestingSteps
-from vllm_gaudi_ucm.vllm_api.worker import answer_of_all, model_loading, refused_by_last
+from vllm_gaudi_ucm.vllm_api.worker import model_loading, raised_by_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,7 @@ class ModelCalls:
         if parts.ahead is not None:
             self._turn = parts.ahead.lock
 
-    @refused_by_last
+    @raised_by_last(UnsupportedFeatureError)
     def reload_weights(
         self,
         weights_iterator: Weights | None = None,
@@ -69,18 +70,18 @@ class ModelCalls:
         if found is None:
             raise UnsupportedCallError(call, "adapters (LoRA), which are off", "start the engine with --enable-lora")
         with self._turn, torch.inference_mode():
-            return answer_of_all(lambda: act(found), self._ranks.rank == self._ranks.size - 1)
+            return act(found)
 
-    @refused_by_last
+    @raised_by_last(Exception, otherwise=False)
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter, and gives it a slot. Raises ValueError for one that does not fit the model."""
         return self._with_adapters("add_lora", lambda adapters: adapters.load(lora_request))
 
-    @refused_by_last
+    @raised_by_last(Exception, otherwise=False)
     def remove_lora(self, lora_id: int) -> bool:
         return self._with_adapters("remove_lora", lambda adapters: adapters.remove_adapter(lora_id))
 
-    @refused_by_last
+    @raised_by_last(Exception, otherwise=False)
     def pin_lora(self, lora_id: int) -> bool:
         """Keeps an adapter in host memory and in a slot."""
         return self._with_adapters("pin_lora", lambda adapters: adapters.pin_adapter(lora_id))
@@ -90,7 +91,7 @@ class ModelCalls:
         found = self.model_runner.adapters
         return set() if found is None else found.list_adapters()
 
-    @refused_by_last
+    @raised_by_last(UnsupportedFeatureError)
     def sleep(self, level: int = 1) -> None:
         """Gives back the KV cache and graphs; at level 2 the weights, too."""
         refuse_sleep(self.vllm_config, self._ucm, self._device.kind)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.vllm_api.worker import refused_by_last
+from vllm_gaudi_ucm.vllm_api.worker import raised_by_last
 
 
 class UnsupportedCallError(UnsupportedFeatureError):
@@ -63,7 +63,7 @@ def _refusal(call: str, refused: Refusal) -> Callable[..., Any]:
 
     refuse.__name__ = call
     refuse.__doc__ = f"Refused: {refused.feature}."
-    return refused_by_last(refuse)
+    return raised_by_last(UnsupportedFeatureError)(refuse)
 
 
 class RefusedCalls:

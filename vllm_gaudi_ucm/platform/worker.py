@@ -61,7 +61,7 @@ from vllm_gaudi_ucm.vllm_api.worker import (
     SupportedTask,
     WorkerBase,
     model_loading,
-    refused_by_last,
+    raised_by_last,
     set_random_seed,
 )
 
@@ -269,7 +269,7 @@ class UcmWorker(ModelCalls, RefusedCalls, WorkerBase):
         with self._turn:
             return self._steps.take_draft_token_ids()
 
-    @refused_by_last
+    @raised_by_last(UnsupportedFeatureError)
     def profile(
         self,
         is_start: bool = True,

@@ -4,7 +4,7 @@ Internal: `supports_mrope` and `get_mrope_input_positions`, by which a model com
 `uses_mrope`, which says whether a configuration has several axes.
 """
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,7 @@ from torch import nn
 from vllm.model_executor.models import SupportsMRoPE, supports_mrope
 from vllm.transformers_utils.config import uses_mrope
 
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.vllm_api.steps import NewRequestData
+from vllm_gaudi_ucm.vllm_api.steps import NewRequestData, prompt_tokens
 
 __all__ = ["prompt_positions", "reads_axes"]
 
@@ -28,7 +27,7 @@ def reads_axes(model: nn.Module) -> bool:
     return supports_mrope(model) and config is not None and uses_mrope(config)
 
 
-def prompt_positions(model: nn.Module, new: "NewRequestData") -> tuple[NDArray[np.int64], int]:
+def prompt_positions(model: nn.Module, new: NewRequestData) -> tuple[NDArray[np.int64], int]:
     """Returns the positions of a request's prompt, int64 [axes, tokens], and what is added to the index of each token
     behind it.
 
@@ -37,8 +36,5 @@ def prompt_positions(model: nn.Module, new: "NewRequestData") -> tuple[NDArray[n
     Remove when: `get_mrope_input_positions` knows the modality `prompt_embeds`.
     """
     features = [feature for feature in new.mm_features if feature.modality != "prompt_embeds"]
-    tokens = new.prompt_token_ids
-    if tokens is None:
-        tokens = list(range(0 if new.prompt_embeds is None else len(new.prompt_embeds)))
-    positions, delta = cast(SupportsMRoPE, model).get_mrope_input_positions(tokens, features)
+    positions, delta = cast(SupportsMRoPE, model).get_mrope_input_positions(prompt_tokens(new), features)
     return positions.numpy().astype(np.int64), int(delta)

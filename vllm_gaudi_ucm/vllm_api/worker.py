@@ -9,7 +9,7 @@ prepare a device.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.tasks import SupportedTask
@@ -22,46 +22,36 @@ __all__ = [
     "InputBatch",
     "SupportedTask",
     "WorkerBase",
-    "answer_of_all",
     "model_loading",
-    "refused_by_last",
+    "raised_by_last",
     "set_random_seed",
 ]
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-def answer_of_all(act: Callable[[], bool], is_last: bool) -> bool:
-    """Returns the result of a call that every worker answers. If it fails on all of them, the last one raises, and the
-    others return False.
+
+def raised_by_last(kind: type[Exception], otherwise: object = None) -> Callable[[Method], Method]:
+    """Decorates a method of a worker that every worker of an engine runs with the same result: if it raises an error of
+    this kind, the last worker alone raises it, and the others return `otherwise`.
 
     Reason: an executor of several workers stops reading answers at the first error. The answers of later workers
     stay in their queues, and are taken for answers to the next call.
     Remove when: `MultiprocExecutor.collective_rpc` reads every answer before it raises.
     """
-    try:
-        return act()
-    except Exception:
-        if is_last:
-            raise
-        return False
 
+    def decorated(method: Method) -> Method:
+        @wraps(method)
+        def call(worker: WorkerBase, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(worker, *args, **kwargs)
+            except kind:
+                if worker.rank == worker.parallel_config.world_size - 1:
+                    raise
+                return otherwise
 
-def refused_by_last(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a worker whose refusals, which all workers of an engine come to, are raised by the last one alone.
+        return cast(Method, call)
 
-    Reason: that of `answer_of_all`.
-    Remove when: that of `answer_of_all`.
-    """
-
-    @wraps(method)
-    def call(worker: WorkerBase, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(worker, *args, **kwargs)
-        except NotImplementedError:
-            if worker.rank == worker.parallel_config.world_size - 1:
-                raise
-            return None
-
-    return call
+    return decorated
 
 
 def model_loading(vllm_config: VllmConfig) -> AbstractContextManager[None]:
