@@ -36,6 +36,11 @@ class Feature(NamedTuple, Generic[ConfigT]):
         return Asked(self.name.format(found=found), self.asked_by.format(found=found, model=f"model {model}"))
 
 
+def where(holds: Callable[[ConfigT], bool], found: Callable[[ConfigT], object]) -> Callable[[ConfigT], object]:
+    """Returns a row's `found` that asks for nothing unless a condition holds."""
+    return lambda config: holds(config) and found(config)
+
+
 def unless(found: str, supported: Sequence[str]) -> str | None:
     """Returns the value unless it is one of the supported ones."""
     return None if found in supported else found

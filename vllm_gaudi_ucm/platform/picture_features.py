@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.platform.feature import Feature, unless
+from vllm_gaudi_ucm.platform.feature import Feature, unless, where
 from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures, takes_videos
 
 if TYPE_CHECKING:
@@ -19,10 +18,6 @@ FAMILIES = (
     "Qwen3VLForConditionalGeneration",
 )
 """Classes of models whose pictures are read."""
-
-
-def _if(found: Callable[[VllmConfig], object]) -> Callable[[VllmConfig], object]:
-    return lambda config: reads_pictures(config) and found(config)
 
 
 def _shared_out(config: VllmConfig) -> str | None:
@@ -44,60 +39,62 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         """videos in prompts (set --limit-mm-per-prompt '{{"video": 0}}')""",
         "the model",
         "only pictures have been tried",
-        _if(takes_videos),
+        where(reads_pictures, takes_videos),
     ),
     Feature(
         "pictures and other media of {found}",
         "the model",
         f"only {', '.join(FAMILIES)} have been tried; --language-model-only serves the text model alone",
-        _if(_other_family),
+        where(reads_pictures, _other_family),
     ),
     Feature(
         "pictures with pipeline stages",
         "--pipeline-parallel-size",
         "only the last stage can report a picture that the first one cannot encode; take --tensor-parallel-size",
-        _if(lambda c: c.parallel_config.pipeline_parallel_size > 1),
+        where(reads_pictures, lambda c: c.parallel_config.pipeline_parallel_size > 1),
     ),
     Feature(
         "adapters (LoRA) with pictures",
         "--enable-lora",
         "it has not been tried; merge the adapter into the weights, or add --language-model-only",
-        _if(lambda c: c.lora_config is not None),
+        where(reads_pictures, lambda c: c.lora_config is not None),
     ),
     Feature(
         "pictures with a draft model",
         "--speculative-config",
         "it would read the placeholders of pictures as tokens; take the method `ngram`",
-        _if(lambda c: c.speculative_config is not None and c.speculative_config.method == "draft_model"),
+        where(
+            reads_pictures, lambda c: c.speculative_config is not None and c.speculative_config.method == "draft_model"
+        ),
     ),
     Feature(
         "pictures with a model that pools",
         "--runner pooling",
         "it has not been tried; take a model of text",
-        _if(lambda c: c.model_config.runner_type == "pooling"),
+        where(reads_pictures, lambda c: c.model_config.runner_type == "pooling"),
     ),
     Feature(
         "pictures with several engines that share out experts",
         "--data-parallel-size",
         "it has not been tried; take --tensor-parallel-size",
-        _if(lambda c: c.parallel_config.data_parallel_size > 1),
+        where(reads_pictures, lambda c: c.parallel_config.data_parallel_size > 1),
     ),
     Feature(
         "pictures that ranks share out",
         "--mm-encoder-tp-mode {found}",
         "each rank encodes every picture with its part of the weights; leave the flag out",
-        _if(_shared_out),
+        where(reads_pictures, _shared_out),
     ),
     Feature(
         "times of pictures' processors",
         "--enable-mm-processor-stats",
         "a worker does not measure its encoder; leave the flag out",
-        _if(lambda c: c.observability_config.enable_mm_processor_stats),
+        where(reads_pictures, lambda c: c.observability_config.enable_mm_processor_stats),
     ),
     Feature(
         "embeddings of pictures in requests",
         "--enable-mm-embeds",
         "a request has the pictures themselves; leave the flag out",
-        _if(_takes_embeddings),
+        where(reads_pictures, _takes_embeddings),
     ),
 )

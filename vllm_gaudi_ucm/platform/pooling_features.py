@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.config.exclusions import MEMORY_MODE, POLICIES, SPARSE, Option
 from vllm_gaudi_ucm.connector.transfer_config import has_connector
-from vllm_gaudi_ucm.platform.feature import Feature
+from vllm_gaudi_ucm.platform.feature import Feature, where
 from vllm_gaudi_ucm.vllm_api.platforms import attends_both_ways, is_pooling
 
 if TYPE_CHECKING:
@@ -22,46 +22,42 @@ def _skips_needed_rows(config: VllmConfig) -> bool:
     return config.cache_config.enable_prefix_caching and not config.model_config.is_prefix_caching_supported
 
 
-def _if(is_model: Callable[[VllmConfig], bool], asked: Callable[[VllmConfig], object]) -> Callable[[VllmConfig], bool]:
-    return lambda config: is_model(config) and bool(asked(config))
-
-
 OF_POOLING: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "drafts for a model that pools",
         "--speculative-config",
         "there are no tokens to verify",
-        _if(is_pooling, lambda c: c.speculative_config is not None),
+        where(is_pooling, lambda c: c.speculative_config is not None),
     ),
     Feature(
         "custom logits processors with a model that pools",
         "--logits-processors",
         "nothing is sampled from logits; leave the flag out",
-        _if(is_pooling, lambda c: c.model_config.logits_processors),
+        where(is_pooling, lambda c: c.model_config.logits_processors),
     ),
     Feature(
         "a KV connector with a model that pools",
         "--kv-transfer-config or --kv-offloading-size",
         "prompts are pooled from hidden states, which stores do not keep; prefix caching works where vLLM allows it",
-        _if(is_pooling, has_connector),
+        where(is_pooling, has_connector),
     ),
     Feature(
         "prompts in chunks for an encoder, or for a pooler that needs whole prompts",
         "--enable-chunked-prefill",
         "the rows of a prompt are needed at once; leave the flag out",
-        _if(is_pooling, _divides_whole_prompts),
+        where(is_pooling, _divides_whole_prompts),
     ),
     Feature(
         "prefix caching with an encoder, or with a pooler that needs whole prompts",
         "--enable-prefix-caching",
         "hidden states of a known prefix are not kept; leave the flag out",
-        _if(is_pooling, _skips_needed_rows),
+        where(is_pooling, _skips_needed_rows),
     ),
     Feature(
         "stages of an encoder",
         "--pipeline-parallel-size",
         "vLLM's encoders are no stages; take --tensor-parallel-size",
-        _if(attends_both_ways, lambda c: c.parallel_config.pipeline_parallel_size > 1),
+        where(attends_both_ways, lambda c: c.parallel_config.pipeline_parallel_size > 1),
     ),
 )
 """Features of vLLM, see `features`."""
