@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.layers_cuda import graph_microseconds
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.ops.cuda.side_by_side import compiled_side_by_side
 from vllm_gaudi_ucm.ops.lora.api import Routes, add_adapters, begin_adapters, route_rows
@@ -122,25 +122,6 @@ def check(others: Sequence[str], slots: Tensor, layer: Layer) -> None:
                 )
 
 
-def microseconds(run: Callable[[], object]) -> float:
-    """Returns the microseconds of one of CALLS layers in a graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    found = []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / CALLS)
-    return statistics.median(found)
-
-
 @torch.inference_mode()
 def measure(numbers: Sequence[int], slots: int, others: Sequence[str]) -> list[LayerTime]:
     """A row for each number of rows, of active adapters, and way."""
@@ -157,13 +138,13 @@ def measure(numbers: Sequence[int], slots: int, others: Sequence[str]) -> list[L
             for _, routes in ways(others, torch.zeros(rows, dtype=torch.int64, device="cuda"), slots):
                 run(x, residual, routes, calls=1)
     for rows, (x, residual) in given.items():
-        plain = microseconds(partial(run, x, residual, None))
+        plain = graph_microseconds(partial(run, x, residual, None), REPEATS) / CALLS
         times.append(LayerTime(NOTHING, rows, 0, plain))
         for active in sorted({1, min(slots, rows)}):
             chosen = torch.arange(rows, device="cuda") % active
             check(others, chosen, layers[0])
             for way, routes in ways(others, chosen, slots):
-                taken = microseconds(partial(run, x, residual, routes))
+                taken = graph_microseconds(partial(run, x, residual, routes), REPEATS) / CALLS
                 times.append(LayerTime(way, rows, active, taken))
     set_times({})
     return times

