@@ -13,7 +13,7 @@ _threads = threading.local()
 class SideStreams(NamedTuple):
     """Streams in addition to the current one: of its priority, and of a higher one."""
 
-    beside: list[torch.cuda.Stream]
+    equal: list[torch.cuda.Stream]
     ahead: list[torch.cuda.Stream]
 
 

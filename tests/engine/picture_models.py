@@ -42,6 +42,11 @@ _VISION: dict[str, Any] = {
     "image_size": SIDE,
     "patch_size": 6,
 }
+# with Pixtral's encoder, which takes pictures of any size
+_MISTRAL = {
+    "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None, "architectures": ["MistralForCausalLM"]},
+    "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
@@ -50,37 +55,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "image_seq_length": 16,
         "vision_feature_select_strategy": "default",
     },
-    # with Pixtral's encoder, which takes pictures of any size
     "pixtral": {
         "model_type": "llava",
-        "text_config": {
-            **_TEXT,
-            "model_type": "mistral",
-            "sliding_window": None,
-            "architectures": ["MistralForCausalLM"],
-        },
-        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
+        **_MISTRAL,
         "image_token_index": IMAGE,
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
         "projector_hidden_act": "gelu",
     },
     "mistral3": {
-        "text_config": {
-            **_TEXT,
-            "model_type": "mistral",
-            "sliding_window": None,
-            "architectures": ["MistralForCausalLM"],
-        },
-        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
+        **_MISTRAL,
         "image_token_index": IMAGE,
         "spatial_merge_size": 2,
-    },
-    "internvl": {
-        "text_config": {**_TEXT, "model_type": "qwen2"},
-        "vision_config": {**_VISION, "image_size": [SIDE, SIDE], "patch_size": [6, 6]},
-        "image_token_id": IMAGE,
-        "image_seq_length": 4,
     },
 }
 
@@ -165,18 +151,7 @@ def _mistral3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     _pixtral(folder, tokenizer, merged=2)
 
 
-def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    from transformers import InternVLProcessor, InternVLVideoProcessor
-    from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
-
-    size = {"height": SIDE, "width": SIDE}
-    pictures = GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
-    InternVLProcessor(pictures, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4).save_pretrained(
-        folder
-    )
-
-
-PROCESSORS = {"llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3, "internvl": _internvl}
+PROCESSORS = {"llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:

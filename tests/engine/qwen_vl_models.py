@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConf
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
+from tests.engine.static_shapes import static
 from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB, make_model
 
 IMAGE, VIDEO, START, END = range(VOCAB - 4, VOCAB)
@@ -24,6 +26,15 @@ IMAGE, VIDEO, START, END = range(VOCAB - 4, VOCAB)
 PATCH = 4
 MERGED = 2
 """Pixels of a patch, and patches on each side of what is one token."""
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+BUCKETS = static(max_graphs=8)
+WAYS = pytest.mark.parametrize(
+    ("ucm", "options"),
+    [({}, {}), (BUCKETS, {}), (BUCKETS, {"speculative_config": NGRAM}), ({}, {"async_scheduling": True})],
+    ids=["true shapes", "buckets", "buckets and drafts", "asynchronous"],
+)
+"""Ways to run engines, from the simplest."""
 
 _TEXT = {**COMMON, **FAMILIES["qwen2"]}
 _SPECIAL = {
@@ -136,7 +147,7 @@ class PicturePrompt(NamedTuple):
 
     @property
     def request(self) -> dict[str, Any]:
-        """As vLLM takes it."""
+        """Returns the prompt in vLLM's form."""
         pictures = {"multi_modal_data": {"image": self.images}} if self.images else {}
         return {"prompt_token_ids": self.tokens, **pictures}
 
@@ -158,7 +169,7 @@ def picture_prompt(seed: int, lengths: Sequence[int], images: Sequence[Image.Ima
 
 
 class PictureReference(ReferenceModel):
-    """What Transformers computes of prompts with pictures."""
+    """Computes prompts with pictures by Transformers."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoProcessor

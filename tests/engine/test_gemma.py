@@ -1,4 +1,4 @@
-"""Gemma 3 270M gives the tokens and logprobs of Transformers: windows of 512 beside whole contexts, real weights."""
+"""Gemma 3 270M gives the tokens and logprobs of Transformers: windows in some layers, real weights."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def test_greedy_tokens_of_texts(served: tuple[list[list[int]], list[Answer]]) ->
 
 
 def test_the_same_in_buckets(served: tuple[list[list[int]], list[Answer]]) -> None:
-    """But for the longest, which makes buckets of the reference slow."""
+    """Serves all prompts but the longest, which makes buckets of the reference slow."""
     assert_same(serve(static(max_graphs=4), 5, max_model_len=576)[1], served[1][:5])

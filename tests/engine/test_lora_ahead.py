@@ -46,7 +46,7 @@ class AheadLora(StackedLora):
 
 @pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
 def test_layers_begin_in_static_shapes_alone(tmp_path: Path, ucm: dict[str, Any]) -> None:
-    """Tokens are those of models with merged weights, and every layer that begins ends."""
+    """Tokens equal a model with merged weights, and every layer that begins products ends them."""
     family = Family(tmp_path, "llama")
     AheadLora.measured.clear()
     AheadLora.finished.clear()

@@ -16,7 +16,7 @@ from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.batch.mrope_positions import MropePositions
 
 pytest.importorskip("torchvision")  # vLLM's classes import it
-from tests.engine.qwen_vl_models import IMAGE, MODELS, PictureReference, make_qwen, qwen_config
+from tests.engine.qwen_vl_models import BUCKETS, IMAGE, MODELS, WAYS, PictureReference, make_qwen, qwen_config
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -31,8 +31,6 @@ TIGHT: dict[str, Any] = {
     "max_model_len": 256,
     "num_gpu_blocks_override": 20,
 }
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-BUCKETS = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 8, "warm_up": "full"}}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -45,11 +43,7 @@ def qwen2_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen(tmp_path_factory.mktemp("qwen2_5"), qwen_config("qwen2_5_vl"))
 
 
-@pytest.mark.parametrize(
-    ("ucm", "options"),
-    [({}, {}), (BUCKETS, {}), (BUCKETS, {"speculative_config": NGRAM}), ({}, {"async_scheduling": True})],
-    ids=["true shapes", "buckets", "buckets and drafts", "asynchronous"],
-)
+@WAYS
 def test_chunks_and_preemptions(model: Path, ucm: dict[str, Any], options: dict[str, Any]) -> None:
     with Engine(model, ucm, **TIGHT, **options) as engine:
         assert MropePositions in engine.runner.decoder.inputs

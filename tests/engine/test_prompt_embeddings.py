@@ -17,6 +17,7 @@ from tests.engine.hpu_counts import broken_duties
 from tests.engine.hpu_process import run_on_card
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, answer_of, greedy_params
+from tests.engine.static_shapes import static
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -24,7 +25,7 @@ PROMPTS = prompts()
 HALF, LONGEST = len(PROMPTS) // 2, max(PROMPTS, key=len)
 LENGTH = 32
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-BUCKETS = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 8, "warm_up": "full"}}
+BUCKETS = static(max_graphs=8)
 # chunks, and preempted requests
 TIGHT: dict[str, Any] = {
     "enable_prompt_embeds": True,
@@ -51,7 +52,7 @@ class EmbeddingReference(ReferenceModel):
 
 
 def embeddings(prompt: list[int]) -> torch.Tensor:
-    """Of no token, as many as the prompt has tokens."""
+    """Returns random embeddings, as many as the prompt has tokens."""
     return torch.randn((len(prompt), 64), generator=torch.Generator().manual_seed(len(prompt)))
 
 

@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 pytest.importorskip("torchvision")  # vLLM's classes import it
 from tests.engine.qwen_vl_models import (
     MODELS,
+    WAYS,
     PicturePrompt,
     PictureReference,
     make_qwen,
@@ -45,8 +46,6 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 192,
 }
 TIGHT: dict[str, Any] = {**OPTIONS, "num_gpu_blocks_override": 16}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-BUCKETS = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 8, "warm_up": "full"}}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -64,11 +63,7 @@ def generate(engine: Engine, asked: list[PicturePrompt], length: int = LENGTH) -
     return [answer_of(found) for found in engine.llm.generate([one.request for one in asked], params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize(
-    ("ucm", "options"),
-    [({}, {}), (BUCKETS, {}), (BUCKETS, {"speculative_config": NGRAM}), ({}, {"async_scheduling": True})],
-    ids=["true shapes", "buckets", "buckets and drafts", "asynchronous"],
-)
+@WAYS
 def test_chunks_and_preemptions(model: Path, ucm: dict[str, Any], options: dict[str, Any]) -> None:
     """Prompts of one, two and three pictures and of none at once; requests are preempted in the middle of a picture."""
     with Engine(model, ucm, **TIGHT, **options) as engine:

@@ -39,7 +39,7 @@ class PromptEmbeddings(NamedTuple):
 
 
 class EmbeddingRows(RowInput):
-    """Rows of the embedding table for the positions of a request that no token describes, such as those of a picture.
+    """Rows of the embedding table for the positions of a request that no token describes: a picture has some.
 
     The part of the worker that fills the table sets them before each step (`place`). The decoder reads the tensor, and
     gives the model embeddings in place of token ids.

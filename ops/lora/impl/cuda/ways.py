@@ -1,4 +1,4 @@
-"""Where the first product of a layer's adapters is computed, and which way is faster for each number of rows.
+"""Chooses when the first product of a layer's adapters is computed, for each number of rows.
 
 Until the ways are measured on this GPU (`measure.py`), a rule decides.
 """

@@ -73,7 +73,7 @@ def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
         return
     current = torch.cuda.current_stream(device)
     sides = side_streams(device)
-    streams = [(sides.ahead if one.small else sides.beside)[index] for index, one in enumerate(work[1:])]
+    streams = [(sides.ahead if one.small else sides.equal)[index] for index, one in enumerate(work[1:])]
     for one, stream in zip(work[1:], streams, strict=True):
         stream.wait_stream(current)
         with torch.cuda.stream(stream):

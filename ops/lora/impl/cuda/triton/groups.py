@@ -8,7 +8,7 @@ import triton.language as tl
 def group_rows(slots, order, owners, rows, tiles, SPREAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A program for each slot, which reads all rows twice: no program waits for another.
 
-    slots: int64 [rows]; rows of other numbers than those of the programs are in no tile. SPREAD: a power of two, at
+    slots: int64 [rows]; a row whose number no program has is in no tile. SPREAD: a power of two, at
     least the number of slots.
     order: int32 [tiles * ROWS], the rows of each tile, -1 after the last row of a slot; not written in tiles without a
     slot. owners: int32 [tiles], the slot of each tile; -1 after the last one.
