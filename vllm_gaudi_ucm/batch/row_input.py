@@ -173,6 +173,7 @@ ROW_INPUTS: Registry[type[RowInput]] = Registry(
     mrope_positions="vllm_gaudi_ucm.batch.mrope_positions:MropePositions",
     adapter_slots="vllm_gaudi_ucm.batch.adapter_slots:AdapterSlots",
     embedding_rows="vllm_gaudi_ucm.batch.embedding_rows:EmbeddingRows",
+    hidden_places="vllm_gaudi_ucm.batch.hidden_places:HiddenPlaces",
 )
 
 
