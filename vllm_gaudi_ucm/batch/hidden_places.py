@@ -1,4 +1,4 @@
-"""The row input of hidden states: where a row's hidden state is in the table that the model passes to its draft head."""
+"""The row input of hidden states: where a row's hidden state is in the table for the draft head."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ class HiddenPlaces(RowInput):
         return {}
 
     def begin_step(
-        self, rows: NDArray[np.int64], num_computed: NDArray[np.int32], num_scheduled: NDArray[np.int32], num_drafts: int
+        self,
+        rows: NDArray[np.int64],
+        num_computed: NDArray[np.int32],
+        num_scheduled: NDArray[np.int32],
+        num_drafts: int,
     ) -> None:
         """Gives each request of a step its places, one request after the other.
 

@@ -69,7 +69,7 @@ class LiveRequest:
 
 
 class DraftModelRows(NamedTuple):
-    """Groups and row inputs of a draft model; see RequestTable. reads_next: 1 if a row reads the token after its own."""
+    """Groups and row inputs of a draft model; see RequestTable. reads_next: 1 if rows read the next token."""
 
     groups: Sequence[KvGroup] = ()
     inputs: RowInputs = BUILT_IN_INPUTS
