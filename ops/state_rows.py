@@ -114,8 +114,8 @@ def plan_state_rows(
     return {
         "offsets": offsets,
         "row_sources": sources[owners],
-        "kept_rows": kept_rows,
-        "kept_at": kept_at,
+        "kept_rows": np.ascontiguousarray(kept_rows),
+        "kept_at": np.ascontiguousarray(kept_at),
         "places": places,
         "few_rows": few_rows,
         "few_sources": np.where(is_few, sources, null),
@@ -206,12 +206,16 @@ def recur_few(step: StateRows, states: Tensor, inputs: Sequence[Tensor], update:
     state = states.index_select(0, step.few_sources).to(wide)
     after, found = [], []
     for index in range(step.few_rows.shape[1]):
-        new, result = update(state, [each[:, index].to(wide) for each in taken])
-        state = _where_row(step.few_rows[:, index], new, state)
+        # states after pads are written to the null slot
+        state, result = update(state, [each[:, index].to(wide) for each in taken])
         after.append(state)
         found.append(result)
-    put(states, 0, step.few_targets.flatten(), torch.stack(after, 1).flatten(0, 1).to(states.dtype))
-    return torch.stack(found, 1)
+    put(states, 0, step.few_targets.flatten(), _joined(after).flatten(0, 1).to(states.dtype))
+    return _joined(found)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].unsqueeze(1) if len(parts) == 1 else torch.stack(tuple(parts), 1)
 
 
 def _recur_tiles(step: StateRows, states: Tensor, inputs: Sequence[Tensor], update: Update) -> Tensor:
@@ -233,6 +237,11 @@ def _recur_tiles(step: StateRows, states: Tensor, inputs: Sequence[Tensor], upda
 def take_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """Returns rows [n, ...] in the places of `ids`, [*ids.shape, ...]; a pad has the numbers of row 0."""
     return rows.index_select(0, ids.clamp(min=0).flatten()).unflatten(0, tuple(ids.shape))
+
+
+def rows_together(rows: Tensor) -> Tensor:
+    """Returns rows [n, ...] whose numbers follow each other; between rows there may be gaps."""
+    return rows if rows[:1].is_contiguous() else rows.contiguous()
 
 
 def _where_row(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:

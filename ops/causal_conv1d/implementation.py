@@ -27,4 +27,5 @@ CONVOLUTIONS: Implementations[ConvolutionImplementation] = Implementations(
     "causal_conv1d",
     "vllm_gaudi_ucm.convolution_implementations",
     reference="vllm_gaudi_ucm.ops.causal_conv1d.impl.reference:ReferenceConvolution",
+    cuda="vllm_gaudi_ucm.ops.causal_conv1d.impl.cuda.convolution:CudaConvolution",
 )

@@ -36,4 +36,5 @@ GATED_DELTAS: Implementations[DeltaImplementation] = Implementations(
     "vllm_gaudi_ucm.gated_delta_implementations",
     reference="vllm_gaudi_ucm.ops.gated_delta.impl.reference:ReferenceDelta",
     tiled="vllm_gaudi_ucm.ops.gated_delta.impl.tiled:TiledDelta",
+    cuda="vllm_gaudi_ucm.ops.gated_delta.impl.cuda.update:CudaDelta",
 )

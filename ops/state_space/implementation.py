@@ -35,4 +35,5 @@ STATE_SPACES: Implementations[SpaceImplementation] = Implementations(
     "vllm_gaudi_ucm.state_space_implementations",
     reference="vllm_gaudi_ucm.ops.state_space.impl.reference:ReferenceSpace",
     tiled="vllm_gaudi_ucm.ops.state_space.impl.tiled:TiledSpace",
+    cuda="vllm_gaudi_ucm.ops.state_space.impl.cuda.update:CudaSpace",
 )

@@ -26,6 +26,18 @@ _MAMBA: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 32,
 }
+_DELTA: dict[str, Any] = {
+    **_ATTENTION,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "intermediate_size": 128,
+}
 # model type -> what its configuration needs beyond the common values
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {
@@ -58,6 +70,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "ssm_out_multiplier": 0.8,
         "key_multiplier": 0.7,
     },
+    "qwen3_next": {
+        **_DELTA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_5_text": _DELTA,
     "nemotron_h": {
         **_ATTENTION,
         "head_dim": 16,

@@ -27,6 +27,17 @@ class Request:
     kept: dict[int, int] = field(default_factory=dict)
 
 
+# decodes, a verification whose states are kept row by row, a prompt that begins, one that continues and keeps the
+# state after a block, and after its last row in two slots
+STEP = (
+    Request(1, 5, {0: 5}),
+    Request(3, 6, {0: 6, 1: 7, 2: 8}),
+    Request(9, ZEROS, {8: 9}),
+    Request(11, 10, {3: 11, 10: 10}),
+    Request(1, 13, {0: 13}),
+)
+
+
 def plan(requests: Sequence[Request], few: int = 1, width: int = 64) -> StateRows:
     starts = np.cumsum([0, *(each.rows for each in requests)])
     kept = [

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.states import (
     NULL,
+    STEP,
     ZEROS,
     Request,
     by_definition,
@@ -30,15 +31,6 @@ from vllm_gaudi_ucm.ops.state_space.api import state_space
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 from vllm_gaudi_ucm.ops.state_tiles import inverse_of_unit_lower
 
-# decodes, a verification whose states are kept row by row, a prompt that begins, one that continues and keeps the
-# state after a block, and after its last row in two slots
-STEP = (
-    Request(1, 5, {0: 5}),
-    Request(3, 6, {0: 6, 1: 7, 2: 8}),
-    Request(9, ZEROS, {8: 9}),
-    Request(11, 10, {3: 11, 10: 10}),
-    Request(1, 13, {0: 13}),
-)
 COUNT, SLOTS = sum(each.rows for each in STEP), 14
 
 
