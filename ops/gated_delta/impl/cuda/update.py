@@ -52,7 +52,7 @@ def update_few(rows: DeltaRows, states: Tensor, step: StateRows, found: Tensor, 
     q, k, v = (rows_together(each) for each in (rows.q, rows.k, rows.v))
     keys = 1 << (key_dim - 1).bit_length()
     values = min(1 << (value_dim - 1).bit_length(), max(STATE // keys, 1))
-    kernels.update_states[(requests * heads * -(-value_dim // values),)](
+    kernels.update_deltas[(requests * heads * -(-value_dim // values),)](
         *(q, k, v, rows.log_decay.float().contiguous(), rows.beta.float().contiguous()),
         *(states, found, step.few_rows, step.few_sources, step.few_targets),
         *(key_dim**-0.5, q.stride(0), k.stride(0), v.stride(0)),

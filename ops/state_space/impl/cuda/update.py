@@ -51,7 +51,7 @@ def update_few(rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, ste
     x, b, c = (rows_together(each) for each in (rows.x, rows.b, rows.c))
     sizes = 1 << (size - 1).bit_length()
     dims = min(1 << (head_dim - 1).bit_length(), max(STATE // sizes, 1))
-    kernels.update_states[(requests * heads * -(-head_dim // dims),)](
+    kernels.update_spaces[(requests * heads * -(-head_dim // dims),)](
         *(x, rows.dt.float().contiguous(), b, c, a, a if d is None else d),
         *(states, found, step.few_rows, step.few_sources, step.few_targets),
         *(x.stride(0), b.stride(0), c.stride(0)),

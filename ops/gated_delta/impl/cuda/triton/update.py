@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def update_states(
+def update_deltas(
     q,
     k,
     v,
