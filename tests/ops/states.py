@@ -29,7 +29,9 @@ class Request:
 
 def plan(requests: Sequence[Request], few: int = 1, width: int = 64) -> StateRows:
     starts = np.cumsum([0, *(each.rows for each in requests)])
-    kept = [(start + row, at) for start, each in zip(starts[:-1], requests, strict=True) for row, at in each.kept.items()]
+    kept = [
+        (start + row, at) for start, each in zip(starts[:-1], requests, strict=True) for row, at in each.kept.items()
+    ]
     pairs = np.array(kept, np.int64).reshape(-1, 2)
     sources = np.array([each.source for each in requests], np.int64)
     arrays = plan_state_rows(starts, sources, pairs[:, 0], pairs[:, 1], null=NULL, few=few, width=width)
@@ -81,9 +83,7 @@ def space(a: Tensor, d: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
 def delta(normalise: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """One row of `gated_delta`, head by head."""
 
-    def one(
-        state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def one(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         if normalise:
             q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
         head = torch.arange(len(v)) // (len(v) // len(k))
@@ -115,5 +115,9 @@ def delta_rows(
     k = k + 2 * torch.randn(key_heads, key_dim, generator=random)
     log_decay = -(10 ** (torch.rand(count, heads, generator=random) * 8 - 6))
     return DeltaRows(
-        q, k, torch.randn(count, heads, value_dim, generator=random), log_decay, torch.rand(count, heads, generator=random)
+        q,
+        k,
+        torch.randn(count, heads, value_dim, generator=random),
+        log_decay,
+        torch.rand(count, heads, generator=random),
     )

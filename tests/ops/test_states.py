@@ -87,9 +87,7 @@ def test_gated_delta(implementation: str, normalise: bool) -> None:
         rows = rows._replace(k=rows.k / 10)
     states = drawn_states(4, 5, 3, random=random)
     wanted = by_definition(STEP, states, rows, delta(normalise))
-    found = gated_delta(
-        rows, states, plan(STEP, few=3, width=4), normalise=normalise, implementation=implementation
-    )
+    found = gated_delta(rows, states, plan(STEP, few=3, width=4), normalise=normalise, implementation=implementation)
     assert_same(found, states, wanted)
 
 
