@@ -36,7 +36,7 @@ def gated_delta(
 
 
 def _validate(rows: DeltaRows, states: Tensor, step: StateRows) -> None:
-    slots, heads, key_dim, value_dim = states.shape
+    _, heads, key_dim, value_dim = states.shape
     count, key_heads = len(step.places), rows.k.shape[1]
     if heads % key_heads:
         raise ValueError(f"gated_delta: {heads} heads and {key_heads} of keys, expected a multiple of those of keys")

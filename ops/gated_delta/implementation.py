@@ -35,4 +35,5 @@ GATED_DELTAS: Implementations[DeltaImplementation] = Implementations(
     "gated_delta",
     "vllm_gaudi_ucm.gated_delta_implementations",
     reference="vllm_gaudi_ucm.ops.gated_delta.impl.reference:ReferenceDelta",
+    tiled="vllm_gaudi_ucm.ops.gated_delta.impl.tiled:TiledDelta",
 )

@@ -35,7 +35,7 @@ def state_space(
 
 
 def _validate(rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> None:
-    slots, heads, head_dim, size = states.shape
+    _, heads, head_dim, size = states.shape
     count, groups = len(step.places), rows.b.shape[1]
     if heads % groups:
         raise ValueError(f"state_space: {heads} heads and {groups} groups, expected a multiple of the groups")

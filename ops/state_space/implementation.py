@@ -34,4 +34,5 @@ STATE_SPACES: Implementations[SpaceImplementation] = Implementations(
     "state_space",
     "vllm_gaudi_ucm.state_space_implementations",
     reference="vllm_gaudi_ucm.ops.state_space.impl.reference:ReferenceSpace",
+    tiled="vllm_gaudi_ucm.ops.state_space.impl.tiled:TiledSpace",
 )

@@ -1,4 +1,4 @@
-"""Requests with states for tests: their rows, slots, and each operation by definition in float64, request by request."""
+"""Requests with states for tests: rows, slots, and each operation by definition in float64, request by request."""
 
 from __future__ import annotations
 
