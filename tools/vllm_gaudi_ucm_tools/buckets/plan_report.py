@@ -297,11 +297,11 @@ def show(report: PlanReport) -> None:
         f"warm-up   {_range(report.warmup_seconds)} s for all, {_range(report.skeleton_seconds)} s\n"
         f"          until serving starts ({len(skeleton.forward)} forward, {len(skeleton.logits)} logits{remainders})"
     )
-    adapters = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
-    states = f"states of requests {_gb(memory.states)}, " if memory.states else ""
+    others = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
+    others += f"states of requests {_gb(memory.states)}, " if memory.states else ""
     console.print(
         f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
-        f"          {adapters}{states}activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
+        f"          {others}activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
     )
     if not memory.fits:
         console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")
