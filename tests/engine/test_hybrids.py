@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.hpu_counts import broken_duties
+from tests.engine.hpu_process import run_on_card
 from tests.engine.hybrids import HYBRIDS, hybrid_prompts, make_hybrid
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.tensor_parallel import CHECKED
+from tests.engine.worker_processes import EngineOfWorkers
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -62,3 +68,69 @@ def test_a_sparse_method_chooses_in_the_layers_with_attention(model: Path, serve
     ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
     with Engine(model, ucm, **OPTIONS) as engine:
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+
+
+def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
+    with EngineOfWorkers(model, CHECKED, **OPTIONS, tensor_parallel_size=2) as engine:
+        assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+        engine.check_idle()
+
+
+def test_two_stages_have_states_of_their_own(tmp_path: Path) -> None:
+    """Each stage has layers of both kinds."""
+    kinds = ["conv", "full_attention"] * 2
+    model = make_hybrid(tmp_path, "lfm2", num_hidden_layers=4, layer_types=kinds)
+    with EngineOfWorkers(model, **OPTIONS, pipeline_parallel_size=2) as engine:
+        answers = engine.greedy(hybrid_prompts(), LENGTH)
+        engine.check_idle()
+    ReferenceModel(model).assert_greedy(hybrid_prompts(), answers)
+
+
+ON_CARD: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 128}
+CARD_PROMPTS = [prompt[:100] for prompt in hybrid_prompts()[::2]]
+
+
+def serve_all(models: dict[str, str], prompts: list[list[int]]) -> dict[str, Any]:
+    """On the card, one engine after the other: the answers of each family, and the graphs that these have compiled."""
+    from habana_frameworks.torch.simulator import card
+
+    found = {}
+    for name, model in models.items():
+        with Engine(Path(model), {"graphs": {"warm_up": "full", "max_graphs": 2}}, **ON_CARD) as engine:
+            before = card.compilations
+            answers = engine.greedy(prompts, 6)
+            found[name] = [[dataclasses.asdict(answer) for answer in answers], card.compilations - before]
+    return {"families": found, "broken": broken_duties()}
+
+
+def test_on_the_simulated_card(tmp_path: Path) -> None:
+    """Through torch.compile, the default there: once warm nothing is compiled, chunks included."""
+    models = {name: str(make_hybrid(tmp_path, name)) for name in ("lfm2", "granitemoehybrid")}
+    found = run_on_card(serve_all, tmp_path, models=models, prompts=CARD_PROMPTS).result
+    for name, (answers, compiled) in found["families"].items():
+        ReferenceModel(Path(models[name])).assert_greedy(CARD_PROMPTS, [Answer(**answer) for answer in answers])
+        assert compiled == 0
+    assert found["broken"] == {}
+
+
+CONNECTOR = {
+    "kv_connector": "UcmConnector",
+    "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"store": {"kind": "memory", "capacity": 1 << 20}},
+}
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("ucm.kv_cache.granularity", {"kv_cache": {"granularity": "token"}}, {}),
+    ("ucm.preemption.mode", {"preemption": {"mode": "swap"}}, {}),
+    ("--kv-transfer-config", {}, {"kv_transfer_config": CONNECTOR}),
+    ("--enable-lora", {}, {"enable_lora": True}),
+]
+
+
+@pytest.mark.parametrize(("option", "ucm", "options"), REFUSED, ids=[option for option, *_ in REFUSED])
+def test_what_moves_or_divides_blocks_is_refused(
+    tmp_path: Path, option: str, ucm: dict[str, Any], options: dict[str, Any]
+) -> None:
+    model = make_hybrid(tmp_path, "lfm2")
+    with pytest.raises(UnsupportedFeatureError, match=f"layers that keep a state.*{option}"):
+        Engine(model, ucm, **OPTIONS, **options).__enter__()
