@@ -274,9 +274,7 @@ def _implementations(vllm_config: VllmConfig) -> dict[str, UnifiedAttentionImpl]
 
 
 def _choosing(vllm_config: VllmConfig) -> tuple[dict[str, UnifiedAttentionImpl], LayerPlace]:
-    """Returns the layers that see whole contexts, by name, and their places: windows and states have no blocks to choose
-    from.
-    """
+    """Returns the layers that see whole contexts, by name, and their places: others have no blocks to choose from."""
     implementations = _implementations(vllm_config)
     first, _ = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
     total = vllm_config.model_config.get_total_num_hidden_layers()

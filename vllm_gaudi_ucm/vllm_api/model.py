@@ -8,7 +8,8 @@ Internal: `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `EncoderOn
 `ParallelLMHead`, `UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that
 we search for in a model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and
 `set_forward_context`, through which layers find the step's metadata; `PPMissingLayer`, which stands for a layer of
-another stage of a pipeline; `extract_layer_index`, the number in a layer's name; `BasevLLMParameter`, the class of loaded weights.
+another stage of a pipeline; `extract_layer_index`, which reads the number in a layer's name; `BasevLLMParameter`, the
+class of loaded weights.
 """
 
 from copy import copy
