@@ -82,11 +82,14 @@ def plan_state_rows(
         kept_at: [kept] slots to which it is written.
         null: the slot to which pads are written.
         few: requests with at most so many rows are computed row after row. They keep each row in one slot at most.
-        width: rows of a tile.
+        width: rows of a tile, a power of two.
 
     Raises:
-        ValueError: a request with few rows keeps the state after one of them in two slots.
+        ValueError: a request with few rows keeps the state after one of them in two slots, or `width` is no power of
+            two.
     """
+    if width < 1 or width & (width - 1):
+        raise ValueError(f"states: found tiles of {width} rows, expected a power of two")
     requests, rows = len(sources), int(row_starts[-1])
     counts = np.diff(row_starts)
     owners = np.repeat(np.arange(requests), counts)
