@@ -82,11 +82,14 @@ def plan_state_rows(
         kept_at: [kept] slots to which it is written.
         null: the slot to which pads are written.
         few: requests with at most so many rows are computed row after row. They keep each row in one slot at most.
-        width: rows of a tile.
+        width: rows of a tile, a power of two.
 
     Raises:
-        ValueError: a request with few rows keeps the state after one of them in two slots.
+        ValueError: a request with few rows keeps the state after one of them in two slots, or `width` is no power of
+            two.
     """
+    if width < 1 or width & (width - 1):
+        raise ValueError(f"states: found tiles of {width} rows, expected a power of two")
     requests, rows = len(sources), int(row_starts[-1])
     counts = np.diff(row_starts)
     owners = np.repeat(np.arange(requests), counts)
@@ -181,8 +184,10 @@ def collect(step: StateRows, of_few: Tensor | None, of_tiles: Tensor | None) -> 
     return torch.where(is_few, in_few, in_tiles)
 
 
-Update = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
-"""Computes a state and a row of results from the state before, [lanes, ...], and a row of each input, [lanes, ...]."""
+Update = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""Computes a row of results, [lanes, ...], from a state, [lanes, ...], and a row of each input, [lanes, ...]. The state
+becomes the one after the row, in place.
+"""
 
 
 def recur(step: StateRows, states: Tensor, inputs: Sequence[Tensor], update: Update) -> Tensor:
@@ -205,11 +210,11 @@ def recur_few(step: StateRows, states: Tensor, inputs: Sequence[Tensor], update:
     wide = _wide(states, inputs)
     state = states.index_select(0, step.few_sources).to(wide)
     after, found = [], []
-    for index in range(step.few_rows.shape[1]):
+    few = step.few_rows.shape[1]
+    for index in range(few):
         # states after pads are written to the null slot
-        state, result = update(state, [each[:, index].to(wide) for each in taken])
-        after.append(state)
-        found.append(result)
+        found.append(update(state, [each[:, index].to(wide) for each in taken]))
+        after.append(state.clone() if index + 1 < few else state)
     put(states, 0, step.few_targets.flatten(), _joined(after).flatten(0, 1).to(states.dtype))
     return _joined(found)
 
@@ -226,9 +231,10 @@ def _recur_tiles(step: StateRows, states: Tensor, inputs: Sequence[Tensor], upda
     for tile in range(len(step.tile_rows)):
         state = torch.where(step.tile_sources[tile] == SAME_REQUEST, state, loaded[tile : tile + 1])
         for index in range(step.tile_rows.shape[1]):
-            new, result = update(state, [each[tile, index : index + 1].to(wide) for each in taken])
-            state = _where_row(step.tile_rows[tile, index : index + 1], new, state)
-            found.append(result)
+            new = state.clone()
+            found.append(update(new, [each[tile, index : index + 1].to(wide) for each in taken]))
+            # a choice, not a product: pads may have computed NaN
+            state = torch.where(step.tile_rows[tile, index] == NO_ROW, state, new)
         after.append(state)
     put(states, 0, step.tile_targets, torch.cat(after).to(states.dtype))
     return torch.cat(found).unflatten(0, tuple(step.tile_rows.shape))
@@ -242,11 +248,6 @@ def take_rows(rows: Tensor, ids: Tensor) -> Tensor:
 def rows_together(rows: Tensor) -> Tensor:
     """Returns rows [n, ...] whose numbers follow each other; between rows there may be gaps."""
     return rows if rows[:1].is_contiguous() else rows.contiguous()
-
-
-def _where_row(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """A choice, not a product: pads may have computed NaN."""
-    return torch.where((rows != NO_ROW).view(-1, *(1,) * (new.dim() - 1)), new, old)
 
 
 def _wide(states: Tensor, inputs: Sequence[Tensor]) -> torch.dtype:

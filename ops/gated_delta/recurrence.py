@@ -16,15 +16,16 @@ def scaled(rows: DeltaRows, wide: torch.dtype, *, normalise: bool) -> DeltaRows:
     return rows._replace(q=q * q.shape[-1] ** -0.5, k=k)
 
 
-def update(state: Tensor, row: DeltaRows) -> tuple[Tensor, Tensor]:
-    """Returns the state after a row, [lanes, heads, key_dim, value_dim], and its results, [lanes, heads, value_dim].
+def update(state: Tensor, row: DeltaRows) -> Tensor:
+    """Computes the state after a row, [lanes, heads, key_dim, value_dim], in place.
 
     row: one row of each lane, scaled, in the dtype of the state. See `gated_delta`.
+    Returns the results of the row, [lanes, heads, value_dim].
     """
     repeats = state.shape[1] // row.k.shape[1]
     q, k = row.q.repeat_interleave(repeats, 1), row.k.repeat_interleave(repeats, 1)
-    state = state * torch.exp(row.log_decay)[..., None, None]
+    state.mul_(torch.exp(row.log_decay)[..., None, None])
     there = torch.matmul(k.unsqueeze(-2), state).squeeze(-2)
     delta = (row.v - there) * row.beta.unsqueeze(-1)
-    state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)
-    return state, torch.matmul(q.unsqueeze(-2), state).squeeze(-2)
+    state.addcmul_(k.unsqueeze(-1), delta.unsqueeze(-2))
+    return torch.matmul(q.unsqueeze(-2), state).squeeze(-2)

@@ -202,6 +202,8 @@ def test_a_row_is_kept_in_two_slots() -> None:
     assert plan([request], width=4).tile_targets.tolist() == [NULL, 4]
     with pytest.raises(ValueError, match="at most 6 rows kept in two slots, expected one"):
         plan_state_rows(starts, sources, np.array([5, 5]), np.array([4, 2]), null=NULL, few=6)
+    with pytest.raises(ValueError, match="found tiles of 48 rows, expected a power of two"):
+        plan([request], width=48)
 
 
 def test_shapes_are_checked() -> None:

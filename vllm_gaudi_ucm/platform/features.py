@@ -257,7 +257,7 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature(
         "models with recurrent state that vLLM does not list as hybrids",
         "{model}",
-        "a state is kept for Mamba-2 and short convolutions between layers with attention",
+        "a state is kept for Mamba-2, gated delta nets and short convolutions between layers with attention",
         lambda c: c.has_inner_state and not c.is_hybrid,
     ),
     Feature(

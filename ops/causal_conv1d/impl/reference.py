@@ -23,7 +23,7 @@ class ReferenceConvolution(ConvolutionImplementation):
         weights = weight.to(wide).unbind(1)
         total = past[0].to(wide) * weights[-1]
         for back in range(1, taps):
-            total = total + past[back].to(wide) * weights[-1 - back]
+            total = torch.addcmul(total, past[back].to(wide), weights[-1 - back])
         if bias is not None:
             total = total + bias.to(wide)
         if taps > 1 and len(step.kept_rows):

@@ -18,7 +18,7 @@ class ReferenceDelta(DeltaImplementation):
     def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
         wide = torch.promote_types(rows.v.dtype, torch.promote_types(states.dtype, torch.float32))
 
-        def one(state: Tensor, row: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        def one(state: Tensor, row: Sequence[Tensor]) -> Tensor:
             return update(state, DeltaRows(*row))
 
         return recur(step, states, scaled(rows, wide, normalise=normalise), one).to(rows.v.dtype)

@@ -38,7 +38,7 @@ class TiledDelta(DeltaImplementation):
     ) -> Tensor:
         """Computes requests with few rows; returns [requests, few, heads, value_dim]."""
 
-        def one(state: Tensor, row: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        def one(state: Tensor, row: Sequence[Tensor]) -> Tensor:
             return update(state, DeltaRows(*row))
 
         return recur_few(step, states, scaled(rows, wide, normalise=normalise), one)

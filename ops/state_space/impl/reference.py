@@ -15,7 +15,7 @@ class ReferenceSpace(SpaceImplementation):
     """The reference: nothing is read on the host, so it may be captured and traced."""
 
     def scan(self, rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> Tensor:
-        def one(state: Tensor, row: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        def one(state: Tensor, row: Sequence[Tensor]) -> Tensor:
             return update(state, SpaceRows(*row), a)
 
         return add_skip(recur(step, states, rows, one), rows.x, d).to(rows.x.dtype)

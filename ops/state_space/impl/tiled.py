@@ -30,7 +30,7 @@ class TiledSpace(SpaceImplementation):
     def scan_few(self, rows: SpaceRows, a: Tensor, states: Tensor, step: StateRows) -> Tensor:
         """Computes requests with few rows; returns [requests, few, heads, head_dim]."""
 
-        def one(state: Tensor, row: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        def one(state: Tensor, row: Sequence[Tensor]) -> Tensor:
             return update(state, SpaceRows(*row), a)
 
         return recur_few(step, states, rows, one)
