@@ -70,6 +70,30 @@ def test_a_sparse_method_chooses_in_the_layers_with_attention(model: Path, serve
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
 
 
+@pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+def test_kept_states_make_prefix_caching(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
+    """A hit ends at a block behind which a state is kept; with few of them, the ones used last are kept."""
+    prompts = hybrid_prompts()
+    with Engine(model, {**ucm, "kv_cache": {"kept_states": 8}}, **OPTIONS, enable_prefix_caching=True) as engine:
+        assert_same(engine.greedy(prompts, LENGTH), served)
+        # in chunks of 48 tokens
+        again = [engine.greedy(prompts[-1:], LENGTH)[0] for _ in range(2)]
+        assert again[1].cached_tokens == 144
+        assert_same(again, [served[-1]] * 2)
+        assert_same(engine.greedy(prompts, LENGTH), served)
+        assert engine.core.scheduler.reset_prefix_cache()
+        assert engine.greedy(prompts[-1:], LENGTH)[0].cached_tokens == 0
+        engine.check_idle()
+
+
+def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list[Answer]) -> None:
+    options = {**OPTIONS, **FEW_BLOCKS, "enable_prefix_caching": True, "speculative_config": NGRAM}
+    with Engine(model, {"kv_cache": {"kept_states": 4}}, **options) as engine:
+        for _ in range(2):
+            assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+        assert engine.preemptions > 0
+
+
 def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
     with EngineOfWorkers(model, CHECKED, **OPTIONS, tensor_parallel_size=2) as engine:
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)

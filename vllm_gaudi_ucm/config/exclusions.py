@@ -55,7 +55,8 @@ TOKEN_SLOTS = Option(
     "ucm.kv_cache.granularity 'token'",
     gives_orders=False,
 )
-POLICIES = (PARTIAL_HITS, SWAP, ADMISSION, COMPACTION, TOKEN_SLOTS)
+KEPT_STATES = Option("kept states", "ucm.kv_cache.kept_states", (0,), "ucm.kv_cache.kept_states")
+POLICIES = (PARTIAL_HITS, SWAP, ADMISSION, COMPACTION, TOKEN_SLOTS, KEPT_STATES)
 """Options that decide which blocks requests get: the columns of the matrix."""
 
 MEMORY_MODE = Option("memory mode", "ucm.memory_mode.enabled", (False,), "ucm.memory_mode")
@@ -164,6 +165,22 @@ OF_ENGINE = (
         "--no-enable-prefix-caching",
         "nothing is kept that a request could hit",
         lambda c: not c.cache_config.enable_prefix_caching,
+    ),
+    EngineExclusion(
+        KEPT_STATES,
+        "prefix cache",
+        f"{KEPT_STATES.words} without a prefix cache",
+        "--no-enable-prefix-caching",
+        "nothing is kept that a request could hit",
+        lambda c: not c.cache_config.enable_prefix_caching,
+    ),
+    EngineExclusion(
+        KEPT_STATES,
+        "",
+        f"{KEPT_STATES.words} with a model whose layers keep no state",
+        "the model",
+        "prefix caching needs blocks alone; leave the option out",
+        lambda c: c.model_config is not None and not c.model_config.is_hybrid,
     ),
     EngineExclusion(
         SWAP,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.execution.cache_group import Tensors, ToDevice
 from vllm_gaudi_ucm.execution.state_group import StateGroup, StatePlaces, StatePlan, StatePlanner
 from vllm_gaudi_ucm.execution.step_sizes import Sizes, of_rows
@@ -19,10 +21,12 @@ from vllm_gaudi_ucm.vllm_api.state_layers import MambaSpec
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, PlanOfGroup, UnifiedPlan
     from vllm_gaudi_ucm.batch.block_use import Room
     from vllm_gaudi_ucm.batch.group_planner import Planned
+    from vllm_gaudi_ucm.batch.kv_group import KvGroup
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.ops.unified_attention.api import Plan
@@ -44,14 +48,18 @@ class RowsPlan(NamedTuple):
 
 
 class RecurrentGroup(StateGroup):
-    """States of running requests alone: those of a real model take megabytes, too many for each block.
-
-    So a request begins with its first token; prefix caching is off.
+    """States of running requests, and some for prefix caching: a state of a real model takes megabytes, too many for
+    each block. See `block_policies.kept_states`.
     """
 
     spec = MambaSpec
     layer_classes = tuple(STATE_LAYERS.values())
     of_blocks = False
+
+    @classmethod
+    def make(cls, kv: KvGroup, vllm_config: VllmConfig) -> RecurrentGroup:
+        kept = resolve_config(vllm_config.additional_config).kv_cache.kept_states
+        return cls(kv, vllm_config.scheduler_config.max_num_seqs, 1 + vllm_config.num_speculative_tokens, kept)
 
     @classmethod
     def states_of(cls, spec: KVCacheSpec) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
@@ -94,7 +102,13 @@ class RecurrentGroup(StateGroup):
         """Returns the tiles of a bucket; in one without causal attention all requests have a single row."""
         if "c" not in sizes.shape.phase:
             return 0
-        return most_tiles(sizes.shape.query_len, min(sizes.spans - 1, MOST_PROMPTS), self._rows_each, 0)
+        prompts = min(sizes.spans - 1, MOST_PROMPTS)
+        # a tile ends behind a kept state
+        return most_tiles(sizes.shape.query_len, prompts, self._rows_each, prompts if self._kept_states else 0)
+
+    def _of_kept(self, sizes: Sizes) -> tuple[int, ...]:
+        (own,) = super()._of_kept(sizes)
+        return (own + (min(sizes.spans - 1, MOST_PROMPTS) if self._kept_states else 0),)
 
     def divide(self, batch: BatchInput, room: Room | None) -> list[NDArray[np.int64]]:
         """Divides a padded step so that no part has more prompts than a bucket has room for."""
@@ -126,11 +140,36 @@ class _InBuckets:
 
 
 class RowsPlanner(StatePlanner):
-    """Plans the rows of a step; see GroupPlanner."""
+    """Plans the rows of a step; see GroupPlanner. Kept states have the rows 1 and up."""
+
+    _reads: Mapping[int, int] = MappingProxyType({})
+    _keeps: Mapping[int, Sequence[tuple[int, int]]] = MappingProxyType({})
+
+    def begin_step(self, reads: Mapping[int, int], keeps: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Takes orders about kept states; see `KeepsStates`."""
+        self._reads, self._keeps = reads, keeps
 
     def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> RowsPlan:
-        found: StatePlan = self.plan_states(batch, step)
+        found = self._with_kept(self.plan_states(batch, step), step)
         few = self.places.rows_each
         return RowsPlan(
             plan_state_rows(step.query_start, found.sources, found.kept_rows, found.kept_at, null=DUMMY_BLOCK, few=few)
+        )
+
+    def _begin_with(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        zeros = self.places.zeros
+        return np.array([self._reads.get(row, zeros) for row in rows.tolist()], np.int64)
+
+    def _with_kept(self, plan: StatePlan, step: UnifiedPlan) -> StatePlan:
+        """Adds the rows behind which states are kept for other requests."""
+        if not self._keeps:
+            return plan
+        kept = [
+            (int(step.query_start[place]) + tokens - 1 - int(step.positions[step.query_start[place]]), number)
+            for place, row in enumerate(step.table_rows.tolist())
+            for tokens, number in self._keeps.get(row, ())
+        ]
+        rows, numbers = np.array(kept, np.int64).reshape(-1, 2).T
+        return plan._replace(
+            kept_rows=np.concatenate([plan.kept_rows, rows]), kept_at=np.concatenate([plan.kept_at, numbers])
         )

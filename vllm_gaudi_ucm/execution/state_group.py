@@ -40,7 +40,7 @@ class StatePlaces(NamedTuple):
     with the block. Each running request has a slot, whose rows are the states after its last tokens: the request
     continues from one of them, however many of its drafts were rejected.
 
-    num_blocks: blocks of the KV cache that have a state, the dummy block at least, to which pads are written.
+    num_blocks: blocks of the KV cache that have a state, or numbers of kept states; the first one is for pads.
     num_slots: requests that run at once. rows_each: rows of a slot, for the tokens of a request whose acceptance one
     step decides: its drafts and one more.
     """
@@ -107,6 +107,7 @@ class StateGroup(CacheGroup):
         kv: see CacheGroup; it uses the table of the first group.
         max_num_seqs: requests that run at once.
         rows_each: tokens of a request whose acceptance one step decides.
+        kept_states: states that are kept for prefix caching, if blocks have none.
 
     of_blocks: whether each block has a state, so that prefix caching may begin behind it. Otherwise the kind needs
         prefix caching switched off: large states fit for running requests alone.
@@ -114,8 +115,9 @@ class StateGroup(CacheGroup):
 
     of_blocks: ClassVar[bool] = True
 
-    def __init__(self, kv: KvGroup, max_num_seqs: int, rows_each: int) -> None:
+    def __init__(self, kv: KvGroup, max_num_seqs: int, rows_each: int, kept_states: int = 0) -> None:
         super().__init__(kv)
+        self._kept_states = kept_states
         self._max_num_seqs = max_num_seqs
         self._rows_each = rows_each
         self._planner: StatePlanner | None = None
@@ -144,7 +146,8 @@ class StateGroup(CacheGroup):
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states_of(spec))
 
     def _places(self, num_blocks: int) -> StatePlaces:
-        return StatePlaces(num_blocks if self.of_blocks else 1, self._max_num_seqs, self._rows_each)
+        count = num_blocks if self.of_blocks else 1 + self._kept_states
+        return StatePlaces(count, self._max_num_seqs, self._rows_each)
 
     def allocate(self, specs: Mapping[str, KVCacheSpec], num_blocks: int, device: torch.device) -> dict[str, Any]:
         places = self._places(num_blocks)
@@ -264,7 +267,7 @@ class StatePlanner:
         slots = self._slots_of(step.table_rows)
         computed = batch.num_computed[step.requests].astype(np.int64)
         tables = batch.block_tables
-        sources = self._sources(slots, computed, tables, step.requests)
+        sources = self._sources(slots, computed, tables, step.requests, step.table_rows)
         first, behind = step.query_start[:-1], step.query_start[1:]
         kept = np.where(behind - first > self.places.rows_each, 1, behind - first)
         from_end = behind[step.row_requests] - 1 - np.arange(step.num_rows)
@@ -274,6 +277,10 @@ class StatePlanner:
         self._begin[slots] = self._end[slots] - kept
         full, blocks = self._full_blocks(step, tables)
         return StatePlan(sources, first, np.concatenate([last, full]), np.concatenate([last_at, blocks]))
+
+    def _begin_with(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rows of the states with which these requests begin: of zeros, unless a planner knows better."""
+        return np.full(len(rows), self.places.zeros, np.int64)
 
     def _full_blocks(self, step: UnifiedPlan, tables: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the rows after which a block is full, and these blocks."""
@@ -322,11 +329,12 @@ class StatePlanner:
         computed: NDArray[np.int64],
         tables: NDArray[np.int32],
         requests: NDArray[np.int64],
+        rows: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        found = np.full(len(slots), self.places.zeros, np.int64)
+        found = self._begin_with(rows)
         in_slot = self._in_slots(slots, computed)
         found[in_slot] = self.places.of_tokens(slots[in_slot], computed[in_slot] - 1)
-        others, size = np.flatnonzero((computed > 0) & ~in_slot), self._block_size
+        others, size = np.flatnonzero((computed > 0) & ~in_slot & (found == self.places.zeros)), self._block_size
         lost = others if size is None else others[computed[others] % size != 0]
         if len(lost):
             wanted = "none, as blocks have no states" if size is None else f"one behind each block of {size} tokens"

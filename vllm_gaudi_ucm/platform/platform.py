@@ -46,7 +46,7 @@ from vllm_gaudi_ucm.platform.combinations import (
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
 from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
-from vllm_gaudi_ucm.platform.state_features import keep_running_states
+from vllm_gaudi_ucm.platform.state_features import choose_kept_states
 from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler, warms_by_order
 from vllm_gaudi_ucm.vllm_api.cache_options import keep_tile_of_slots, register_float_kv_dtypes
 from vllm_gaudi_ucm.vllm_api.child_watch import watch_children
@@ -158,7 +158,7 @@ class UcmPlatform(Platform):
             logger.info("Heads differ in size: the plugin's attention backend replaces vLLM's choice, TRITON_ATTN.")
         ahead = schedules_ahead(vllm_config, config, cls.device_type)
         vllm_config.scheduler_config.async_scheduling = ahead
-        keep_running_states(vllm_config)
+        choose_kept_states(vllm_config, config.kv_cache.kept_states)
         if keeps_one_block_table(vllm_config, config):
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
         refuse_with_ranks(vllm_config, config)

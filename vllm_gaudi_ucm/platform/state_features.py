@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.platform.feature import Feature, where
-from vllm_gaudi_ucm.vllm_api.platforms import keeps_states, leave_out_prefix_caching
+from vllm_gaudi_ucm.vllm_api.platforms import keeps_states, place_states_outside_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,7 +41,7 @@ OF_STATES: tuple[Feature[VllmConfig], ...] = (
 )
 
 
-def keep_running_states(vllm_config: VllmConfig) -> None:
-    """Switches prefix caching off for a model whose layers keep a state: states are kept for running requests alone."""
-    if keeps_states(vllm_config) and leave_out_prefix_caching(vllm_config):
-        logger.info("Prefix caching is off: some layers keep a state, which is not kept behind blocks.")
+def choose_kept_states(vllm_config: VllmConfig, kept_states: int) -> None:
+    """Switches prefix caching off for a model whose layers keep a state, unless states behind blocks are kept."""
+    if keeps_states(vllm_config) and place_states_outside_blocks(vllm_config, caches_prefixes=kept_states > 0):
+        logger.info("Prefix caching is off: some layers keep a state, and ucm.kv_cache.kept_states is 0.")

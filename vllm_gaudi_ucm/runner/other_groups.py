@@ -101,7 +101,9 @@ def bytes_of_requests(vllm_config: VllmConfig) -> int:
     found = sum(_kind(name, spec).make(first, vllm_config).bytes_of_requests(spec) for name, spec in specs)
     if found:
         running = vllm_config.scheduler_config.max_num_seqs
-        logger.info("States of %d running requests (--max-num-seqs) take %.2f GiB", running, found / GIB)
+        logger.info(
+            "States of %d running requests (--max-num-seqs), and kept ones, take %.2f GiB", running, found / GIB
+        )
     return found
 
 

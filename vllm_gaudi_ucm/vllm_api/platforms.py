@@ -198,8 +198,11 @@ def keeps_states(vllm_config: VllmConfig) -> bool:
     return model is not None and model.is_hybrid
 
 
-def leave_out_prefix_caching(vllm_config: VllmConfig) -> bool:
-    """Switches prefix caching off, with the options that follow from it; returns whether it was on.
+def place_states_outside_blocks(vllm_config: VllmConfig, *, caches_prefixes: bool) -> bool:
+    """Makes vLLM's scheduler treat a model with states as one of attention alone. Returns whether prefix caching was on
+    and is off now.
+
+    caches_prefixes: whether prefix caching may stay on.
 
     Reason: vLLM decides for these models before it asks the platform (`MambaModelConfig`), and copies of the
     configuration are validated again.
@@ -207,10 +210,11 @@ def leave_out_prefix_caching(vllm_config: VllmConfig) -> bool:
     """
     cache = vllm_config.cache_config
     was_on = bool(cache.enable_prefix_caching)
-    cache.enable_prefix_caching = False
+    if not caches_prefixes:
+        cache.enable_prefix_caching = False
     cache.mamba_cache_mode = "none"
     cache.mamba_block_size = vllm_config.model_config.max_model_len
-    return was_on
+    return was_on and not caches_prefixes
 
 
 PROFILER_ACTIVITIES = {"cpu": ("CPU",), "cuda": ("CPU", "CUDA"), "hpu": ("CPU",)}
