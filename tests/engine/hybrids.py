@@ -44,12 +44,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **_ATTENTION,
         "intermediate_size": 128,
         "block_auto_adjust_ff_dim": False,
+        # checkpoints name sizes twice, and vLLM reads these
+        "tie_word_embeddings": True,
+        "conv_dim": 64,
+        "block_dim": 64,
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
     },
     "granitemoehybrid": {
         **_ATTENTION,
         **_MAMBA,
+        # with more, Transformers' gated norm would take all groups together
+        "mamba_n_groups": 1,
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "num_local_experts": 4,
