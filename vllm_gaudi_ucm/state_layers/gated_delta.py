@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
 from vllm_gaudi_ucm.vllm_api.state_layers import QwenGatedDeltaNetAttention
 
 
-class StatefulGatedDelta(StateLayer, QwenGatedDeltaNetAttention):  # type: ignore[misc]  # vLLM's class is not typed
+class StatefulGatedDelta(StateLayer, QwenGatedDeltaNetAttention):
     """A short convolution and the gated delta rule between two projections, with a gated norm.
 
     Raises:
@@ -51,7 +51,8 @@ class StatefulGatedDelta(StateLayer, QwenGatedDeltaNetAttention):  # type: ignor
     def _scan(self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, step: StateRows) -> torch.Tensor:
         """Returns [rows, heads, value_dim]. mixed: inputs of the convolution. b, a: before sigmoid and softplus."""
         convolution_states, states = self.kv_cache
-        mixed = causal_conv1d(mixed, self.conv1d.weight.squeeze(1), None, convolution_states, step, silu=True)
+        weight = cast("torch.Tensor", self.conv1d.weight).squeeze(1)
+        mixed = causal_conv1d(mixed, weight, None, convolution_states, step, silu=True)
         of_keys = self.key_dim // self.tp_size
         q, k, v = mixed.split([of_keys, of_keys, mixed.shape[-1] - 2 * of_keys], -1)
         rows = DeltaRows(
