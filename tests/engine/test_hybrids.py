@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,13 @@ def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None
 @pytest.mark.parametrize("level", [1, 2])
 def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path, level: int) -> None:
     model = make_hybrid(tmp_path, "lfm2")
-    with Engine(model, **OPTIONS, enable_sleep_mode=True) as engine:
+    with Engine(model, **OPTIONS) as engine:
         before = engine.greedy(hybrid_prompts(), 8)
-        layer = next(one for one in engine.runner.decoder.model.modules() if isinstance(one, StateLayer))
-        assert sum(one.numel() for one in layer.kv_cache)
-        engine.llm.sleep(level=level)
-        assert not sum(one.numel() for one in layer.kv_cache)
-        del layer
+        layers = [one for one in engine.runner.decoder.model.modules() if isinstance(one, StateLayer)]
+        states = [weakref.ref(one) for layer in layers for one in layer.kv_cache]
+        del layers
+        engine.llm.sleep(level)
+        assert [state() for state in states] == [None, None]
         engine.llm.wake_up()
         assert_same(engine.greedy(hybrid_prompts(), 8), before)
 

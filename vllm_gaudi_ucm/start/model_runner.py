@@ -309,6 +309,7 @@ class ModelRunner:
         parts = self.parts
         parts.close()
         self._parts, self._resting = None, parts.requests
+        leave_groups(self._vllm_config)
         if drops_weights:
             self._vllm_config.compilation_config.static_forward_context = {}
             self._compiler = self._draft_decoder = None
@@ -316,7 +317,6 @@ class ModelRunner:
             self._has_weights = False
         else:
             bind_kv_caches(self._vllm_config, dict.fromkeys(parts.kv_caches, NO_CACHE))
-            leave_groups(self._vllm_config)
         del parts
         gc.collect()
         give_back_memory(self._device)
