@@ -56,7 +56,7 @@ TOKEN_SLOTS = Option(
     gives_orders=False,
 )
 KEPT_STATES = Option("kept states", "ucm.kv_cache.kept_states", (0,), "ucm.kv_cache.kept_states")
-POLICIES = (PARTIAL_HITS, SWAP, ADMISSION, COMPACTION, TOKEN_SLOTS, KEPT_STATES)
+POLICIES = (PARTIAL_HITS, SWAP, ADMISSION, COMPACTION, KEPT_STATES, TOKEN_SLOTS)
 """Options that decide which blocks requests get: the columns of the matrix."""
 
 MEMORY_MODE = Option("memory mode", "ucm.memory_mode.enabled", (False,), "ucm.memory_mode")
@@ -104,6 +104,7 @@ OF_OPTIONS = (
     OptionExclusion(PARTIAL_HITS, TOKEN_SLOTS, "it shares prefixes to the token without copies"),
     OptionExclusion(COMPACTION, TOKEN_SLOTS, "each slot would be a move of its own"),
     OptionExclusion(SWAP, TOKEN_SLOTS, "each slot would be a copy of its own"),
+    OptionExclusion(KEPT_STATES, TOKEN_SLOTS, "a request begins behind whole blocks"),
 )
 
 
@@ -173,6 +174,14 @@ OF_ENGINE = (
         "--no-enable-prefix-caching",
         "nothing is kept that a request could hit",
         lambda c: not c.cache_config.enable_prefix_caching,
+    ),
+    EngineExclusion(
+        KEPT_STATES,
+        _CONNECTORS,
+        f"a KV connector with {KEPT_STATES.words} ({{found}})",
+        _CONNECTOR_FLAGS,
+        "it brings blocks without the state behind them",
+        _connector,
     ),
     EngineExclusion(
         KEPT_STATES,

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.execution.cache_group import Tensors, ToDevice
 from vllm_gaudi_ucm.execution.state_group import StateGroup, StatePlaces, StatePlan, StatePlanner
 from vllm_gaudi_ucm.execution.step_sizes import Sizes, of_rows
 from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor, group_suffix
@@ -23,13 +22,10 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, PlanOfGroup, UnifiedPlan
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.batch.block_use import Room
     from vllm_gaudi_ucm.batch.group_planner import Planned
     from vllm_gaudi_ucm.batch.kv_group import KvGroup
-    from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.ops.unified_attention.api import Plan
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
 
 MOST_PROMPTS = 16
@@ -55,6 +51,7 @@ class RecurrentGroup(StateGroup):
     spec = MambaSpec
     layer_classes = tuple(STATE_LAYERS.values())
     of_blocks = False
+    inputs = StateRows
 
     @classmethod
     def make(cls, kv: KvGroup, vllm_config: VllmConfig) -> RecurrentGroup:
@@ -118,25 +115,6 @@ class RecurrentGroup(StateGroup):
             return [every]
         part = np.maximum(prompts - 1, 0) // MOST_PROMPTS
         return [np.flatnonzero(part == number) for number in range(part[-1] + 1)]
-
-    def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> StateRows:
-        return StateRows.from_tensors(tensors)
-
-    def in_buckets(self, number: int, limits: Limits, causal_slice: int, device: torch.device) -> _InBuckets:
-        return _InBuckets()
-
-    def metadata(self, inputs: StateRows, implementation: str, plan: Plan | None) -> StateRows:
-        return inputs
-
-
-class _InBuckets:
-    """Makes the rows of a step in buckets; see GroupInBuckets."""
-
-    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> StateRows:
-        return StateRows.from_tensors(tensors)
-
-    def refill(self) -> None:
-        """Does nothing, because the group has no tensors of its own."""
 
 
 class RowsPlanner(StatePlanner):

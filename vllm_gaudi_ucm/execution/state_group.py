@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -97,6 +97,15 @@ class StateInputs(NamedTuple):
         return cls(*(tensors[name] for name in cls._fields))
 
 
+class MadeOfTensors(Protocol):
+    """Inputs of layers, made of a step's tensors."""
+
+    @classmethod
+    def from_tensors(cls, tensors: Tensors) -> Any:
+        """Returns the inputs. tensors: by the names in `StateGroup.tensors`."""
+        ...
+
+
 class StateGroup(CacheGroup):
     """States of requests. A subclass names its layers, and defines shapes and dtypes of what a layer keeps.
 
@@ -111,9 +120,11 @@ class StateGroup(CacheGroup):
 
     of_blocks: whether each block has a state, so that prefix caching may begin behind it. Otherwise the kind needs
         prefix caching switched off: large states fit for running requests alone.
+    inputs: the class of `step.metadata`.
     """
 
     of_blocks: ClassVar[bool] = True
+    inputs: ClassVar[type[MadeOfTensors]] = StateInputs
 
     def __init__(self, kv: KvGroup, max_num_seqs: int, rows_each: int, kept_states: int = 0) -> None:
         super().__init__(kv)
@@ -208,21 +219,24 @@ class StateGroup(CacheGroup):
         """Divides a step so that a request that continues from a block runs after the part that fills the block."""
         return self._made_planner().divide(batch)
 
-    def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> StateInputs:
-        return StateInputs.from_tensors(tensors)
+    def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> Any:
+        return self.inputs.from_tensors(tensors)
 
     def in_buckets(self, number: int, limits: Limits, causal_slice: int, device: torch.device) -> _InBuckets:
-        return _InBuckets()
+        return _InBuckets(self.inputs)
 
-    def metadata(self, inputs: StateInputs, implementation: str, plan: Plan | None) -> StateInputs:
+    def metadata(self, inputs: Any, implementation: str, plan: Plan | None) -> Any:
         return inputs
 
 
 class _InBuckets:
     """Makes the inputs of a state group in buckets; see GroupInBuckets."""
 
-    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> StateInputs:
-        return StateInputs.from_tensors(tensors)
+    def __init__(self, inputs: type[MadeOfTensors]) -> None:
+        self._inputs = inputs
+
+    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> Any:
+        return self._inputs.from_tensors(tensors)
 
     def refill(self) -> None:
         """Does nothing, because the group has no tensors of its own."""

@@ -33,7 +33,13 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
-from vllm_gaudi_ucm.platform.checks import check_places, check_prompt, check_prompt_embeddings, check_request
+from vllm_gaudi_ucm.platform.checks import (
+    check_places,
+    check_prompt,
+    check_prompt_embeddings,
+    check_request,
+    warn_of_slow_dtype,
+)
 from vllm_gaudi_ucm.platform.combinations import (
     keeps_one_block_table,
     refuse_device_ids,
@@ -156,8 +162,7 @@ class UcmPlatform(Platform):
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
         if take_back_attention_backend(vllm_config):
             logger.info("Heads differ in size: the plugin's attention backend replaces vLLM's choice, TRITON_ATTN.")
-        ahead = schedules_ahead(vllm_config, config, cls.device_type)
-        vllm_config.scheduler_config.async_scheduling = ahead
+        ahead = vllm_config.scheduler_config.async_scheduling = schedules_ahead(vllm_config, config, cls.device_type)
         choose_kept_states(vllm_config, config.kv_cache.kept_states)
         if keeps_one_block_table(vllm_config, config):
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
@@ -202,7 +207,7 @@ class UcmPlatform(Platform):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
-        cls._warn_of_slow_dtype(vllm_config)
+        warn_of_slow_dtype(vllm_config, cls.device_type)
         cls._bound_step_memory(vllm_config, config)
         if not is_engine_process() and not is_worker_process():
             announce_engine()
@@ -282,17 +287,6 @@ class UcmPlatform(Platform):
             logger.warning(
                 "VLLM_WORKER_MULTIPROC_METHOD asks for fork: the engine will not start if this process has computed "
                 "with torch before; unset the variable, or set it to spawn."
-            )
-
-    @classmethod
-    def _warn_of_slow_dtype(cls, vllm_config: VllmConfig) -> None:
-        model = vllm_config.model_config
-        if cls.device_type != "cpu" or model is None or model.dtype == torch.float32:
-            return
-        if not torch.cpu._is_avx512_bf16_supported():
-            logger.warning(
-                "This CPU has no fast %s arithmetic; --dtype float32 is many times faster here.",
-                str(model.dtype).removeprefix("torch."),
             )
 
     @classmethod

@@ -1,12 +1,34 @@
-"""The layers with a state that are served, and their registration with vLLM."""
+"""The layers with a state that are served, gated short convolutions among them, and their registration with vLLM."""
 
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
 from vllm_gaudi_ucm.state_layers.gated_delta import StatefulGatedDelta
 from vllm_gaudi_ucm.state_layers.mamba2 import StatefulMixer2
-from vllm_gaudi_ucm.state_layers.short_conv import StatefulShortConv
 from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
 from vllm_gaudi_ucm.vllm_api.attention import PluggableLayer
 from vllm_gaudi_ucm.vllm_api.model import op_registry_oot
 from vllm_gaudi_ucm.vllm_api.state_layers import MambaBase, MambaMixer2, QwenGatedDeltaNetAttention, ShortConv
+
+
+class StatefulShortConv(StateLayer, ShortConv):  # type: ignore[misc]  # vLLM's class is not typed
+    """The layer of LFM2: y = out(c * conv(b * x)) with b, c, x = in(hidden)."""
+
+    def own_state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        weight = self.conv.weight
+        return ((weight.shape[-1] - 1, weight.shape[0]),)
+
+    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output`, [rows, hidden size]."""
+        before, behind, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        x, step = before * x, self.rows_of_step()
+        if step is not None:
+            (states,) = self.kv_cache
+            x = causal_conv1d(x, self.conv.weight.squeeze(1), self.conv.bias, states, step)
+        output.copy_(self.out_proj(behind * x)[0])
+
 
 STATE_LAYERS: dict[type[MambaBase], type[StateLayer]] = {
     MambaMixer2: StatefulMixer2,
