@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
 from vllm_gaudi_ucm.vllm_api.state_layers import MambaMixer2
 
 
-class StatefulMixer2(StateLayer, MambaMixer2):  # type: ignore[misc]  # vLLM's class is not typed
+class StatefulMixer2(StateLayer, MambaMixer2):
     """A short convolution and a state-space layer between two projections, with a gated norm.
 
     Raises:
@@ -46,7 +46,7 @@ class StatefulMixer2(StateLayer, MambaMixer2):  # type: ignore[misc]  # vLLM's c
     def _scan(self, mixed: torch.Tensor, dt: torch.Tensor, step: StateRows) -> torch.Tensor:
         """Returns [rows, heads * head_dim]. mixed: inputs of the convolution. dt: before bias and softplus."""
         convolution_states, space_states = self.kv_cache
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = cast("torch.Tensor", self.conv1d.weight).squeeze(1), self.conv1d.bias
         mixed = causal_conv1d(mixed, weight, bias, convolution_states, step, silu=True)
         of_groups = (mixed.shape[-1] - self.tped_intermediate_size) // 2
         x, b, c = mixed.split([self.tped_intermediate_size, of_groups, of_groups], -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
@@ -13,12 +15,16 @@ from vllm_gaudi_ucm.vllm_api.model import op_registry_oot
 from vllm_gaudi_ucm.vllm_api.state_layers import MambaBase, MambaMixer2, QwenGatedDeltaNetAttention, ShortConv
 
 
-class StatefulShortConv(StateLayer, ShortConv):  # type: ignore[misc]  # vLLM's class is not typed
+class StatefulShortConv(StateLayer, ShortConv):
     """The layer of LFM2: y = out(c * conv(b * x)) with b, c, x = in(hidden)."""
 
     def own_state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        weight = self.conv.weight
-        return ((weight.shape[-1] - 1, weight.shape[0]),)
+        channels, width = self._weight().shape
+        return ((width - 1, channels),)
+
+    def _weight(self) -> torch.Tensor:
+        """Returns [channels, width]."""
+        return cast("torch.Tensor", self.conv.weight).squeeze(1)
 
     def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         """Writes `output`, [rows, hidden size]."""
@@ -26,7 +32,7 @@ class StatefulShortConv(StateLayer, ShortConv):  # type: ignore[misc]  # vLLM's 
         x, step = before * x, self.rows_of_step()
         if step is not None:
             (states,) = self.kv_cache
-            x = causal_conv1d(x, self.conv.weight.squeeze(1), self.conv.bias, states, step)
+            x = causal_conv1d(x, self._weight(), self.conv.bias, states, step)
         output.copy_(self.out_proj(behind * x)[0])
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.groups import GroupStep
 
 
-class StateLayer(MambaBase):  # type: ignore[misc]  # vLLM's class is not typed
+class StateLayer(MambaBase):
     """A layer of vLLM whose states are tensors of their own, with a row for each state.
 
     kv_cache: the tensors, [rows, *shape] for each shape of `own_state_shapes`.
