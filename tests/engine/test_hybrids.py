@@ -16,6 +16,7 @@ from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tensor_parallel import CHECKED
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -64,6 +65,12 @@ def test_rejected_drafts_are_rolled_back(model: Path, served: list[Answer], ucm:
     assert_same(found, served)
 
 
+@pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+def test_the_next_step_is_planned_while_one_runs(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
+    with Engine(model, ucm, **OPTIONS, async_scheduling=True) as engine:
+        assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+
+
 def test_a_sparse_method_chooses_in_the_layers_with_attention(model: Path, served: list[Answer]) -> None:
     ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
     with Engine(model, ucm, **OPTIONS) as engine:
@@ -98,6 +105,20 @@ def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None
     with EngineOfWorkers(model, CHECKED, **OPTIONS, tensor_parallel_size=2) as engine:
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
         engine.check_idle()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path, level: int) -> None:
+    model = make_hybrid(tmp_path, "lfm2")
+    with Engine(model, **OPTIONS, enable_sleep_mode=True) as engine:
+        before = engine.greedy(hybrid_prompts(), 8)
+        layer = next(one for one in engine.runner.decoder.model.modules() if isinstance(one, StateLayer))
+        assert sum(one.numel() for one in layer.kv_cache)
+        engine.llm.sleep(level=level)
+        assert not sum(one.numel() for one in layer.kv_cache)
+        del layer
+        engine.llm.wake_up()
+        assert_same(engine.greedy(hybrid_prompts(), 8), before)
 
 
 def test_two_stages_have_states_of_their_own(tmp_path: Path) -> None:
