@@ -62,6 +62,30 @@ class StateRows(NamedTuple):
         """Picks the fields by their names."""
         return cls(*(tensors[name] for name in cls._fields))
 
+    @classmethod
+    def of_one_prompt(cls, rows: int, device: torch.device, width: int = TILE_ROWS) -> StateRows:
+        """Makes a step of one prompt, for measurements: it reads slot 1, keeps its state in slot 2, and writes pads to
+        slot 0.
+        """
+        tiles = -(-rows // width)
+        index, places = torch.arange(rows, device=device), torch.arange(tiles * width, device=device)
+        tile = torch.arange(tiles, device=device)
+        one = torch.ones(1, dtype=torch.int64, device=device)
+        none = one[:0]
+        return cls(
+            offsets=index,
+            row_sources=one.expand(rows).contiguous(),
+            kept_rows=one * (rows - 1),
+            kept_at=one * 2,
+            places=-1 - index,
+            few_rows=none.unsqueeze(1),
+            few_sources=none,
+            few_targets=none.unsqueeze(1),
+            tile_rows=places.masked_fill(places >= rows, NO_ROW).view(tiles, width),
+            tile_sources=torch.where(tile == 0, 1, SAME_REQUEST),
+            tile_targets=torch.where(tile == tiles - 1, 2, 0),
+        )
+
 
 def plan_state_rows(
     row_starts: NDArray[np.int64],

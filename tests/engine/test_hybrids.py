@@ -151,7 +151,7 @@ def serve_all(models: dict[str, str], prompts: list[list[int]]) -> dict[str, Any
 
 def test_on_the_simulated_card(tmp_path: Path) -> None:
     """Through torch.compile, the default there: once warm nothing is compiled, chunks included."""
-    models = {name: str(make_hybrid(tmp_path, name)) for name in ("lfm2", "granitemoehybrid")}
+    models = {name: str(make_hybrid(tmp_path, name)) for name in ("lfm2", "granitemoehybrid", "qwen3_next")}
     found = run_on_card(serve_all, tmp_path, models=models, prompts=CARD_PROMPTS).result
     for name, (answers, compiled) in found["families"].items():
         ReferenceModel(Path(models[name])).assert_greedy(CARD_PROMPTS, [Answer(**answer) for answer in answers])

@@ -26,7 +26,7 @@ from tests.ops.states import (
 from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
 from vllm_gaudi_ucm.ops.gated_delta.api import gated_delta
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
-from vllm_gaudi_ucm.ops.state_rows import plan_state_rows
+from vllm_gaudi_ucm.ops.state_rows import StateRows, plan_state_rows
 from vllm_gaudi_ucm.ops.state_space.api import state_space
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 from vllm_gaudi_ucm.ops.state_tiles import inverse_of_unit_lower
@@ -204,6 +204,17 @@ def test_a_row_is_kept_in_two_slots() -> None:
         plan_state_rows(starts, sources, np.array([5, 5]), np.array([4, 2]), null=NULL, few=6)
     with pytest.raises(ValueError, match="found tiles of 48 rows, expected a power of two"):
         plan([request], width=48)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 100])
+def test_a_step_of_one_prompt_is_as_it_would_be_planned(rows: int) -> None:
+    found = StateRows.of_one_prompt(rows, torch.device("cpu"))
+    # one row is a prompt here, too
+    planned = plan([Request(rows, ZEROS, {rows - 1: 2})], few=0)
+    for name in StateRows._fields:
+        if not name.startswith("few"):
+            assert torch.equal(getattr(found, name), getattr(planned, name)), name
+        assert (getattr(found, name).numel() == 0) == name.startswith("few")
 
 
 def test_shapes_are_checked() -> None:

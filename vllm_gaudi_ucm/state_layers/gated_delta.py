@@ -10,7 +10,6 @@ from torch.nn import functional
 from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
 from vllm_gaudi_ucm.ops.gated_delta.api import gated_delta
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
-from vllm_gaudi_ucm.ops.state_rows import StateRows
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
 from vllm_gaudi_ucm.vllm_api.state_layers import QwenGatedDeltaNetAttention
@@ -43,14 +42,12 @@ class StatefulGatedDelta(StateLayer, QwenGatedDeltaNetAttention):
             mixed, z = projected.split([self.conv_dim // self.tp_size, self.value_dim // self.tp_size], -1)
             z = z.unflatten(-1, (-1, self.head_v_dim))
             b, a = self.split_ba(gates)
-        step = self.rows_of_step()
-        found = z if step is None else self._scan(mixed, b, a, step)
-        output: torch.Tensor = self.out_proj(self.norm(found, z).flatten(1))[0]
+        output: torch.Tensor = self.out_proj(self.norm(self._scan(mixed, b, a), z).flatten(1))[0]
         return output
 
-    def _scan(self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, step: StateRows) -> torch.Tensor:
+    def _scan(self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """Returns [rows, heads, value_dim]. mixed: inputs of the convolution. b, a: before sigmoid and softplus."""
-        convolution_states, states = self.kv_cache
+        step, (convolution_states, states) = self.step_and_states(mixed)
         weight = cast("torch.Tensor", self.conv1d.weight).squeeze(1)
         mixed = causal_conv1d(mixed, weight, None, convolution_states, step, silu=True)
         of_keys = self.key_dim // self.tp_size

@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional
 
 from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
-from vllm_gaudi_ucm.ops.state_rows import StateRows
 from vllm_gaudi_ucm.ops.state_space.api import state_space
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -38,14 +37,12 @@ class StatefulMixer2(StateLayer, MambaMixer2):
         if mup_vector is not None:
             projected = projected * mup_vector
         gate, mixed, dt = projected.split([self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size], -1)
-        step = self.rows_of_step()
-        found = mixed[:, : self.tped_intermediate_size] if step is None else self._scan(mixed, dt, step)
-        output: torch.Tensor = self.out_proj(self.norm(found, gate))[0]
+        output: torch.Tensor = self.out_proj(self.norm(self._scan(mixed, dt), gate))[0]
         return output
 
-    def _scan(self, mixed: torch.Tensor, dt: torch.Tensor, step: StateRows) -> torch.Tensor:
+    def _scan(self, mixed: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
         """Returns [rows, heads * head_dim]. mixed: inputs of the convolution. dt: before bias and softplus."""
-        convolution_states, space_states = self.kv_cache
+        step, (convolution_states, space_states) = self.step_and_states(mixed)
         weight, bias = cast("torch.Tensor", self.conv1d.weight).squeeze(1), self.conv1d.bias
         mixed = causal_conv1d(mixed, weight, bias, convolution_states, step, silu=True)
         of_groups = (mixed.shape[-1] - self.tped_intermediate_size) // 2

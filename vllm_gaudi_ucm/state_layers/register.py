@@ -29,10 +29,8 @@ class StatefulShortConv(StateLayer, ShortConv):
     def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         """Writes `output`, [rows, hidden size]."""
         before, behind, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
-        x, step = before * x, self.rows_of_step()
-        if step is not None:
-            (states,) = self.kv_cache
-            x = causal_conv1d(x, self._weight(), self.conv.bias, states, step)
+        step, (states,) = self.step_and_states(x)
+        x = causal_conv1d(before * x, self._weight(), self.conv.bias, states, step)
         output.copy_(self.out_proj(behind * x)[0])
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from vllm_gaudi_ucm.ops.state_rows import StateRows
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.model import get_forward_context
 from vllm_gaudi_ucm.vllm_api.state_layers import MambaBase, MambaSpec
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.attention.groups import GroupStep
@@ -47,8 +48,14 @@ class StateLayer(MambaBase):
             raise UnsupportedFeatureError("a model whose layers all keep a state", "the model")
         self._group = group
 
-    def rows_of_step(self) -> StateRows | None:
-        """Returns the rows of the running step; None in a memory measurement, which keeps no states."""
-        if get_forward_context().attn_metadata is None:
-            return None
-        return cast("StateRows", self._group.metadata)
+    def step_and_states(self, rows: torch.Tensor) -> tuple[StateRows, tuple[torch.Tensor, ...]]:
+        """Returns the rows of the running step, and the states of all slots.
+
+        A memory measurement has no requests. It computes all rows as one prompt, with states of its own.
+        rows: [rows, ...], anything of the step.
+        """
+        if get_forward_context().attn_metadata is not None:
+            return cast("StateRows", self._group.metadata), self.kv_cache
+        kinds = zip(self.own_state_shapes(), self.get_state_dtype(), strict=True)
+        states = tuple(torch.zeros((3, *shape), dtype=dtype, device=rows.device) for shape, dtype in kinds)
+        return StateRows.of_one_prompt(len(rows), rows.device), states

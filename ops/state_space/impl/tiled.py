@@ -38,7 +38,7 @@ class TiledSpace(SpaceImplementation):
 
 def scan_tiles(rows: SpaceRows, a: Tensor, states: Tensor, step: StateRows) -> Tensor:
     """Computes prompts; returns [tiles, width, heads, head_dim]. Tensors as in `state_space`."""
-    heads, groups = rows.x.shape[1], rows.b.shape[1]
+    by_group = rows.b.shape[1], rows.x.shape[1] // rows.b.shape[1]
     wide = torch.promote_types(torch.promote_types(states.dtype, torch.float32), rows.x.dtype)
     is_pad = step.tile_rows == NO_ROW
     # [tiles, heads or groups, width, ...]: a pad neither decays a state nor adds to it
@@ -47,16 +47,17 @@ def scan_tiles(rows: SpaceRows, a: Tensor, states: Tensor, step: StateRows) -> T
     pads = is_pad[:, None, :, None]
     values, b = (dt.unsqueeze(-1) * x).masked_fill(pads, 0), b.masked_fill(pads, 0)
     log_decay = dt * a.to(wide).unsqueeze(-1)
-    between, from_start = decays_between(log_decay), log_decay.cumsum(-1).exp()
-    weights = torch.matmul(c, b.transpose(-1, -2)).repeat_interleave(heads // groups, 1) * between
-    b, c = (each.repeat_interleave(heads // groups, 1) for each in (b, c))
-    to_end = between[..., -1, :].unsqueeze(-1)
-    added = torch.matmul((values * to_end).transpose(-1, -2), b)
-    decay = from_start[..., -1, None, None]
+    between, from_start = decays_between(log_decay), log_decay.cumsum(-1).exp().unsqueeze(-1)
+    # the heads of a group are columns of one product: b and c are not repeated for each
+    kept = (values * between[..., -1, :].unsqueeze(-1)).transpose(-1, -2).unflatten(1, by_group).flatten(2, 3)
+    added = torch.matmul(kept, b).unflatten(2, (by_group[1], -1)).flatten(1, 2)
+    decay = from_start[..., -1:, :]
 
     def advance(tile: int, state: Tensor) -> Tensor:
         return torch.addcmul(added[tile : tile + 1], state, decay[tile : tile + 1])
 
-    before = states_before_tiles(step, states, wide, advance)
-    carried = torch.matmul(c * from_start.unsqueeze(-1), before.transpose(-1, -2))
+    before = states_before_tiles(step, states, wide, advance).unflatten(1, by_group).flatten(2, 3)
+    carried = torch.matmul(c, before.transpose(-1, -2)).unflatten(-1, (by_group[1], -1))
+    carried = carried.transpose(2, 3).flatten(1, 2) * from_start
+    weights = (torch.matmul(c, b.transpose(-1, -2)).unsqueeze(2) * between.unflatten(1, by_group)).flatten(1, 2)
     return (torch.matmul(weights, values) + carried).transpose(1, 2)
