@@ -8,7 +8,8 @@ Internal: `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `EncoderOn
 `ParallelLMHead`, `UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that
 we search for in a model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and
 `set_forward_context`, through which layers find the step's metadata; `PPMissingLayer`, which stands for a layer of
-another stage of a pipeline; `BasevLLMParameter`, the class of loaded weights.
+another stage of a pipeline; `extract_layer_index`, which reads the number in a layer's name; `BasevLLMParameter`, the
+class of loaded weights.
 """
 
 from copy import copy
@@ -35,7 +36,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.parameter import BasevLLMParameter
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ __all__ = [
     "YaRNScalingRotaryEmbedding",
     "as_trained",
     "densely",
+    "extract_layer_index",
     "forget_names",
     "get_forward_context",
     "has_attention",

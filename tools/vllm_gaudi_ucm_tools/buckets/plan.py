@@ -38,7 +38,13 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     strategy_options,
 )
 from vllm_gaudi_ucm_tools.buckets.held_weights import adapter_bytes, held_bytes
-from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
+from vllm_gaudi_ucm_tools.buckets.plan_report import (
+    PlanReport,
+    blocks_that_fit,
+    plan_memory,
+    show,
+    state_bytes,
+)
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import task_progress
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
@@ -148,7 +154,8 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
-        known["num_blocks"] = blocks_that_fit(cost, _weights(args, cost) + _adapters(args, cost))
+        states = state_bytes(cost, args.max_num_seqs or DEFAULT_LIMITS["max_num_seqs"])
+        known["num_blocks"] = blocks_that_fit(cost, _weights(args, cost) + _adapters(args, cost) + states)
     limits = limits_of(args, known, "the defaults")
     memory, asked = _step_memory(args, cost), limits.max_num_batched_tokens
     if memory is not None:

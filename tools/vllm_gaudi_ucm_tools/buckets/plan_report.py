@@ -46,10 +46,11 @@ class PlanMemory:
     activations: float
     usable: float
     adapters: float = 0.0
+    states: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.adapters + self.kv_cache + self.graphs + self.activations
+        return self.weights + self.adapters + self.states + self.kv_cache + self.graphs + self.activations
 
     @property
     def fits(self) -> bool:
@@ -68,12 +69,19 @@ def plan_memory(
     return PlanMemory(
         weights=float(weights),
         adapters=float(adapters),
+        states=float(state_bytes(cost, buckets.limits.max_num_seqs)),
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
         graphs=(buckets.num_graphs + len(remainders)) * GRAPH_BYTES[cost.device.name],
         activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
         + float(buckets.logits[-1] * m.vocab * m.tensor * PARTIAL_BYTES * 2),
         usable=USABLE * cost.device.memory,
     )
+
+
+def state_bytes(cost: CostModel, max_num_seqs: int) -> int:
+    """Returns the bytes of the states of running requests; 0 if no layer keeps a state."""
+    states = cost.model.states
+    return 0 if states is None else states.bytes_of(max_num_seqs)
 
 
 def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:
@@ -289,10 +297,11 @@ def show(report: PlanReport) -> None:
         f"warm-up   {_range(report.warmup_seconds)} s for all, {_range(report.skeleton_seconds)} s\n"
         f"          until serving starts ({len(skeleton.forward)} forward, {len(skeleton.logits)} logits{remainders})"
     )
-    adapters = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
+    others = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
+    others += f"states of requests {_gb(memory.states)}, " if memory.states else ""
     console.print(
         f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
-        f"          {adapters}activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
+        f"          {others}activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
     )
     if not memory.fits:
         console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")
