@@ -84,6 +84,32 @@ def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) 
         pictured.ask(engine)
 
 
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Pictured:
+    return Pictured(tmp_path_factory.mktemp("pictures"), "gemma3")
+
+
+@WAYS
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
+def test_rows_see_both_ways_inside_of_a_picture(gemma3: Pictured, ucm: dict[str, Any], asynchronous: bool) -> None:
+    with Engine(gemma3.model, ucm, **OPTIONS, async_scheduling=asynchronous) as engine:
+        gemma3.ask(engine)
+        engine.step()
+        engine.check_idle()
+
+
+@WAYS
+def test_no_chunk_ends_inside_of_a_picture_that_sees_both_ways(gemma3: Pictured, ucm: dict[str, Any]) -> None:
+    """Steps of 21 tokens, pictures of 16, and few blocks: requests are preempted, and find a part of their pictures."""
+    few = {**OPTIONS, "max_model_len": 160, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 21}
+    asked = [prompt(f"w{20 + seed} <image> <image> {words(30, 31)}", picture(seed), picture(9)) for seed in range(8)]
+    with Engine(gemma3.model, ucm, **few) as engine:
+        assert engine.core.vllm_config.scheduler_config.disable_chunked_mm_input
+        gemma3.ask(engine, asked, max_tokens=40)
+        assert engine.preemptions > 0
+        gemma3.ask(engine, asked, max_tokens=4)
+
+
 @WAYS
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
 def test_preemption(llava: Pictured, ucm: dict[str, Any], asynchronous: bool) -> None:
