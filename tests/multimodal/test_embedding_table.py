@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_gaudi_ucm.graphs.shapes.picture_sizes import sizes_up_to
 from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable, TableFullError
-from vllm_gaudi_ucm.multimodal.padded_encoder import sizes_up_to
 
 
 def test_pads_are_not_kept() -> None:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_gaudi_ucm.graphs.shapes.picture_sizes import sizes_up_to
+
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.grid_encoder import GridEncoder
-
-FEWEST = 32
-"""Tokens of the smallest size: smaller pictures take little time at it."""
 
 
 class PaddedEmbeddings(NamedTuple):
@@ -59,11 +58,3 @@ class PaddedEncoder:
         if size is None:
             return None
         return PaddedEmbeddings(self._encoder.run(self._encoder.padded(patches, grid, size), self._device), count)
-
-
-def sizes_up_to(longest: int) -> list[int]:
-    """Returns the sizes in tokens, ascending, of which the last one is `longest`."""
-    found = [longest]
-    while found[-1] > FEWEST:
-        found.append(-(-found[-1] // 2))
-    return found[::-1]
