@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
-from tests.batch.test_mrope_positions import plan
+from tests.batch.plans_of_rows import plan
 from vllm_gaudi_ucm.batch.picture_spans import PictureSpans
 
 

@@ -72,7 +72,7 @@ class UcmScheduler(Scheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Schedules no part of a picture that must not be cut, also if prefix caching has found its beginning."""
+        """Schedules pictures that must not be cut as a whole, also what follows a beginning that prefix caching has found."""
         end = num_computed_tokens + num_new_tokens
         if self.scheduler_config.disable_chunked_mm_input and any(
             place.offset < num_computed_tokens < end < place.offset + place.length

@@ -1,4 +1,4 @@
-"""What the encoder of a model's pictures takes: weights, the embeddings that are kept, its largest forward, graphs."""
+"""Plans the encoder of a model's pictures: weights, kept embeddings, memory of its largest forward, graphs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class EncoderSpec:
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """What pictures take on a device. held: bytes of weights and kept embeddings. activations: bytes; the largest
+    """The memory of pictures on a device. held: bytes of weights and kept embeddings. activations: bytes of the largest
     picture's. graphs: sizes that are warmed.
     """
 
