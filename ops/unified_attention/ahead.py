@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.reference import attend_visible
-from vllm_gaudi_ucm.ops.unified_attention.parts import Partial, combine
+from vllm_gaudi_ucm.ops.unified_attention.parts import NEG_INF, Partial, combine, shift
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 ROW_TILE = 256
@@ -40,8 +39,25 @@ def add_ahead(
         rows, behind = slice(first, min(first + ROW_TILE, count)), slice(first, min(first + ROW_TILE + longest, count))
         own = spans[rows, None]
         visible = (own == spans[None, behind]) & (own > 0) & (place[None, behind] > place[rows, None])
-        more = attend_visible(query[rows], key[behind], value[behind], visible, spec)
+        more = _attended(query[rows], key[behind], value[behind], visible, spec)
         logs = log_sums[rows]
         found = combine(Partial(out[rows].float(), logs, torch.ones_like(logs)), more)
         pieces.append(found.out / found.sum[..., None])
     return out.copy_(torch.cat(pieces))
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec) -> Partial:
+    """Returns the partial of query [rows, heads, dim] over key and value [tokens, kv_heads, dim]. visible: bool
+    [rows, tokens]. A row that sees a token with NaN or Inf is NaN; see the reference.
+    """
+    kv_heads = key.shape[1]
+    folded = query.float().unflatten(1, (kv_heads, -1))
+    broken = ((key - key).sum(-1) + (value - value).sum(-1)).float().transpose(0, 1)[None, :, None]
+    scores = torch.einsum("rhgd,shd->rhgs", folded, key.float()) * spec.scale
+    if spec.logits_soft_cap is not None:
+        scores = torch.tanh(scores / spec.logits_soft_cap) * spec.logits_soft_cap
+    scores = torch.where(visible[:, None, None], scores + broken, NEG_INF)
+    top = scores.amax(-1)
+    weights = torch.exp(scores - shift(top)[..., None])
+    out = torch.einsum("rhgs,shd->rhgd", weights, torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0).float())
+    return Partial(out.flatten(1, 2), top.flatten(1), weights.sum(-1).flatten(1))

@@ -76,13 +76,13 @@ def test_shared_memory_is_bounded_by_a_tile(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(reference, "ROW_TILE", 8)
     monkeypatch.setattr(reference, "TOKEN_TILE", 16)
     seen: list[int] = []
-    plain = reference.attend_visible
+    plain = reference._attend_visible
 
     def spy(query: torch.Tensor, key: torch.Tensor, *rest: object) -> object:
         seen.append(query.shape[0] * key.shape[0])
         return plain(query, key, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reference, "attend_visible", spy)
+    monkeypatch.setattr(reference, "_attend_visible", spy)
     query, cache = torch.randn(50, 4, 16), torch.randn(33, 4, 2, 16)
     hi = torch.full((1, 32), 4, dtype=torch.int32)
     groups = (SharedGroup(torch.arange(50), 0, 32),)

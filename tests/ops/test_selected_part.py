@@ -68,14 +68,14 @@ def test_more_blocks_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "ROW_TILE", 16)
     monkeypatch.setattr(reference, "TOKEN_TILE", 16)
     largest = 0
-    plain = reference.attend_visible
+    plain = reference._attend_visible
 
     def spy(query: torch.Tensor, key: torch.Tensor, *rest: object) -> object:
         nonlocal largest
         largest = max(largest, key.shape[0] * key.shape[1] * query.shape[1] if query.dim() == 4 else 0)
         return plain(query, key, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reference, "attend_visible", spy)
+    monkeypatch.setattr(reference, "_attend_visible", spy)
     long = [
         Request(400, 1, chosen=frozenset(range(3, 90))),
         Request(399, 3, chosen=frozenset(range(1, 70)), dropped=_set(0, 80)),

@@ -37,7 +37,7 @@ def _other_family(config: VllmConfig) -> str | None:
 
 def _beyond_window(config: VllmConfig) -> str | None:
     model = config.model_config
-    window, tokens = model.get_sliding_window(), getattr(model.hf_config, "mm_tokens_per_image", 0)
+    window, tokens = model.get_sliding_window(), model.hf_config.to_dict().get("mm_tokens_per_image", 0)
     return f"{tokens} tokens" if model.is_mm_prefix_lm and window is not None and tokens > window else None
 
 

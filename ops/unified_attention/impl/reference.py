@@ -126,7 +126,7 @@ def causal(
         if part.first_rows is not None:
             visible &= position[None, keys] >= part.first_rows[rows, None]
         bias = None if slopes is None else slopes.bias(position[rows, None] - position[None, keys])
-        pieces.append((rows, attend_visible(query[rows], key[keys], value[keys], visible, spec, bias)))
+        pieces.append((rows, _attend_visible(query[rows], key[keys], value[keys], visible, spec, bias)))
     if pieces and in_order and end == query.shape[0]:
         return _joined([piece for _, piece in pieces])
     result = nothing(query, query.shape[0], value.shape[-1])
@@ -179,7 +179,7 @@ def _shared_rows(
         bias = None
         if slopes is not None:
             bias = slopes.bias((slopes.positions[group.rows, None, None] + lo[..., None] - token).flatten(1))
-        piece = attend_visible(
+        piece = _attend_visible(
             query[group.rows], key_cache[ids].flatten(0, 1), value_cache[ids].flatten(0, 1), visible, spec, bias
         )
         result = piece if result is None else combine(result, piece)
@@ -209,7 +209,7 @@ def unique(
         if slopes is not None:
             token = torch.arange(block_size, device=query.device)
             bias = slopes.bias((slopes.positions[part.rows[span], None] + part.lo[span, None] - token)[:, None])
-        pieces.append(attend_visible(rows, key_cache[ids], value_cache[ids], visible, spec, bias))
+        pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, spec, bias))
     piece = Partial(*(tensor.squeeze(1) for tensor in _joined(pieces)))
     return reduce_to_rows(piece, part.rows, result)
 
@@ -232,7 +232,7 @@ def selected(
     tiles = zip(blocks.split(tile), part.spans.split(tile), part.hi.split(tile), strict=True)
     for ids, spans, hi in tiles:
         visible = _in_range(torch.zeros_like(hi), hi, key_cache.shape[1])[:, None] & inside[spans][..., None]
-        tensors = attend_visible(query[rows[spans]], key_cache[ids], value_cache[ids], visible, spec)
+        tensors = _attend_visible(query[rows[spans]], key_cache[ids], value_cache[ids], visible, spec)
         piece = Partial(*(tensor.flatten(0, 1) for tensor in tensors))
         empty = nothing(query, num_spans * most, value_cache.shape[-1])
         sums = reduce_to_rows(piece, places[spans].flatten(), empty)
@@ -242,7 +242,7 @@ def selected(
     return reduce_to_rows(of_spans, rows.flatten(), result)
 
 
-def attend_visible(
+def _attend_visible(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec, bias: Tensor | None = None
 ) -> Partial:
     """Returns the partial of query [..., rows, heads, dim] over key and value [..., tokens, kv_heads, dim].
