@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class PaddedEmbeddings(NamedTuple):
-    """The embeddings of a picture, [tokens of a size, width]; pads follow the first `count`."""
+    """The embeddings of a picture, [tokens of a size, width]; pads follow the first `own`."""
 
     embeddings: torch.Tensor
-    count: int
+    own: int
 
 
 class PaddedEncoder:

@@ -72,7 +72,7 @@ class UcmScheduler(Scheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Schedules the rest of a picture as a whole if it must not be cut, and its beginning is in the prefix cache."""
+        """Schedules the rest of a picture that must not be cut as a whole if its beginning is in the prefix cache."""
         end = num_computed_tokens + num_new_tokens
         if self.scheduler_config.disable_chunked_mm_input and any(
             place.offset < num_computed_tokens < end < place.offset + place.length
