@@ -48,6 +48,23 @@ _MISTRAL = {
     "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    # rows see both ways inside of a picture; one layer has a window, the other one sees whole contexts
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+        "tie_word_embeddings": True,
+        "mm_tokens_per_image": 16,
+        "image_token_index": START,
+        "boi_token_index": IMAGE,
+        "eoi_token_index": END,
+    },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32},
@@ -102,10 +119,11 @@ def _name_as_published(file: Path, family: str) -> None:
         save_file(renamed, file, {"format": "pt"})
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with the words `w8` to `w259`."""
+def _tokenizer(last: Sequence[str] = (), **special: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with the words `w9` to `w259`. last: words in place of the last ones. special: by role."""
     words = {name: number for number, name in enumerate(SPECIAL)}
-    words |= {f"w{number}": number for number in range(len(SPECIAL), VOCAB)}
+    words |= {f"w{number}": number for number in range(len(SPECIAL), VOCAB - len(last))}
+    words |= {word: VOCAB - len(last) + number for number, word in enumerate(last)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -120,6 +138,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
             "end_image_token": "[IMG_END]",
             "context_image_token": "<image>",
             "video_token": "<video>",
+            **special,
         },
     )
 
@@ -151,7 +170,22 @@ def _mistral3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     _pixtral(folder, tokenizer, merged=2)
 
 
-PROCESSORS = {"llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
+def _gemma3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    # vLLM joins ends of lines around a picture, which no prompt here has
+    tokenizer = _tokenizer(
+        ["\n" * count for count in (1, 2, 3, 4)],
+        boi_token="<image>",
+        image_token="[IMG_START]",
+        eoi_token="[IMG_END]",
+    )
+    pictures = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    Gemma3Processor(pictures, tokenizer, image_seq_length=16).save_pretrained(folder)
+
+
+PROCESSORS = {"gemma3": _gemma3, "llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:

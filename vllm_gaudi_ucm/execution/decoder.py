@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
 from vllm_gaudi_ucm.batch.adapter_slots import AdapterSlots
 from vllm_gaudi_ucm.batch.embedding_rows import EmbeddingRows
+from vllm_gaudi_ucm.batch.picture_spans import SPANS
 from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
@@ -28,6 +29,7 @@ from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.attention.spans import StepSpans
     from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
@@ -115,6 +117,10 @@ class Decoder:
         self._vllm_config = vllm_config
         self._adapters = adapters
         self.embeddings = embedding_table_of(model)
+        self._spans: StepSpans | None = vars(model).get(SPANS) if isinstance(model, nn.Module) else None
+        if self._spans is not None:
+            for impl in self._attention():
+                impl.see_spans(self._spans)
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
     @property
@@ -208,6 +214,8 @@ class Decoder:
         if self._adapters is not None:
             # layers read it from outside of their regions, like the context
             self._adapters.begin(step.rows[AdapterSlots.name])
+        if self._spans is not None:
+            self._spans.begin(step.rows[SPANS])
         # otherwise vLLM would exchange these numbers with the other engines
         each = None if self.lockstep is None else torch.full((self.lockstep.size,), count, dtype=torch.int32)
         with set_forward_context(

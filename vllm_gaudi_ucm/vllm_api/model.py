@@ -1,6 +1,7 @@
 """Models, their layers, and the context of a forward pass: `vllm.model_executor`, `vllm.forward_context`.
 
 Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`, `GeluAndMul`,
+`MMEncoderAttention` (the attention of encoders of pictures),
 `RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
 `NTKScalingRotaryEmbedding`, `DynamicNTKScalingRotaryEmbedding`, `DynamicNTKAlphaRotaryEmbedding`,
 `YaRNScalingRotaryEmbedding`), by a subclass; `op_registry_oot` is vLLM's registry of them.
@@ -20,7 +21,12 @@ from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, EncoderOnlyAttention
+from vllm.model_executor.layers.attention import (
+    Attention,
+    ChunkedLocalAttention,
+    EncoderOnlyAttention,
+    MMEncoderAttention,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -58,6 +64,7 @@ __all__ = [
     "LinearBase",
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
+    "MMEncoderAttention",
     "NTKScalingRotaryEmbedding",
     "PPMissingLayer",
     "ParallelLMHead",

@@ -23,6 +23,7 @@ from vllm_gaudi_ucm_tools.buckets.compile_cost import (
     graph_nodes,
     most_attention_nodes,
 )
+from vllm_gaudi_ucm_tools.buckets.encoder_plan import EncoderPlan
 from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import report_console
@@ -36,6 +37,9 @@ WORKSPACE = 0.15
 GRAPH_BYTES = {"gaudi2": 85e6, "gaudi3": 85e6, "h200": 8e6, "cpu": 0.0}
 
 
+NO_PICTURES = EncoderPlan()
+
+
 @dataclass(frozen=True)
 class PlanMemory:
     """Memory in bytes; every figure is modelled."""
@@ -47,10 +51,13 @@ class PlanMemory:
     usable: float
     adapters: float = 0.0
     states: float = 0.0
+    encoder: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.adapters + self.states + self.kv_cache + self.graphs + self.activations
+        return (
+            self.weights + self.adapters + self.states + self.encoder + self.kv_cache + self.graphs + self.activations
+        )
 
     @property
     def fits(self) -> bool:
@@ -58,10 +65,16 @@ class PlanMemory:
 
 
 def plan_memory(
-    buckets: BucketSet, cost: CostModel, weights: int, remainders: Sequence[ForwardShape] = (), adapters: int = 0
+    buckets: BucketSet,
+    cost: CostModel,
+    weights: int,
+    remainders: Sequence[ForwardShape] = (),
+    *,
+    adapters: int = 0,
+    encoder: EncoderPlan = NO_PICTURES,
 ) -> PlanMemory:
     """Plans the memory of a server that warms all of `buckets` and the graphs for `remainders`. weights, adapters:
-    their bytes.
+    their bytes. encoder: of pictures.
 
     Graphs share activations, because they run in turn.
     """
@@ -70,9 +83,13 @@ def plan_memory(
         weights=float(weights),
         adapters=float(adapters),
         states=float(state_bytes(cost, buckets.limits.max_num_seqs)),
+        encoder=float(encoder.held),
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
-        graphs=(buckets.num_graphs + len(remainders)) * GRAPH_BYTES[cost.device.name],
-        activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
+        graphs=(buckets.num_graphs + len(remainders) + encoder.graphs) * GRAPH_BYTES[cost.device.name],
+        # the encoder runs between steps
+        activations=max(
+            encoder.activations, *(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
+        )
         + float(buckets.logits[-1] * m.vocab * m.tensor * PARTIAL_BYTES * 2),
         usable=USABLE * cost.device.memory,
     )
@@ -142,6 +159,7 @@ class PlanReport:
     attention_nodes: counts the nodes of a layer's attention; None: the highest possible number is used.
     asked_tokens: requested tokens of a step, if the limits may have fewer because of its memory; None: the limits were
     given so.
+    picture_graphs: sizes of pictures that are warmed; no figure of time has them.
     pipeline: stages of layers. Every figure of memory, shapes and time is for one device, in the largest stage.
     """
 
@@ -159,6 +177,7 @@ class PlanReport:
     attention_nodes: AttentionNodes | None
     asked_tokens: int | None = None
     pipeline: int = 1
+    picture_graphs: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -200,7 +219,7 @@ class PlanReport:
 
     @property
     def num_graphs(self) -> int:
-        return self.buckets.num_graphs + len(self.remainders)
+        return self.buckets.num_graphs + len(self.remainders) + self.picture_graphs
 
     def nodes(self, key: BucketKey) -> int:
         """Returns the nodes that are compiled for a graph; without a count, the most there may be."""
@@ -251,6 +270,7 @@ class PlanReport:
             "graphs": self.num_graphs,
             "forward": [shape.to_list() for shape in self.buckets.forward],
             "logits": list(self.buckets.logits),
+            "picture_graphs": self.picture_graphs,
             "tails": [shape.to_list() for shape in self.remainders],
             "skeleton": {"forward": [s.to_list() for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
             "padding": padding and padding.to_json(),
@@ -288,7 +308,8 @@ def show(report: PlanReport) -> None:
         console.print(f"          a server lowers {report.asked_tokens} tokens to that: see --step-memory")
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
     remainders = f", {len(report.remainders)} for remainders" if report.remainders else ""
-    console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){remainders}")
+    pictures = f", {report.picture_graphs} for pictures" if report.picture_graphs else ""
+    console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){remainders}{pictures}")
     if limits.max_selected_blocks and not report.remainders:
         console.print("          without those for prompt remainders:")
         console.print("          give --sparse and --partial-loads for these")
@@ -299,6 +320,7 @@ def show(report: PlanReport) -> None:
     )
     others = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
     others += f"states of requests {_gb(memory.states)}, " if memory.states else ""
+    others += f"encoder of pictures {_gb(memory.encoder)}, " if memory.encoder else ""
     console.print(
         f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
         f"          {others}activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
