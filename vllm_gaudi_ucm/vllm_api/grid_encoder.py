@@ -5,7 +5,7 @@ the encoder's forward, which takes it; and its modules that the metadata is made
 """
 
 from copy import copy, deepcopy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,9 +34,9 @@ class GridEncoder:
     """
 
     def __init__(self, visual: nn.Module) -> None:
-        self._visual: Any = visual
+        self._visual = cast(Any, visual)
         self._host = _on_host(visual)
-        self.side = int(self._visual.spatial_merge_size)
+        self.side: int = self._visual.spatial_merge_size
 
     @classmethod
     def of(cls, model: nn.Module) -> "GridEncoder | None":
