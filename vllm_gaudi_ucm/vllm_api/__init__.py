@@ -29,6 +29,7 @@ condition for its removal ("Remove when:").
 | `moe` | layers with experts, and their routers |
 | `pooling` | poolers, and what they read of a step |
 | `multimodal` | pictures of prompts: their places, the budget of their embeddings, inputs of encoders |
+| `grid_encoder` | encoders of pictures as grids of patches, at padded sizes |
 | `lora` | adapters: layers, their weights, the manager that loads them |
 | `profiling` | profilers of a worker |
 | `sampling` | samplers, logits processors, grammars |

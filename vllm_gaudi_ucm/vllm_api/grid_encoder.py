@@ -36,7 +36,7 @@ class GridEncoder:
     def __init__(self, visual: nn.Module) -> None:
         self._visual = cast(Any, visual)
         self._host = _on_host(visual)
-        self.side: int = self._visual.spatial_merge_size
+        self.side: int = self._host.spatial_merge_size
 
     @classmethod
     def of(cls, model: nn.Module) -> "GridEncoder | None":
