@@ -94,12 +94,14 @@ def make_picture_model(folder: Path, family: str, seed: int = 0) -> Path:
     values = {"model_type": family, "tie_word_embeddings": False, **FAMILIES[family]}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model: Any = AutoModelForImageTextToText.from_config(config)
+    # Gemma multiplies them by 8, and they are also its head, which must not be certain of every token
+    embedded = 0.25 if family == "gemma3" else 1.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name.lower() or name.endswith("bias"):
                 weight.add_(torch.randn_like(weight) * 0.1)
             else:
-                weight.normal_(std=1.0 if "embed_tokens" in name else 0.2)
+                weight.normal_(std=embedded if "embed_tokens" in name else 0.2)
         # the largest logit is above 0, so no placeholder is ever generated
         model.get_output_embeddings().weight[: len(SPECIAL)] = 0.0
     model.to(torch.float32).save_pretrained(folder)
