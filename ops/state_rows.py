@@ -82,8 +82,9 @@ class StateRows(NamedTuple):
             few_sources=none,
             few_targets=none.unsqueeze(1),
             tile_rows=places.masked_fill(places >= rows, NO_ROW).view(tiles, width),
-            tile_sources=torch.where(tile == 0, 1, SAME_REQUEST),
-            tile_targets=torch.where(tile == tiles - 1, 2, 0),
+            # products: a Gaudi's compiler miscompiles choices between integers
+            tile_sources=(tile == 0).to(torch.int64) * (1 - SAME_REQUEST) + SAME_REQUEST,
+            tile_targets=(tile == tiles - 1).to(torch.int64) * 2,
         )
 
 
