@@ -584,6 +584,48 @@ def test_speculative_decoding_that_is_supported(llama: Path, method: str) -> Non
     assert not config.scheduler_config.async_scheduling
 
 
+HEADS = [("eagle", "LlamaForCausalLM"), ("eagle3", "LlamaForCausalLM"), ("mtp", "DeepseekV3ForCausalLM")]
+
+
+def _with_head(folder: Path, method: str, architecture: str) -> tuple[Path, dict[str, Any]]:
+    """The model and the options of a head of this method."""
+    if method == "mtp":
+        model = save_config(folder / "model", architecture, "deepseek_v3", num_nextn_predict_layers=1)
+        return model, {"method": "mtp", "num_speculative_tokens": 2}
+    head = save_config(folder / "head", architecture, "llama", num_hidden_layers=1)
+    model = save_config(folder / "model", "LlamaForCausalLM", "llama")
+    return model, {"method": method, "model": str(head), "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(("method", "architecture"), HEADS)
+def test_draft_heads_that_are_supported(tmp_path: Path, method: str, architecture: str) -> None:
+    model, options = _with_head(tmp_path, method, architecture)
+    config = start(model, speculative_config=options)
+    assert config.speculative_config is not None
+    assert config.speculative_config.method == method
+
+
+def test_draft_heads_that_are_refused(tmp_path: Path, llama: Path) -> None:
+    """covers: A18"""
+    _, options = _with_head(tmp_path, "eagle", "MistralForCausalLM")
+    refused = pytest.raises(UnsupportedFeatureError, match=r"the draft head EagleMistralForCausalLM .*speculative")
+    with refused:
+        start(llama, speculative_config=options)
+
+
+@pytest.mark.parametrize(("method", "architecture"), HEADS)
+def test_what_draft_heads_exclude(tmp_path: Path, method: str, architecture: str) -> None:
+    """covers: A18"""
+    model, options = _with_head(tmp_path, method, architecture)
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    with pytest.raises(UnsupportedFeatureError, match=r"a draft head with a KV connector .*--speculative-config"):
+        start(model, speculative_config=options, kv_transfer_config=transfer)
+    for name in ("disable_eagle_block_drop", "use_local_argmax_reduction"):
+        if name in vars(start(model, speculative_config=options).speculative_config):
+            with pytest.raises(UnsupportedFeatureError, match=f"the speculative option {name}=True"):
+                start(model, speculative_config={**options, name: True})
+
+
 def test_what_is_supported_starts(llama: Path) -> None:
     config = start(llama, enable_prefix_caching=True, dtype="bfloat16", max_num_seqs=4)
     assert config.parallel_config.worker_cls == "vllm_gaudi_ucm.platform.worker.UcmWorker"

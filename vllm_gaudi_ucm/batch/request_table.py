@@ -69,10 +69,11 @@ class LiveRequest:
 
 
 class DraftModelRows(NamedTuple):
-    """Groups and row inputs of a draft model; see RequestTable."""
+    """Groups and row inputs of a draft model; see RequestTable. reads_next: 1 if rows read the next token."""
 
     groups: Sequence[KvGroup] = ()
     inputs: RowInputs = BUILT_IN_INPUTS
+    reads_next: int = 0
 
 
 NO_DRAFT_MODEL = DraftModelRows()
@@ -127,6 +128,7 @@ class RequestTable:
         self._made = made
         self._inputs = tuple(made.values())
         self._read = tuple(made[kind] for kind in inputs)
+        self.drafts_read_next = draft.reads_next
         self._read_by_drafts = tuple(made[kind] for kind in draft.inputs)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
@@ -183,7 +185,10 @@ class RequestTable:
 
     def planned_draft(self, plan: UnifiedPlan) -> PlannedStep:
         """Returns a pass of the draft model with its inputs for the rows."""
-        return PlannedStep(plan, {one.name: one.of(plan) for one in self._read_by_drafts})
+        found = {one.name: one.of(plan) for one in self._read_by_drafts}
+        if self.drafts_read_next:
+            found[TokenIds.name] = self._token_ids.of(plan._replace(positions=plan.positions + 1))
+        return PlannedStep(plan, found)
 
     def tables_of(self, rows: NDArray[np.int64], groups: Sequence[KvGroup]) -> tuple[NDArray[np.int32], ...]:
         """Returns the block tables of some rows in each of these groups, in the form of a BatchInput."""

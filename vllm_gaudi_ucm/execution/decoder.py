@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -14,8 +14,10 @@ from vllm_gaudi_ucm.attention.groups import GroupedMetadata
 from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
 from vllm_gaudi_ucm.batch.adapter_slots import AdapterSlots
 from vllm_gaudi_ucm.batch.embedding_rows import EmbeddingRows
+from vllm_gaudi_ucm.batch.hidden_places import HiddenPlaces
 from vllm_gaudi_ucm.batch.picture_spans import SPANS
 from vllm_gaudi_ucm.batch.row_input import inputs_of
+from vllm_gaudi_ucm.execution.passed_states import passed_states_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -42,6 +44,11 @@ logger = plugin_logger(__name__)
 
 HIDDEN = "hidden_states"
 """The name of the last stage's result."""
+PASSED = "passed_states"
+"""The name of what a model passes to its draft head, or a head to its next pass, if that is not its result."""
+
+
+ModelResult = torch.Tensor | IntermediateTensors | tuple[torch.Tensor, torch.Tensor | list[torch.Tensor]]
 
 
 def _modules(model: DecoderModel) -> Iterator[nn.Module]:
@@ -53,12 +60,11 @@ class DecoderModel(Protocol):
 
     It takes each row's inputs by name: `input_ids`, `positions`, and the arguments of registered `RowInput`s; a model
     with a table of embeddings takes `inputs_embeds` in place of `input_ids`. A model that is a stage of a pipeline
-    takes and returns `IntermediateTensors`, unless it is the first or the last stage.
+    takes and returns `IntermediateTensors`, unless it is the first or the last stage. A model with a draft head may
+    return a second result, the hidden states of some layers; a head, what its next pass reads.
     """
 
-    def __call__(
-        self, *, intermediate_tensors: IntermediateTensors | None, **rows: torch.Tensor | None
-    ) -> torch.Tensor | IntermediateTensors: ...
+    def __call__(self, **rows: torch.Tensor | None) -> ModelResult: ...
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -98,6 +104,7 @@ class Decoder:
 
     inputs: the model's inputs for each row.
     embeddings: embeddings of rows that no token describes; None if the model takes only tokens.
+    states: hidden states that the model passes to its draft head, or reads as one; None without a head.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class Decoder:
         if self._spans is not None:
             for impl in self._attention():
                 impl.see_spans(self._spans)
+        self.states = passed_states_of(model)
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
     @property
@@ -200,6 +208,8 @@ class Decoder:
             self._adapters.compile(compiler)
         if self.embeddings is not None:
             self.embeddings.compile(compiler)
+        if self.states is not None:
+            self.states.compile(compiler)
 
     def hidden(self, step: DecoderStep) -> torch.Tensor:
         """Returns [rows, hidden size]; all layers must be on this stage."""
@@ -226,7 +236,10 @@ class Decoder:
             slot_mapping={},
             is_padding=padded,
         ):
-            return self._forward(self._arguments(step.rows), step.received)
+            found = self._forward(self._arguments(step.rows), step.received)
+        if self.states is not None:
+            self.states.keep(step.rows[HiddenPlaces.name], found.pop(PASSED, found[HIDDEN]))
+        return found
 
     def unattended(self, rows: int, device: torch.device, longest: int | None = None) -> DecoderStep:
         """Returns a step of pads without attention. longest: see DecoderStep."""
@@ -246,6 +259,8 @@ class Decoder:
             found["inputs_embeds"], levels = self.embeddings.merged(of_tokens, chosen)
             if levels is not None:
                 give_levels(cast(nn.Module, self.model), levels)
+        if self.states is not None:
+            found.update(self.states.arguments(rows[HiddenPlaces.name]))
         return found
 
     def _padded_rows(self, step: DecoderStep) -> torch.Tensor | None:
@@ -295,10 +310,16 @@ class Decoder:
         return self._head(hidden, rows)
 
     def _run_model(self, rows: dict[str, torch.Tensor], received: StageTensors | None) -> StageTensors:
-        given = None if received is None else IntermediateTensors(received)
-        others = {name: None for name in ("input_ids", "inputs_embeds") if name not in rows}
-        found = self.model(**rows, **others, intermediate_tensors=given)
-        return found.tensors if isinstance(found, IntermediateTensors) else {HIDDEN: found}
+        others: dict[str, Any] = {name: None for name in ("input_ids", "inputs_embeds") if name not in rows}
+        if self.states is None or not self.states.is_of_head:
+            others["intermediate_tensors"] = None if received is None else IntermediateTensors(received)
+        found = self.model(**rows, **others)
+        if isinstance(found, IntermediateTensors):
+            return found.tensors
+        if isinstance(found, torch.Tensor):
+            return {HIDDEN: found}
+        hidden, passed = found
+        return {HIDDEN: hidden, PASSED: passed if isinstance(passed, torch.Tensor) else torch.cat(passed, dim=-1)}
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         logits = self.model.compute_logits(hidden if rows is None else hidden.index_select(0, rows))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
 
 # Arguments that vLLM's models pass to a layer: tensors, and None for the first layer's residual.
-TENSOR_ARGUMENTS = frozenset({"positions", "position_ids", "hidden_states", "residual"})
+TENSOR_ARGUMENTS = frozenset({"positions", "position_ids", "hidden_states", "residual", "embeds"})
 # Modules outside the layers; classes that read only their inputs and weights.
 SMALL_REGIONS = (VocabParallelEmbedding, RMSNorm, nn.LayerNorm, nn.Embedding)
 
@@ -112,7 +112,9 @@ def _layer_call(region: Callable[..., Any], layer: nn.Module) -> Callable[..., A
 
     def call(*given: Any, **named: Any) -> Any:
         inputs = {**dict(zip(names, given, strict=False)), **named}
-        if "residual" in inputs and inputs["residual"] is None:
+        # the first layer of an EAGLE head has no norm that would add
+        adds = not isinstance(getattr(layer, "input_layernorm", None), nn.Identity)
+        if adds and "residual" in inputs and inputs["residual"] is None:
             # adding zeros does not change values, and the first layer then shares the graph of the others
             inputs["residual"] = torch.zeros_like(inputs["hidden_states"])
         return region(layer, inputs)

@@ -21,6 +21,7 @@ from vllm_gaudi_ucm.store.factory import lasting_kinds
 from vllm_gaudi_ucm.store.file import FileStoreOptions
 from vllm_gaudi_ucm.vllm_api.platforms import (
     PROFILER_ACTIVITIES,
+    computes_drafts,
     has_heads_of_several_sizes,
     uses_older_ray_executor,
 )
@@ -57,7 +58,7 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     yield "heads of several sizes", has_heads_of_several_sizes(vllm_config.model_config)
     yield TOKEN_SLOTS.words, TOKEN_SLOTS.is_on(config)
-    has_draft_model = speculation is not None and speculation.method == "draft_model"
+    has_draft_model = computes_drafts(speculation)
     connects = has_connector(vllm_config)
     yield "a draft model with a KV connector or pipeline stages", has_draft_model and (connects or stages)
     # vLLM sets the connector of --kv-offloading-size later
@@ -200,7 +201,7 @@ def refuse_with_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions)
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     if transfer is not None:
         _check_connector(transfer, options)
-    if speculation is not None and speculation.method == "draft_model":
+    if computes_drafts(speculation):
         raise UnsupportedFeatureError(f"a draft model {_MODE}", "--speculative-config")
 
 

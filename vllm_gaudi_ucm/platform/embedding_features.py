@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.platform.feature import Feature, where
-from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures
+from vllm_gaudi_ucm.vllm_api.platforms import computes_drafts, reads_pictures
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,10 +32,7 @@ OF_PROMPT_EMBEDDINGS: tuple[Feature[VllmConfig], ...] = (
         "prompt embeddings with a draft model",
         "--enable-prompt-embeds",
         "it would read token 0 for each embedding; take the method `ngram`",
-        where(
-            _takes_embeddings,
-            lambda c: c.speculative_config is not None and c.speculative_config.method == "draft_model",
-        ),
+        where(_takes_embeddings, lambda c: computes_drafts(c.speculative_config)),
     ),
     Feature(
         "prompt embeddings with a model that pools",

@@ -21,9 +21,15 @@ from vllm_gaudi_ucm.platform.quantised_weights import (
     other_method,
     quantised_while_loading,
 )
-from vllm_gaudi_ucm.platform.speculation_features import OF_DRAFT_MODEL, OF_SPECULATION
+from vllm_gaudi_ucm.platform.speculation_features import (
+    OF_DRAFT_HEAD,
+    OF_DRAFT_MODEL,
+    OF_HEAD_IN_ENGINE,
+    OF_SPECULATION,
+)
 from vllm_gaudi_ucm.platform.state_features import OF_STATES
 from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES
+from vllm_gaudi_ucm.vllm_api.platforms import HEAD_METHODS, computes_drafts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -322,6 +328,8 @@ REFUSED: tuple[Feature[Any], ...] = (
     *OF_STATES,
     *OF_MODEL,
     *OF_SPECULATION,
+    *OF_DRAFT_HEAD,
+    *OF_HEAD_IN_ENGINE,
     *OF_DRAFT_MODEL,
     *(feature for _, feature in OF_POLICIES),
 )
@@ -330,9 +338,8 @@ REFUSED: tuple[Feature[Any], ...] = (
 
 def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
-    asked = list(
-        _asked((*OF_ENGINE, *OF_POOLING, *OF_LORA, *OF_PICTURES, *OF_PROMPT_EMBEDDINGS, *OF_STATES), vllm_config)
-    )
+    tables = (OF_ENGINE, OF_POOLING, OF_LORA, OF_PICTURES, OF_PROMPT_EMBEDDINGS, OF_STATES, OF_HEAD_IN_ENGINE)
+    asked = [one for table in tables for one in _asked(table, vllm_config)]
     of_options = (*OF_POLICIES, *OPTIONS_OF_POOLING)
     asked += _asked([feature for option, feature in of_options if option.is_on(config)], vllm_config)
     if vllm_config.speculative_config is not None:
@@ -358,7 +365,9 @@ def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
 def _asked_by_speculation(config: SpeculativeConfig) -> Iterator[Asked]:
     """Drafts must be a function of the tokens alone (see speculation/verification.py)."""
     yield from _asked(OF_SPECULATION, config)
-    if config.method == "draft_model":
+    if config.method in HEAD_METHODS:
+        yield from _asked(OF_DRAFT_HEAD, config)
+    if computes_drafts(config):
         yield from _asked(OF_DRAFT_MODEL, config)
         for feature, _ in _asked_by_model(config.draft_model_config):
             yield Asked(f"{feature} of a draft model", "--speculative-config")

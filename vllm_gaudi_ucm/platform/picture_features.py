@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.platform.feature import Feature, unless, where
-from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures, takes_videos
+from vllm_gaudi_ucm.vllm_api.platforms import computes_drafts, reads_pictures, takes_videos
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,9 +76,7 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         "pictures with a draft model",
         "--speculative-config",
         "it would read the placeholders of pictures as tokens; take the method `ngram`",
-        where(
-            reads_pictures, lambda c: c.speculative_config is not None and c.speculative_config.method == "draft_model"
-        ),
+        where(reads_pictures, lambda c: computes_drafts(c.speculative_config)),
     ),
     Feature(
         "pictures with a model that pools",

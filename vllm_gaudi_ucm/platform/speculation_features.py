@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.platform.feature import Feature, unless
+from vllm_gaudi_ucm.connector.transfer_config import has_connector
+from vllm_gaudi_ucm.platform.feature import Feature, unless, where
+from vllm_gaudi_ucm.vllm_api.platforms import HEAD_METHODS
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 _TOKENS_ONLY = "drafts must be a function of the tokens alone"
 
@@ -26,8 +28,8 @@ OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
     Feature(
         "the speculative method {found}",
         "--speculative-config",
-        f"{_TOKENS_ONLY}: `ngram` and `draft_model` are supported",
-        lambda c: unless(str(c.method), ("ngram", "draft_model")),
+        "`ngram`, `draft_model`, `eagle`, `eagle3` and `mtp` are supported",
+        lambda c: unless(str(c.method), ("ngram", "draft_model", *HEAD_METHODS)),
     ),
     _option("rejection_sample_method", "standard", _TOKENS_ONLY),
     _option("draft_sample_method", "greedy", _TOKENS_ONLY),
@@ -63,6 +65,43 @@ def _other_size(config: SpeculativeConfig) -> int | None:
 
 def _other_attention(config: SpeculativeConfig) -> bool:
     return bool(config.draft_model_config.use_mla != config.target_model_config.use_mla)
+
+
+HEADS = ("EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3", "DeepSeekMTPModel")
+"""Architectures of draft heads that are served."""
+
+
+OF_DRAFT_HEAD: tuple[Feature[SpeculativeConfig], ...] = (
+    Feature(
+        "the draft head {found}",
+        "--speculative-config",
+        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3 (MTP) are supported; take the method `ngram`",
+        lambda c: unless(c.draft_model_config.architecture, HEADS),
+    ),
+    _option("disable_eagle_block_drop", False, "a block's last keys depend on the token behind it"),
+    _option("use_local_argmax_reduction", False, "logits are gathered, as the model's are"),
+)
+"""A head is also a draft model."""
+
+
+def _with_a_head(config: VllmConfig) -> bool:
+    return config.speculative_config is not None and config.speculative_config.method in HEAD_METHODS
+
+
+OF_HEAD_IN_ENGINE: tuple[Feature[VllmConfig], ...] = (
+    Feature(
+        "a draft head with a KV connector",
+        "--speculative-config",
+        "the last keys of a stored block depend on the token behind it; take the method `ngram` or `draft_model`",
+        where(_with_a_head, has_connector),
+    ),
+    Feature(
+        "a draft head with adapters (LoRA)",
+        "--enable-lora",
+        "it has not been tried; merge the adapter into the weights, or take the method `ngram`",
+        where(_with_a_head, lambda c: c.lora_config is not None),
+    ),
+)
 
 
 OF_DRAFT_MODEL: tuple[Feature[SpeculativeConfig], ...] = (

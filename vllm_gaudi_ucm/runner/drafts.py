@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.speculation.proposer import DraftProposer, SampledStep, want
 from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, SchedulerOutput, drafts_to_propose
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.hidden_places import HiddenPlaces
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.runner.computed_step import ComputedStep
     from vllm_gaudi_ucm.sampling.sampling import Grammar
@@ -41,6 +42,19 @@ class Drafts(WorkerPart):
 
     def _scheduled(self, scheduler_output: SchedulerOutput) -> StepDrafts:
         return StepDrafts.from_scheduler_output(scheduler_output)
+
+
+class HiddenStateSteps(WorkerPart):
+    """Gives the rows of each step places for the hidden states that the model passes to its draft head."""
+
+    def __init__(self, places: HiddenPlaces, num_drafts: int) -> None:
+        self._places = places
+        self._num_drafts = num_drafts
+
+    def before_plan(self, step: ComputedStep) -> None:
+        batch = step.batch
+        assert batch.table_rows is not None, "a step of the request table"
+        self._places.begin_step(batch.table_rows, batch.num_computed, batch.num_scheduled, self._num_drafts)
 
 
 class ProposedDrafts(Drafts):

@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
+from vllm_gaudi_ucm.speculation.draft_heads import load_draft_head
 from vllm_gaudi_ucm.vllm_api.loading import get_model
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class DraftModelProposer:
     In every step it computes the same tokens as the target, and the new ones: every block of the target, also in the
     prefix cache, has its K/V, too. The next step overwrites K/V of rejected drafts, as for the target; a block counts
     as full, and may be shared, only with accepted tokens.
+
+    A draft head (`draft_heads.py`) reads the token after a row's own, with the model's hidden state of the row. So its
+    rows end a token earlier; vLLM gives a request one block less of the prefix cache, because the last row of a block
+    depends on the token behind it.
 
     Args:
         execution: the draft model's execution. The rows of a pass are within the limits of its shapes: for each
@@ -87,9 +92,10 @@ class DraftModelProposer:
             for at, token in self._run(rows[index], begin[index], known[index], wanted[index] > 0):
                 request = int(index[at])
                 drafts[request].append(token)
-                if known[request] < self._table.max_model_len:
+                place = known[request] + self._table.drafts_read_next
+                if place < self._table.max_model_len:
                     # after the request's tokens, where the next step's drafts go, too
-                    self._table.token_ids[rows[request], known[request]] = token
+                    self._table.token_ids[rows[request], place] = token
             begin = known
             known = known + 1
             wanted = wanted - 1
@@ -104,8 +110,10 @@ class DraftModelProposer:
         Neither goes beyond the draft model's length or the blocks that a request holds.
         """
         batch = step.batch
-        tokens = np.where(step.yields, self._table.num_tokens[rows], batch.num_computed + batch.num_scheduled)
-        room = np.minimum(self._table.room(rows), self._max_model_len)
+        reads_next = self._table.drafts_read_next
+        every, ended = batch.num_computed + batch.num_scheduled, self._table.num_tokens[rows] - reads_next
+        tokens = np.where(step.yields, ended, every)
+        room = np.minimum(self._table.room(rows), self._max_model_len - reads_next)
         # a draft is computed for the next one only
         wanted = np.minimum(step.wanted, room - tokens + 1)
         return np.minimum(tokens, room).astype(np.int64), np.where(tokens > room, 0, wanted)
@@ -154,16 +162,18 @@ DRAFT_PREFIX = "draft_model"
 """Prefix of the names of a draft model's layers."""
 
 
-def load_draft_model(vllm_config: VllmConfig) -> nn.Module | None:
-    """Loads the model of `speculative_config.draft_model_config`; returns None without one.
+def load_draft_model(vllm_config: VllmConfig, model: nn.Module, device: torch.device) -> nn.Module | None:
+    """Loads the model of `speculative_config.draft_model_config`, or a head of the model; returns None without one.
 
     It shares the target's compilation configuration, where attention layers register themselves: so vLLM sizes and
     allocates the KV cache of both at once. If all layers are alike, they are in one group, and a request's block table
     serves both models; otherwise each reads the tables of its layers' groups.
     """
     config = vllm_config.speculative_config
-    if config is None or config.method != "draft_model":
+    if config is None or config.method == "ngram":
         return None
+    if config.method != "draft_model":
+        return load_draft_head(vllm_config, model, DRAFT_PREFIX, device)
     own = copy.copy(vllm_config)
     own.model_config = config.draft_model_config
     own.quant_config = None

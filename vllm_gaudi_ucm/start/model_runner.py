@@ -107,7 +107,7 @@ class ModelRunner:
         register_latent_attention()
         register_state_layers()
         models = [load_target_model(self._vllm_config, weights, self._device, static=self.kind != "off")]
-        draft_model = load_draft_model(self._vllm_config)
+        draft_model = load_draft_model(self._vllm_config, models[0], self._tensors_on)
         if draft_model is not None:
             models.append(draft_model)
         on_cpu = self._device.kind == "cpu" and has_folders("cpu")

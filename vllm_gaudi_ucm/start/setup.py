@@ -186,7 +186,8 @@ def _make_allocated(
 
 
 def _make_table(model: LoadedModel, groups: LayerGroups, draft_groups: LayerGroups) -> RequestTable:
-    draft = () if model.draft_decoder is None else model.draft_decoder.inputs
+    head = model.draft_decoder
+    inputs, reads_next = ((), 0) if head is None else (head.inputs, int(head.states is not None))
     return RequestTable(
         model.vllm_config.scheduler_config.max_num_seqs,
         model.vllm_config.model_config.max_model_len,
@@ -194,7 +195,7 @@ def _make_table(model: LoadedModel, groups: LayerGroups, draft_groups: LayerGrou
         by_token=model.by_token,
         groups=groups.kv,
         inputs=model.decoder.inputs,
-        draft=DraftModelRows(draft_groups.kv, draft),
+        draft=DraftModelRows(draft_groups.kv, inputs, reads_next),
         keepers=[one for one in (group.follows_requests for group in groups.groups) if one is not None],
     )
 
@@ -270,6 +271,8 @@ def _refill(allocated: AllocatedModel) -> None:
         rows.zero_()
     for group in allocated.groups.groups:
         group.refill()
+    if allocated.model.decoder.states is not None:
+        allocated.model.decoder.states.refill()
     if sparse is not None and sparse.selector is not None:
         sparse.selector.refill()
 

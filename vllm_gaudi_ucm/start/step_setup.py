@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from torch import nn
 
 from vllm_gaudi_ucm.batch.group_planner import planner_of
+from vllm_gaudi_ucm.batch.hidden_places import HiddenPlaces
 from vllm_gaudi_ucm.batch.mrope_positions import MropePositions
 from vllm_gaudi_ucm.config.exclusions import KEPT_STATES
 from vllm_gaudi_ucm.distributed.ranks import Ranks
@@ -17,7 +18,7 @@ from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.multimodal.item_encoder import item_encoder_of
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.adapter_steps import AdapterSteps
-from vllm_gaudi_ucm.runner.drafts import Drafts, make_drafts
+from vllm_gaudi_ucm.runner.drafts import Drafts, HiddenStateSteps, make_drafts
 from vllm_gaudi_ucm.runner.mrope_steps import MropeSteps
 from vllm_gaudi_ucm.runner.multimodal_steps import MultimodalSteps
 from vllm_gaudi_ucm.runner.parts import (
@@ -130,6 +131,7 @@ def _make_parts(
         _make_states(allocated),
         _make_multimodal(allocated, static),
         _make_prompt_embeddings(allocated, static),
+        _make_hidden_states(allocated),
         # before the parts that fill blocks, whose summaries are void then
         None if sparse is None else SparseSteps(sparse),
         None if memory is None else MemorySteps(memory, sparse),
@@ -175,6 +177,13 @@ def _make_prompt_embeddings(allocated: AllocatedModel, static: StaticShapes | No
     if table is None or not allocated.model.vllm_config.model_config.enable_prompt_embeds:
         return None
     return PromptEmbeddingSteps(allocated.requests, table, whole=static is not None)
+
+
+def _make_hidden_states(allocated: AllocatedModel) -> HiddenStateSteps | None:
+    model = allocated.model
+    if model.decoder.states is None:
+        return None
+    return HiddenStateSteps(allocated.requests.input_of(HiddenPlaces), model.vllm_config.num_speculative_tokens)
 
 
 def _make_check(model: LoadedModel, checks_offload: bool) -> StepCheck | None:
@@ -253,8 +262,8 @@ def _native_graphs(allocated: AllocatedModel, decoder: Decoder | None) -> Native
     # encoders
     if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None or decoder.is_encoder:
         return None
-    # a step's embeddings are made in two ways
-    if decoder.embeddings is not None:
+    # a step's embeddings are made in two ways, and hidden states are copied by no native call
+    if decoder.embeddings is not None or decoder.states is not None:
         return None
     from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
 

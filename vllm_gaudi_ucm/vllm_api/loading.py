@@ -45,11 +45,13 @@ def get_model(
     prefix: str = "",
     load_config: LoadConfig | None = None,
     weights: Weights | None = None,
+    model_config: ModelConfig | None = None,
 ) -> nn.Module:
     """Loads a model as vLLM's `get_model` does, and refuses a checkpoint that lacks a tensor, before it loads weights
     also a model whose positions end before `--max-model-len`.
 
-    weights: tensors with their names in a checkpoint, instead of the checkpoint's.
+    weights: tensors with their names in a checkpoint, instead of the checkpoint's. model_config: of a draft head, which
+    is built with the configuration of its model.
 
     Reason: vLLM compares names of unquantised models alone, passes over every layer that has a method of weights, and
     takes a fused layer for loaded when one of its tensors came. The rest is memory that was never written.
@@ -70,7 +72,8 @@ def get_model(
             fill(model, model_config)
 
     cast(Any, loader).load_weights = load_weights
-    return loader.load_model(vllm_config=vllm_config, model_config=vllm_config.model_config, prefix=prefix)
+    own = vllm_config.model_config if model_config is None else model_config
+    return loader.load_model(vllm_config=vllm_config, model_config=own, prefix=prefix)
 
 
 def _filling_with(weights: Weights) -> Callable[[nn.Module, ModelConfig], None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 logger = plugin_logger(__name__)
 
@@ -177,6 +177,19 @@ def is_pooling(vllm_config: VllmConfig) -> bool:
     """
     model = vllm_config.model_config
     return model is not None and model.runner_type == "pooling"
+
+
+HEAD_METHODS = ("eagle", "eagle3", "mtp")
+"""Speculative methods whose drafts come from hidden states of the model."""
+
+
+def computes_drafts(config: SpeculativeConfig | None) -> bool:
+    """Returns whether drafts come from layers of a model: a draft model, or a head of the model itself.
+
+    Reason: vLLM's `draft_model_config` is also set for n-grams, to the model's own.
+    Remove when: `SpeculativeConfig` has a property for it.
+    """
+    return config is not None and config.method in ("draft_model", *HEAD_METHODS)
 
 
 def attends_both_ways(vllm_config: VllmConfig) -> bool:

@@ -1,0 +1,165 @@
+"""Heads that draft from the model's hidden states: what they propose, and that no token changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.head_models import Pair, PlainHead, make_pair
+from tests.engine.serving import NEAR_TIE, Answer, Engine, assert_same
+from tests.engine.test_speculation import MAX_TOKENS, OPTIONS, PROMPTS, STATIC, Steps
+from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
+from vllm_gaudi_ucm.speculation.proposer import SampledStep
+
+pytestmark = pytest.mark.slow  # starts engines
+
+NUM_DRAFTS = 3
+METHODS = ("eagle", "eagle3", "mtp")
+KINDS = {"true_shapes": {}, "static": {"graphs": {**STATIC["graphs"], "max_shared_blocks": 16}}}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair) -> list[Answer]:
+    with Engine(pair.target, **OPTIONS) as engine:
+        return engine.greedy(PROMPTS, MAX_TOKENS)
+
+
+class Proposals:
+    """Notes the text and the drafts of every request that gets some, and the logits that they were chosen from."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[list[int], list[int]]] = []
+        self.logits: list[torch.Tensor] = []
+        proposer: Any = engine.runner.parts.drafts.proposer  # type: ignore[attr-defined]
+        assert isinstance(proposer, DraftModelProposer)
+        propose, likeliest, table = proposer.propose, proposer.likeliest, engine.runner.parts.requests
+
+        def noted(step: SampledStep) -> list[list[int]]:
+            texts = [table.token_ids[one.row, : table.num_tokens[one.row]].tolist() for one in step.requests]
+            drafts = propose(step)
+            self.found += [(text, list(some)) for text, some in zip(texts, drafts, strict=True) if some]
+            return drafts
+
+        def scored(logits: torch.Tensor) -> torch.Tensor:
+            self.logits.append(logits.clone())
+            return likeliest(logits)
+
+        patch.setattr(proposer, "propose", noted)
+        patch.setattr(proposer, "likeliest", scored)
+
+
+def _check(proposals: Proposals, plain: PlainHead) -> None:
+    """Every draft is the plain computation's, unless its logits are as good as equal."""
+    drafts = cache(lambda text: plain.drafts(text, NUM_DRAFTS))
+    assert proposals.found
+    for text, found in proposals.found:
+        wanted, logits = drafts(tuple(text))
+        for place, (one, other) in enumerate(zip(found, wanted, strict=False)):
+            if one != other:
+                best = logits[place].topk(2).values
+                assert best[0] - best[1] < NEAR_TIE, (text, found, wanted)
+                break
+
+
+def test_proposals_are_those_of_a_plain_computation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request after the other, a chunked prompt among them, and again from the prefix cache: every logit of every
+    pass."""
+    plain = PlainHead(pair)
+    with Engine(pair.target, **OPTIONS, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
+        proposals = Proposals(engine, monkeypatch)
+        for prompt in (PROMPTS[6], PROMPTS[6], PROMPTS[2], PROMPTS[0]):
+            first = len(proposals.logits)
+            engine.greedy([prompt], 6)
+            passes = iter(proposals.logits[first:])
+            for text, found in [one for one in proposals.found if one[0][: len(prompt)] == prompt]:
+                _, logits = plain.drafts(text, len(found))
+                got = torch.cat([next(passes)[:1] for _ in found])
+                if pair.method == "eagle3":
+                    tokens = plain.tensors["d2t"] + torch.arange(len(plain.tensors["d2t"]))
+                    assert torch.isneginf(got).sum() == got.numel() - got.shape[0] * len(tokens)
+                    got = got[:, tokens]
+                torch.testing.assert_close(got, logits, atol=2e-3, rtol=1e-3)
+            proposals.found.clear()
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_change_no_token(pair: Pair, expected: list[Answer], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, decodes and cached prefixes of many requests at once, in parts of steps at static shapes; nothing is
+    compiled after the warm-up. covers: A2 A3 A6 B5"""
+    with Engine(pair.target, KINDS[kind], **OPTIONS, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
+        proposals = Proposals(engine, monkeypatch)
+        for _ in range(2):
+            assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
+        _check(proposals, PlainHead(pair))
+        if engine.runner.static is not None:
+            assert engine.runner.static.stages.new_recipes == 0
+        engine.check_idle()
+
+
+@pytest.mark.usefixtures("contract")
+def test_preempted_requests_draft_again(pair: Pair, expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is far too small for all. covers: A3 A6 A7"""
+    options = {**OPTIONS, "num_gpu_blocks_override": 19}
+    with Engine(pair.target, **options, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
+        proposals = Proposals(engine, monkeypatch)
+        assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
+        _check(proposals, PlainHead(pair))
+        assert engine.preemptions > 0
+        engine.check_idle()
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, list[Answer]]]:
+    pair = make_pair(tmp_path_factory.mktemp("quiet"), "eagle", quiet=True)
+    with Engine(pair.target, **OPTIONS) as engine:
+        yield pair, engine.greedy(PROMPTS, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_acceptance_is_that_of_a_plain_computation(quiet: tuple[Pair, list[Answer]], kind: str, ahead: bool) -> None:
+    """A head that is often right: an engine takes exactly the verifications that its drafts explain."""
+    pair, expected = quiet
+    plain, wanted = PlainHead(pair), 0
+    for prompt, answer in zip(PROMPTS, expected, strict=True):
+        known = 1
+        while known < MAX_TOKENS:
+            count = min(NUM_DRAFTS, MAX_TOKENS - known - 1)
+            drafts = plain.drafts([*prompt, *answer.tokens[:known]], count)[0] if count else []
+            rest = answer.tokens[known:]
+            accepted = next((i for i, draft in enumerate(drafts) if draft != rest[i]), len(drafts))
+            known += accepted + 1
+            wanted += 1
+    steps = len(PROMPTS) * (MAX_TOKENS - 1)
+    assert 0.3 * steps < wanted < 0.8 * steps
+    ucm = {**KINDS[kind], "scheduler": {"async_scheduling": ahead}}
+    options = {**OPTIONS, "async_scheduling": ahead, "enable_prefix_caching": False}
+    with Engine(pair.target, ucm, **options, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
+        assert (engine.runner.parts.ahead is not None) == ahead
+        count_steps = Steps(engine)
+        assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
+        if not ahead:
+            assert count_steps.requests == wanted + len(PROMPTS)
+        engine.check_idle()
+
+
+def test_random_arrivals(quiet: tuple[Pair, list[Answer]]) -> None:
+    """Chunks of prompts in the same steps as verifications, from a prefix cache that fills."""
+    pair, expected = quiet
+    rng = random.Random(3)
+    with Engine(pair.target, **OPTIONS, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
+        for _ in range(3):
+            arrivals = [rng.randrange(12) for _ in PROMPTS]
+            assert_same(engine.staggered(PROMPTS, arrivals, MAX_TOKENS), expected)
+        engine.check_idle()
