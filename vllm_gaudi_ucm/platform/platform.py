@@ -162,8 +162,7 @@ class UcmPlatform(Platform):
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
         if take_back_attention_backend(vllm_config):
             logger.info("Heads differ in size: the plugin's attention backend replaces vLLM's choice, TRITON_ATTN.")
-        ahead = schedules_ahead(vllm_config, config, cls.device_type)
-        vllm_config.scheduler_config.async_scheduling = ahead
+        ahead = vllm_config.scheduler_config.async_scheduling = schedules_ahead(vllm_config, config, cls.device_type)
         choose_kept_states(vllm_config, config.kv_cache.kept_states)
         if reads_pictures(vllm_config) and vllm_config.model_config.is_mm_prefix_lm:
             # rows of a picture see each other, so one step computes all of them

@@ -39,13 +39,8 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     strategy_options,
 )
 from vllm_gaudi_ucm_tools.buckets.held_weights import adapter_bytes, held_bytes
-from vllm_gaudi_ucm_tools.buckets.plan_report import (
-    PlanReport,
-    blocks_that_fit,
-    plan_memory,
-    show,
-    state_bytes,
-)
+from vllm_gaudi_ucm_tools.buckets.plan_memory import blocks_that_fit, plan_memory, state_bytes
+from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, show
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import task_progress
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
