@@ -100,6 +100,8 @@ def make_sides(model: Path, peer_python: Path | None, dtype: str) -> list[Engine
         "max_model_len": max(LENGTHS),
         "max_num_seqs": max(COUNTS),
         "max_num_batched_tokens": 8192,
+        # the peer refuses to start if less than this share is free, and an encoder has no KV cache that would fill it
+        "gpu_memory_utilization": 0.5,
         "seed": 0,
     }
     cores = sorted(os.sched_getaffinity(0))

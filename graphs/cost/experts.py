@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token")
+SHARED_KEYS = ("shared_expert_intermediate_size", "shared_intermediate_size")
 # inputs that share a scale in gpt-oss's checkpoints; two devices never share one
 MXFP4_GROUP = 32
 
@@ -49,8 +50,9 @@ class ExpertSpec:
             raise ValueError(f"model config: {chosen_key} is {chosen}, expected at most the {count} of {key}")
         own = "moe_intermediate_size" if config.get("moe_intermediate_size") is not None else "intermediate_size"
         inner = _size(config, own)
-        if config.get("shared_expert_intermediate_size"):
-            shared = _size(config, "shared_expert_intermediate_size")
+        shared_key = next((key for key in SHARED_KEYS if config.get(key)), None)
+        if shared_key is not None:
+            shared = _size(config, shared_key)
         else:
             shared = _size(config, "n_shared_experts") * inner if config.get("n_shared_experts") else 0
             if config.get("model_type") == "llama4_text":

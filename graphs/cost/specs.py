@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_gaudi_ucm.graphs.cost.experts import ExpertSpec
+from vllm_gaudi_ucm.graphs.cost.states import StateSpec, kinds_of_layers
 
 GB = 1e9
 
@@ -137,6 +138,7 @@ class ModelSpec:
 
     tensor: devices that share each layer and add up their results. experts: None without a mixture of experts.
     window_layers: number of layers whose rows see `window` tokens, or chunks of this many; the others see all.
+    states: layers that keep a state for each request; None if there are none.
     latent: None if keys and values of each head are cached. With it there is one KV head, whose key of `head_dim`
         elements holds its value.
     """
@@ -155,12 +157,15 @@ class ModelSpec:
     window_layers: int = 0
     window: int = 0
     latent: LatentSpec | None = None
+    states: StateSpec | None = None
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """Reads the sizes in a `config.json`; a missing or impossible one raises a ValueError that names the key."""
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-        layers = _size(config, "num_hidden_layers")
+        # Nemotron-H counts its layers by their kinds alone
+        kinds = kinds_of_layers(config)
+        layers = _size(config, "num_hidden_layers", None if kinds is None else len(kinds))
         experts = ExpertSpec.from_hf_config(config, layers)
         family = str(config.get("model_type", ""))
         default_inner = 4 * hidden if family in ("gpt2", "bloom", "mpt") else None
@@ -181,6 +186,7 @@ class ModelSpec:
             mlp_matrices=2 if family in UNGATED else 3,
             experts=experts,
             latent=latent,
+            states=StateSpec.from_hf_config(config, layers, _dtype_bytes(config)),
         )
 
     def shard(self, tensor: int, pipeline: int = 1) -> ModelSpec:
@@ -209,6 +215,7 @@ class ModelSpec:
             vocab=-(-self.vocab // tensor),
             tensor=tensor,
             experts=None if self.experts is None else self.experts.shard(tensor, layers),
+            states=None if self.states is None else self.states.shard(tensor, pipeline),
         )
 
     @property
@@ -267,7 +274,11 @@ class ModelSpec:
 
     @property
     def block_layers(self) -> int:
-        """Layers of a block: all, or a group's if some have windows (`_get_kv_cache_groups_uniform_page_size`)."""
+        """Layers of a block: all with attention, or a group's if some have windows
+        (`_get_kv_cache_groups_uniform_page_size`).
+        """
+        if self.states is not None:
+            return self.states.attending
         fewest, most = sorted((self.window_layers, self.layers - self.window_layers))
         if not fewest:
             return most

@@ -11,6 +11,7 @@ import pytest
 from tests.architecture.sources import ROOT, sources
 
 EXCEPTIONS = {
+    "vllm_gaudi_ucm/vllm_api/draft_heads.py": "a head of vLLM takes its weights so",
     # objects of vLLM that it gives plugins to change, or that have no other way
     "vllm_gaudi_ucm/connector/transfer_config.py": "vLLM's configuration",
     "vllm_gaudi_ucm/execution/regions.py": "the forward of vLLM's layers, which is compiled",
@@ -149,11 +150,14 @@ def test_the_lists_name_only_files_that_need_it() -> None:
 
 
 PROBES = {
+    "vllm_gaudi_ucm/vllm_api/draft_heads.py": "a model of vLLM and its configuration, of any family",
+    "vllm_gaudi_ucm/execution/regions.py": "a layer of vLLM's models, of any kind",
     "vllm_gaudi_ucm/vllm_api/attention.py": "a configuration of quantised weights of vLLM, of any kind",
     "vllm_gaudi_ucm/vllm_api/cache_options.py": "a module of vLLM, of any supported version",
     "vllm_gaudi_ucm/vllm_api/platforms.py": "a module of vLLM, of any supported version",
     "vllm_gaudi_ucm/vllm_api/model.py": "a layer of vLLM's, of any kind",
     "vllm_gaudi_ucm/vllm_api/steps.py": "a message of vLLM's scheduler, of any supported version",
+    "vllm_gaudi_ucm/vllm_api/grid_encoder.py": "an encoder of pictures of vLLM, of any kind",
     "vllm_gaudi_ucm/vllm_api/child_watch.py": "a client of vLLM that may be half made, and its manager, of two kinds",
     "vllm_gaudi_ucm/vllm_api/engine_process.py": "a signal handler of any kind",
     "vllm_gaudi_ucm/vllm_api/server_end.py": "a signal handler of any kind",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from tests.batch.plans_of_rows import plan
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.batch.mrope_positions import MropePositions
 
 # two words, a picture of 2 x 3 tokens, a word
@@ -17,14 +18,6 @@ PICTURE = np.array(
     ]
 )
 DELTA = 6 - PICTURE.shape[1]
-
-
-def plan(computed: list[int], scheduled: list[int], rows: list[int]) -> UnifiedPlan:
-    """The plan of a step of requests with these rows of the request table."""
-    known = np.array(computed, np.int32) + np.array(scheduled, np.int32)
-    tables = (np.arange(len(rows) * 4, dtype=np.int32).reshape(len(rows), 4) + 1,)
-    batch = BatchInput(np.array(computed, np.int32), np.array(scheduled, np.int32), known, tables, np.array(rows))
-    return plan_batch(batch, 16)
 
 
 def of_request(found: NDArray[np.integer], step: UnifiedPlan, row: int) -> list[list[int]]:

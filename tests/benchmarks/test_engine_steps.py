@@ -76,6 +76,22 @@ def test_a_mixture_reads_the_experts_that_rows_take() -> None:
     assert limit_ms(model, 0, 2048, BANDWIDTH, PRODUCTS) == pytest.approx(1e3 * computed / PRODUCTS)
 
 
+def test_a_decode_reads_and_writes_its_states() -> None:
+    """Of the layers that have a state in place of a context, with weights of their own in place of attention's."""
+    model = ModelSpec.from_hf_config(config_of("qwen3-next"))
+    assert model.states is not None
+    # a convolution's last 3 rows of q, k and v, and 32 heads of 128 x 128, in bfloat16
+    assert model.states.bytes_each == 2 * (3 * 8192 + 32 * 128 * 128)
+    assert model.states.weights == 2048 * (8192 + 4096 + 64) + 4096 * 2048
+    one, more = (limit_ms(model, 64, tokens, BANDWIDTH, PRODUCTS, 100) for tokens in (0, 1000))
+    assert more - one == pytest.approx(1e3 * 64 * 1000 * 6 * 2 * 2 * 256 * 2 / BANDWIDTH)
+    two = limit_ms(model, 128, 0, BANDWIDTH, PRODUCTS, 100)
+    assert two - one == pytest.approx(1e3 * 64 * 2 * 18 * model.states.bytes_each / BANDWIDTH)
+    granite = ModelSpec.from_hf_config(config_of("granite-4-h"))
+    assert granite.experts is not None
+    assert granite.experts.shared == 1536
+
+
 def test_a_decode_over_latents_reads_them_once() -> None:
     """DeepSeek-V2-Lite: 576 elements a token and layer for 16 heads, and shared experts always."""
     model = ModelSpec.from_hf_config(config_of("v2-lite"))

@@ -462,6 +462,61 @@ def test_a_log_with_selected_blocks_goes_all_the_way(
     assert "max_selected_blocks 'many', expected a number" in capsys.readouterr().err
 
 
+QWEN_VL = {
+    **{**SMALL_MODEL, "model_type": "qwen2_5_vl_text", "dtype": "bfloat16"},
+    "model_type": "qwen2_5_vl",
+    "text_config": {**SMALL_MODEL, "model_type": "qwen2_5_vl_text"},
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+    },
+}
+
+
+def test_encoder_of_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Weights and kept embeddings are counted before the blocks that fit, and the sizes that are warmed as graphs."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN_VL))
+    without, small, large = (
+        plan(capsys, "--model", file, "--device", "gaudi3", "--picture-tokens", tokens) for tokens in (0, 256, 4096)
+    )
+    layers = 32 * (4 * 1280**2 + 3 * 1280 * 3420)
+    weights = layers + 3 * 2 * 14**2 * 1280 + 4 * 1280 * (4 * 1280 + 576)
+    assert without["memory_bytes"]["encoder"] == 0
+    assert small["memory_bytes"]["encoder"] == 2 * (weights + 2048 * 576)
+    assert large["memory_bytes"]["encoder"] == 2 * (weights + 4096 * 576)
+    # of 32, 64, 128 and 256 tokens
+    assert [value["picture_graphs"] for value in (without, small, large)] == [0, 4, 8]
+    assert small["graphs"] == len(small["forward"]) + len(small["logits"]) + 4
+    assert large["memory_bytes"]["activations"] >= 16 * 1024 * 4 * 4096 * 4
+    assert large["limits"]["num_blocks"] < without["limits"]["num_blocks"]
+    assert plan(capsys, "--model", file, "--device", "h200", "--picture-tokens", 256)["picture_graphs"] == 1
+    assert cli.main(["plan", "--model", str(file), "--picture-tokens", "256"]) == 0
+    found = capsys.readouterr().out
+    assert "for pictures" in found
+    assert "encoder of pictures 1." in found
+
+
+def test_pictures_without_an_encoder_are_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["plan", "--picture-tokens", "64"]) != 0
+    assert "--picture-tokens needs --model" in capsys.readouterr().err
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SMALL_MODEL))
+    assert cli.main(["plan", "--model", str(file), "--picture-tokens", "64"]) != 0
+    assert "vision_config is missing" in capsys.readouterr().err
+    file.write_text(json.dumps({**QWEN_VL, "vision_config": {"depth": 32}}))
+    assert cli.main(["plan", "--model", str(file), "--picture-tokens", "64"]) != 0
+    assert "vision_config.embed_dim is None, expected a number" in capsys.readouterr().err
+    assert cli.main(["plan", "--model", str(file), "--picture-tokens", "-1"]) != 0
+    assert "--picture-tokens is -1, expected 0 or more" in capsys.readouterr().err
+
+
 def test_slots_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     """Their memory is counted before the blocks that fit; whole first matrices are on every device."""
     without, eight, shared = (

@@ -80,6 +80,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
         'one of "auto", "reference", "cpu", "native", "hpu", "cuda", "encoder", "hpu_encoder", "cuda_encoder"',
     ),
     "ucm.kv_cache.partial_hits": ([True, False], ["yes", 1, None], "true or false"),
+    "ucm.kv_cache.kept_states": ([0, 1, 64], [-1, "1", 1.0, True, None], "integer, at least 0"),
     "ucm.kv_cache.compaction": ([True, False], ["yes", 1, None], "true or false"),
     "ucm.attention.contiguous_pa": (["auto", True, False], ["yes", 1, 0, None], '"auto" or true or false'),
     "ucm.attention.causal_slice": ([16, 512, 8192], [15, 8193, "512", 512.0, True, None], "integer, 16 to 8192"),

@@ -8,8 +8,8 @@ from tests.docs.commands import ROOT
 from vllm_gaudi_ucm.config.exclusions import OF_ENGINE, OF_OPTIONS, POLICIES
 
 NEEDED = "prefix cache"
-ONCE_LAYERS_ARE_MADE = {("slots for tokens", "several KV-cache groups")}
-"""Refused by the worker, which sees the windows of a model."""
+ONCE_LAYERS_ARE_MADE = {(policy, "several KV-cache groups") for policy in ("slots for tokens", "kept states")}
+"""Refused by the worker, which sees the windows of a model, or by the scheduler, which sees its groups."""
 
 
 def matrix() -> dict[tuple[str, str], str]:

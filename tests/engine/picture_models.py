@@ -48,6 +48,23 @@ _MISTRAL = {
     "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    # rows see both ways inside of a picture; one layer has a window, the other one sees whole contexts
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+        "tie_word_embeddings": True,
+        "mm_tokens_per_image": 16,
+        "image_token_index": START,
+        "boi_token_index": IMAGE,
+        "eoi_token_index": END,
+    },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32},
@@ -77,12 +94,14 @@ def make_picture_model(folder: Path, family: str, seed: int = 0) -> Path:
     values = {"model_type": family, "tie_word_embeddings": False, **FAMILIES[family]}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model: Any = AutoModelForImageTextToText.from_config(config)
+    # Gemma multiplies them by 8, and they are also its head, which must not be certain of every token
+    embedded = 0.25 if family == "gemma3" else 1.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name.lower() or name.endswith("bias"):
                 weight.add_(torch.randn_like(weight) * 0.1)
             else:
-                weight.normal_(std=1.0 if "embed_tokens" in name else 0.2)
+                weight.normal_(std=embedded if "embed_tokens" in name else 0.2)
         # the largest logit is above 0, so no placeholder is ever generated
         model.get_output_embeddings().weight[: len(SPECIAL)] = 0.0
     model.to(torch.float32).save_pretrained(folder)
@@ -102,10 +121,11 @@ def _name_as_published(file: Path, family: str) -> None:
         save_file(renamed, file, {"format": "pt"})
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with the words `w8` to `w259`."""
+def _tokenizer(last: Sequence[str] = (), **special: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with the words `w9` to `w259`. last: words in place of the last ones. special: by role."""
     words = {name: number for number, name in enumerate(SPECIAL)}
-    words |= {f"w{number}": number for number in range(len(SPECIAL), VOCAB)}
+    words |= {f"w{number}": number for number in range(len(SPECIAL), VOCAB - len(last))}
+    words |= {word: VOCAB - len(last) + number for number, word in enumerate(last)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -120,6 +140,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
             "end_image_token": "[IMG_END]",
             "context_image_token": "<image>",
             "video_token": "<video>",
+            **special,
         },
     )
 
@@ -151,7 +172,22 @@ def _mistral3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     _pixtral(folder, tokenizer, merged=2)
 
 
-PROCESSORS = {"llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
+def _gemma3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    # vLLM joins ends of lines around a picture, which no prompt here has
+    tokenizer = _tokenizer(
+        ["\n" * count for count in (1, 2, 3, 4)],
+        boi_token="<image>",
+        image_token="[IMG_START]",
+        eoi_token="[IMG_END]",
+    )
+    pictures = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    Gemma3Processor(pictures, tokenizer, image_seq_length=16).save_pretrained(folder)
+
+
+PROCESSORS = {"gemma3": _gemma3, "llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:

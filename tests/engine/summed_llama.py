@@ -45,7 +45,7 @@ class SumSpec(KVCacheSpec):
 class RunningSum(nn.Module, AttentionLayerBase):  # type: ignore[misc]  # vLLM's classes are not typed
     """Sums the tokens of each request, up to each row."""
 
-    kv_cache: torch.Tensor
+    kv_cache: tuple[torch.Tensor]
 
     def __init__(self, vllm_config: VllmConfig, name: str) -> None:
         super().__init__()
@@ -69,9 +69,10 @@ class RunningSum(nn.Module, AttentionLayerBase):  # type: ignore[misc]  # vLLM's
         step: StateInputs = self._step.metadata
         up_to = token_ids.cumsum(0)
         before = up_to.index_select(0, step.first_rows) - token_ids.index_select(0, step.first_rows)
-        begin = self.kv_cache.index_select(0, step.sources)[:, 0] - before
+        (states,) = self.kv_cache
+        begin = states.index_select(0, step.sources)[:, 0] - before
         found = up_to + begin.index_select(0, step.row_requests)
-        self.kv_cache.index_copy_(0, step.kept_at, found.index_select(0, step.kept_rows)[:, None])
+        states.index_copy_(0, step.kept_at, found.index_select(0, step.kept_rows)[:, None])
         return found
 
 
@@ -108,8 +109,8 @@ class SumGroup(StateGroup):
     layer_classes = (RunningSum,)
 
     @classmethod
-    def state_of(cls, spec: KVCacheSpec) -> tuple[tuple[int, ...], torch.dtype]:
-        return (1,), torch.int64
+    def states_of(cls, spec: KVCacheSpec) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((1,), torch.int64)]
 
 
 def register() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.draft_load import MAX_TOKENS, OPTIONS, PROMPTS, STATIC
 from tests.engine.head_models import Pair, PlainHead, make_pair
 from tests.engine.serving import NEAR_TIE, Answer, Engine, assert_same
-from tests.engine.test_speculation import MAX_TOKENS, OPTIONS, PROMPTS, STATIC
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import SampledStep
 

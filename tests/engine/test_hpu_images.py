@@ -55,10 +55,12 @@ def serve(model: str, ucm: dict[str, Any], in_regions: bool) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["compile", "lazy"])
-def test_no_picture_compiles_anything(tmp_path: Path, lazy: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "lazy"), [("llava", False), ("llava", True), ("gemma3", False)], ids=["compile", "lazy", "both ways"]
+)
+def test_no_picture_compiles_anything(tmp_path: Path, family: str, lazy: bool) -> None:
     pytest.importorskip("torchvision", reason="vLLM's classes of models with pictures import it")
-    model = make_picture_model(tmp_path / "llava", "llava")
+    model = make_picture_model(tmp_path / family, family)
     found = run_on_card(serve, tmp_path, lazy=lazy, model=str(model), ucm={"graphs": GRAPHS}, in_regions=not lazy)
     reference = PictureReference(model)
     for answers in found.result["rounds"]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.connector import file_store, transfer
+from tests.engine.contracts import runner_contract
 from tests.engine.picture_models import PictureReference, make_picture_model, picture, prompt, words
 from tests.engine.serving import Answer, Engine, answer_of, greedy_params
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.runner import multimodal_steps
+from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_torchvision")]  # starts engines
 
@@ -82,6 +86,32 @@ def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) 
     pictured = Pictured(tmp_path, family)
     with Engine(pictured.model, ucm, **OPTIONS, max_num_batched_tokens=96) as engine:
         pictured.ask(engine)
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Pictured:
+    return Pictured(tmp_path_factory.mktemp("pictures"), "gemma3")
+
+
+@WAYS
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
+def test_rows_see_both_ways_inside_of_a_picture(gemma3: Pictured, ucm: dict[str, Any], asynchronous: bool) -> None:
+    with Engine(gemma3.model, ucm, **OPTIONS, async_scheduling=asynchronous) as engine:
+        gemma3.ask(engine)
+        engine.step()
+        engine.check_idle()
+
+
+@WAYS
+def test_no_chunk_ends_inside_of_a_picture_that_sees_both_ways(gemma3: Pictured, ucm: dict[str, Any]) -> None:
+    """Steps of 21 tokens, pictures of 16, and few blocks: requests are preempted, and find a part of their pictures."""
+    few = {**OPTIONS, "max_model_len": 160, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 21}
+    asked = [prompt(f"w{20 + seed} <image> <image> {words(30, 31)}", picture(seed), picture(9)) for seed in range(8)]
+    with Engine(gemma3.model, ucm, **few) as engine:
+        assert engine.core.vllm_config.scheduler_config.disable_chunked_mm_input
+        gemma3.ask(engine, asked, max_tokens=40)
+        assert engine.preemptions > 0
+        gemma3.ask(engine, asked, max_tokens=4)
 
 
 @WAYS
@@ -197,6 +227,26 @@ def test_a_picture_is_sent_again_that_a_prefix_had_covered(llava: Pictured) -> N
         assert engine.preemptions == 1
         assert answer.cached_tokens > 16
         llava.reference.assert_greedy([asked], [answer])
+
+
+def test_inputs_that_vllm_takes_back_are_sent_again(llava: Pictured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of its V2 runner, vLLM 0.33 takes back pixels that are used up, and sends them after a preemption."""
+    if "encoder_input_updates" not in {field.name for field in fields(SchedulerOutput)}:
+        pytest.skip("vLLM 0.32 has no such messages")
+    found: list[Any] = []
+    own = multimodal_steps.encoder_input_updates
+
+    def updates(scheduler_output: SchedulerOutput) -> Any:
+        found.extend(data for one in own(scheduler_output).values() for data in one.values())
+        return own(scheduler_output)
+
+    monkeypatch.setattr(multimodal_steps, "encoder_input_updates", updates)
+    few = {**OPTIONS, "max_model_len": 160, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 21}
+    asked = [prompt(f"w{20 + seed} <image> <image> {words(30, 31)}", picture(seed), picture(9)) for seed in range(8)]
+    with runner_contract("V2"), Engine(llava.model, {}, **few) as engine:
+        llava.ask(engine, asked, max_tokens=40)
+        assert engine.preemptions > 0
+        assert found.count(None) >= 2 * len(asked)
 
 
 @pytest.mark.parametrize("method", ["GSA", "KVStar"])

@@ -36,6 +36,16 @@ PROMPTS = [
     picture_prompt(4, [0, 1], [LARGE]),
     picture_prompt(5, [30, 5, 30], [SMALL, WIDE]),
 ]
+# of 4 to 40 tokens, which are the largest size that is padded to
+SIZES = [
+    *PROMPTS,
+    *(
+        picture_prompt(seed, [4, 3], [picture(seed, height, width)])
+        for seed, (height, width) in enumerate(
+            [(16, 16), (16, 80), (32, 40), (40, 32), (48, 48), (40, 64), (64, 40)], 10
+        )
+    ),
+]
 LENGTH = 32
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": False,
@@ -110,22 +120,23 @@ def test_videos_are_refused_by_name(qwen3: Path) -> None:
 
 
 def serve(model: str) -> dict[str, Any]:
-    """Answers of an engine on the simulated card, and what it compiled for pictures of sizes that it has seen."""
+    """Answers of an engine on the simulated card, and what it compiled for pictures after its start."""
     from habana_frameworks.torch.simulator import card
 
     with Engine(Path(model), {"graphs": {"warm_up": "full", "max_graphs": 4}}, **OPTIONS) as engine:
-        first = generate(engine, PROMPTS, 8)
         before = card.compilations
-        again = generate(engine, PROMPTS, 8)
+        found = generate(engine, SIZES, 8)
         return {
-            "answers": [dataclasses.asdict(answer) for answer in [*first, *again]],
+            "answers": [dataclasses.asdict(answer) for answer in found],
             "compiled": card.compilations - before,
             "broken": broken_duties(),
         }
 
 
-def test_on_the_simulated_card(qwen3: Path, tmp_path: Path) -> None:
-    found = run_on_card(serve, tmp_path, model=str(qwen3)).result
-    PictureReference(qwen3).assert_pictures([*PROMPTS, *PROMPTS], [Answer(**answer) for answer in found["answers"]])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_pictures_of_any_size_compile_nothing_on_the_simulated_card(tmp_path: Path, family: str) -> None:
+    model = make_qwen(tmp_path / family, qwen_config(family))
+    found = run_on_card(serve, tmp_path, model=str(model)).result
+    PictureReference(model).assert_pictures(SIZES, [Answer(**answer) for answer in found["answers"]])
     assert found["compiled"] == 0
     assert found["broken"] == {}

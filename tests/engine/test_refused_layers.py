@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import (
     CrossAttention,
     MLAAttention,
 )
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
 from tests.engine.serving import Engine
@@ -44,7 +44,7 @@ def test_attention_in_both_directions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [CrossAttention, MLAAttention, MambaMixer2, TransformersMoERunner],
+    [CrossAttention, MLAAttention, MambaMixer, TransformersMoERunner],
 )
 def test_layers_of_other_kinds(kind: type[Any]) -> None:
     """Every one of them enters itself there while its model is built. covers: A18"""

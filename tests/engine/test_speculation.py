@@ -11,6 +11,7 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.engine.draft_load import MAX_TOKENS, OPTIONS, PROMPTS, STATIC, Steps, tokens
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.texts import SHORT
@@ -19,32 +20,14 @@ from tests.speculation.oracle_proposer import OracleProposer
 
 pytestmark = pytest.mark.slow  # starts engines
 
-RNG = random.Random(8)
-MAX_TOKENS = 20
 MIB = 1 << 20
 NUM_DRAFTS = 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-OPTIONS: dict[str, Any] = {
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,
-    "num_gpu_blocks_override": 100,
-}
-STATIC = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 14, "warm_up": "full"}}
-
 # a sparse method whose choice is everything: tokens are those of dense attention
 CHOICE = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 ALL_BLOCKS = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": CHOICE}}
 
 
-def tokens(count: int) -> list[int]:
-    return [RNG.randrange(3, VOCAB) for _ in range(count)]
-
-
-COMMON = tokens(64)
-# around the block size, longer than a step, with a common beginning, and all in the cache the second time
-PROMPTS = [tokens(count) for count in (1, 2, 15, 16, 17, 33, 120)]
-PROMPTS += [COMMON + tokens(3), COMMON[:32] + tokens(9), COMMON]
 # what a sampler does differently from token to token
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
@@ -57,23 +40,6 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0.7, "seed": 11, "stop_token_ids": list(range(0, VOCAB, 7))},
     {"temperature": 0.0, "max_tokens": 1},
 ]
-
-
-class Steps:
-    """Counts the steps of an engine, the requests that got tokens in them, and these tokens."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.steps = self.requests = self.tokens = 0
-        steps = engine.runner.parts.steps
-        self._sample = steps.sample_tokens
-        steps.sample_tokens = self._counted  # type: ignore[method-assign]
-
-    def _counted(self, grammar_output: Any) -> Any:
-        output = self._sample(grammar_output)
-        self.steps += 1
-        self.requests += sum(1 for sampled in output.sampled_token_ids if sampled)
-        self.tokens += sum(map(len, output.sampled_token_ids))
-        return output
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from vllm_gaudi_ucm_tools.buckets.compile_cost import (
     graph_nodes,
     most_attention_nodes,
 )
-from vllm_gaudi_ucm_tools.buckets.plan_report import GRAPH_BYTES
+from vllm_gaudi_ucm_tools.buckets.plan_memory import GRAPH_BYTES
 
 DECODES, PROMPTS = ForwardShape("-su", 64, 10, 100), ForwardShape("c--", 64, 0, 0)
 

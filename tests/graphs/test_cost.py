@@ -117,6 +117,21 @@ def test_a_latent_is_cached_once_for_all_heads() -> None:
     assert costs[0].forward(decode) < costs[1].forward(decode) / 5
 
 
+def test_blocks_and_states_of_a_hybrid() -> None:
+    """Granite 4.0-h: 36 layers with states of 0.8 MB for a request, 4 with keys and values."""
+    mamba = {"n_heads": 48, "n_groups": 1, "d_state": 128, "d_head": 64, "d_conv": 4}
+    config = {**LLAMA_CONFIG, "num_hidden_layers": 40, "model_type": "granitemoehybrid"}
+    config["layer_types"] = (["linear_attention"] * 9 + ["full_attention"]) * 4
+    spec = ModelSpec.from_hf_config(config | {f"mamba_{name}": value for name, value in mamba.items()})
+    assert spec.kv_bytes_per_token == 4 * 2 * 8 * 128 * 2
+    each = 2 * (3 * (48 * 64 + 2 * 128) + 48 * 64 * 128)
+    assert spec.states is not None
+    assert spec.states.bytes_of(10, drafts=2) == 36 * each * 32
+    half = spec.shard(2, 2).states
+    assert half is not None
+    assert (half.layers, half.attending, half.bytes_each) == (18, 2, each // 2)
+
+
 def test_a_device_has_its_part_of_a_model() -> None:
     """Sizes that all parts make up are those of the whole, but for KV heads that several devices keep."""
     part = LLAMA_8B.shard(4, 2)

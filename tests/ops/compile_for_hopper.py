@@ -20,9 +20,14 @@ from tests.ops.local import Features, says_how_long, with_features
 from tests.ops.quantised import packed_layer, random_weight
 from tests.ops.rounded import ROUNDINGS, weight_of
 from tests.ops.sass import never_written, uses_local
+from tests.ops.states import Request as StateRequest
+from tests.ops.states import plan
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
+from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
+from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.update import update_few as update_deltas
+from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
 from vllm_gaudi_ucm.ops.lora.impl.cuda import products as lora
 from vllm_gaudi_ucm.ops.lora.implementation import LORA
@@ -39,12 +44,14 @@ from vllm_gaudi_ucm.ops.rotary.impl.cuda.rotary import cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import cuda_noise
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
 from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import cuda_gate
+from vllm_gaudi_ucm.ops.state_space.impl.cuda.update import update_few as update_spaces
+from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take")
+WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take", "update_deltas", "update_spaces")
 
 
 class Hopper:
@@ -247,6 +254,22 @@ def choices(dtype: torch.dtype) -> None:
     cuda_choose(torch.zeros(3, 700, dtype=dtype), 8, "sigmoid", True, torch.zeros(700), 2.5, torch.int32)
 
 
+def layers_with_states(dtype: torch.dtype) -> None:
+    """Decodes, and verifications of three drafts, of layers as in Qwen3-Next and Granite 4-h."""
+    for few in (1, 4):
+        step, heads = plan([StateRequest(few, 1, {0: 2})], few), torch.zeros(128)
+        q, v, dt = (torch.empty(few, *shape, dtype=dtype) for shape in ((16, 128), (32, 128), (128,)))
+        deltas = DeltaRows(q, q, v, torch.empty(few, 32), torch.empty(few, 32))
+        update_deltas(deltas, torch.empty(3, 32, 128, 128), step, v.clone(), normalise=True)
+        x, group = torch.empty(few, 128, 64, dtype=dtype), torch.empty(few, 1, 128, dtype=dtype)
+        spaces = SpaceRows(x, dt.float(), group, group)
+        update_spaces(spaces, heads, heads, torch.empty(3, 128, 64, 128), step, found=x.clone())
+        states, weight = torch.empty(3, 3, 8192, dtype=dtype), torch.empty(8192, 4, dtype=dtype)
+        for bias in (None, weight[:, 0].contiguous()):
+            convolution = CONVOLUTIONS.make("cuda")
+            convolution.convolve(torch.empty(few, 8192, dtype=dtype), weight, bias, states, step, silu=True)
+
+
 def main(dtype: torch.dtype) -> None:
     chosen = frozenset({0, 1})
     found: dict[str, int] = {}
@@ -295,6 +318,7 @@ def main(dtype: torch.dtype) -> None:
     experts(dtype)
     coded_experts(dtype)
     choices(dtype)
+    layers_with_states(dtype)
     assert not never_written(cubins), never_written(cubins)
     for name, shared in found.items():
         print(name, shared)

@@ -22,6 +22,7 @@ LEAST = {
     "ops.test_cuda_own_blocks": 10,
     "ops.test_cuda_windows": 15,
     "ops.test_cuda_latent": 6,
+    "ops.test_cuda_states": 18,
     "ops.test_cuda_slopes": 5,
     "ops.test_cuda_block_selection": 20,
     "ops.test_cuda_kv_cache": 8,

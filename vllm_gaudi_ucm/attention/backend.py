@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
 from vllm_gaudi_ucm.kv_cache.tile import DEFAULT_BLOCK_SIZE
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
+from vllm_gaudi_ucm.ops.unified_attention.ahead import add_ahead
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec, PerHead
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -35,6 +36,7 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheLayout, KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.groups import GroupStep
+    from vllm_gaudi_ucm.attention.spans import StepSpans
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, LayerSelector
 
@@ -100,6 +102,10 @@ class UnifiedAttentionBackend(AttentionBackend):
         # tokens outside heads: a block's tokens are one run of memory, which is what gathering blocks copies. This is
         # the nearest of vLLM's layouts; none of them has separate keys and values
         return (KVCacheLayout.LBNHC,)
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -171,6 +177,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         self._kv_cache: KvPair | None = None
         self._views: KvPair | None = None
         self._group: GroupStep | None = None
+        self._spans: StepSpans | None = None
 
     @property
     def window(self) -> Window | None:
@@ -189,6 +196,10 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         self._group = group
         # of the cache before
         self._kv_cache = self._views = None
+
+    def see_spans(self, spans: StepSpans) -> None:
+        """Makes rows of a span see each other in both directions."""
+        self._spans = spans
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called by vLLM's loader once sinks have their values, in the dtype of the model."""
@@ -253,6 +264,16 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
     ) -> torch.Tensor:
         """Runs attention, and the hooks of a sparse method around it."""
         sparse, parts = attn_metadata.sparse, attn_metadata.parts
+        spans = self._spans
+        if spans is not None and spans.current is not None and parts.parts.causal is not None:
+            log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)
+            tensors = (query, key, value)
+            unified_attention(
+                *tensors, key_cache, value_cache=value_cache, parts=parts, spec=self.spec, out=output, log_sums=log_sums
+            )
+            return add_ahead(
+                *tensors, spans.current, longest=spans.longest, spec=self.spec, out=output, log_sums=log_sums
+            )
         if sparse is None:
             return unified_attention(
                 query,

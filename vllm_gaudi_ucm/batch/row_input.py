@@ -172,6 +172,7 @@ ROW_INPUTS: Registry[type[RowInput]] = Registry(
     token_types=TokenTypes,
     mrope_positions="vllm_gaudi_ucm.batch.mrope_positions:MropePositions",
     adapter_slots="vllm_gaudi_ucm.batch.adapter_slots:AdapterSlots",
+    picture_spans="vllm_gaudi_ucm.batch.picture_spans:PictureSpans",
     embedding_rows="vllm_gaudi_ucm.batch.embedding_rows:EmbeddingRows",
     hidden_places="vllm_gaudi_ucm.batch.hidden_places:HiddenPlaces",
 )

@@ -55,7 +55,8 @@ TOKEN_SLOTS = Option(
     "ucm.kv_cache.granularity 'token'",
     gives_orders=False,
 )
-POLICIES = (PARTIAL_HITS, SWAP, ADMISSION, COMPACTION, TOKEN_SLOTS)
+KEPT_STATES = Option("kept states", "ucm.kv_cache.kept_states", (0,), "ucm.kv_cache.kept_states")
+POLICIES = (PARTIAL_HITS, SWAP, ADMISSION, COMPACTION, KEPT_STATES, TOKEN_SLOTS)
 """Options that decide which blocks requests get: the columns of the matrix."""
 
 MEMORY_MODE = Option("memory mode", "ucm.memory_mode.enabled", (False,), "ucm.memory_mode")
@@ -103,6 +104,7 @@ OF_OPTIONS = (
     OptionExclusion(PARTIAL_HITS, TOKEN_SLOTS, "it shares prefixes to the token without copies"),
     OptionExclusion(COMPACTION, TOKEN_SLOTS, "each slot would be a move of its own"),
     OptionExclusion(SWAP, TOKEN_SLOTS, "each slot would be a copy of its own"),
+    OptionExclusion(KEPT_STATES, TOKEN_SLOTS, "a request begins behind whole blocks"),
 )
 
 
@@ -164,6 +166,30 @@ OF_ENGINE = (
         "--no-enable-prefix-caching",
         "nothing is kept that a request could hit",
         lambda c: not c.cache_config.enable_prefix_caching,
+    ),
+    EngineExclusion(
+        KEPT_STATES,
+        "prefix cache",
+        f"{KEPT_STATES.words} without a prefix cache",
+        "--no-enable-prefix-caching",
+        "nothing is kept that a request could hit",
+        lambda c: not c.cache_config.enable_prefix_caching,
+    ),
+    EngineExclusion(
+        KEPT_STATES,
+        _CONNECTORS,
+        f"a KV connector with {KEPT_STATES.words} ({{found}})",
+        _CONNECTOR_FLAGS,
+        "it brings blocks without the state behind them",
+        _connector,
+    ),
+    EngineExclusion(
+        KEPT_STATES,
+        "",
+        f"{KEPT_STATES.words} with a model whose layers keep no state",
+        "the model",
+        "prefix caching needs blocks alone; leave the option out",
+        lambda c: c.model_config is not None and not c.model_config.is_hybrid,
     ),
     EngineExclusion(
         SWAP,

@@ -94,6 +94,12 @@ class KvCacheConfig(Section):
         description="With `granularity` `token`: slots of the KV cache, allocated at start. Without it as many as its "
         "memory holds.",
     )
+    kept_states: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Prefix caching for models with layers that keep a state (Mamba-2, gated delta nets, short "
+        "convolutions): states that are kept behind blocks, the ones used last. Each takes the memory of a running "
+        "request's state. 0: prefix caching is off for these models.",
+    )
     compaction: bool = Field(
         default=False,
         description="Requests get blocks that follow each other where there are any, and before a step a few blocks in "

@@ -72,6 +72,10 @@ class CacheGroup(ABC):
         """Returns the bytes that a layer of the group takes for each block in addition to those that vLLM counts."""
         return 0
 
+    def bytes_of_requests(self, spec: KVCacheSpec) -> int:
+        """Returns the bytes that a layer of the group takes outside vLLM's blocks whatever their number."""
+        return 0
+
     def allocate(self, specs: Mapping[str, KVCacheSpec], num_blocks: int, device: torch.device) -> dict[str, Any]:
         """Returns zeroed tensors, by layer name, for data outside vLLM's blocks. They are bound to the layers.
 
@@ -122,6 +126,7 @@ CACHE_GROUPS: Registry[type[CacheGroup]] = Registry(
     "vllm_gaudi_ucm.cache_groups",
     attention="vllm_gaudi_ucm.execution.attention_group:AttentionGroup",
     encoder="vllm_gaudi_ucm.execution.encoder_group:EncoderGroup",
+    recurrent="vllm_gaudi_ucm.execution.recurrent_group:RecurrentGroup",
 )
 
 

@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
 from vllm_gaudi_ucm.batch.adapter_slots import AdapterSlots
 from vllm_gaudi_ucm.batch.embedding_rows import EmbeddingRows
 from vllm_gaudi_ucm.batch.hidden_places import HiddenPlaces
+from vllm_gaudi_ucm.batch.picture_spans import SPANS
 from vllm_gaudi_ucm.batch.row_input import inputs_of
 from vllm_gaudi_ucm.execution.passed_states import passed_states_of
 from vllm_gaudi_ucm.execution.regions import compile_regions
@@ -30,6 +31,7 @@ from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.attention.spans import StepSpans
     from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
@@ -122,6 +124,10 @@ class Decoder:
         self._vllm_config = vllm_config
         self._adapters = adapters
         self.embeddings = embedding_table_of(model)
+        self._spans: StepSpans | None = vars(model).get(SPANS) if isinstance(model, nn.Module) else None
+        if self._spans is not None:
+            for impl in self._attention():
+                impl.see_spans(self._spans)
         self.states = passed_states_of(model)
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
@@ -218,6 +224,8 @@ class Decoder:
         if self._adapters is not None:
             # layers read it from outside of their regions, like the context
             self._adapters.begin(step.rows[AdapterSlots.name])
+        if self._spans is not None:
+            self._spans.begin(step.rows[SPANS])
         # otherwise vLLM would exchange these numbers with the other engines
         each = None if self.lockstep is None else torch.full((self.lockstep.size,), count, dtype=torch.int32)
         with set_forward_context(

@@ -1,12 +1,12 @@
-"""Groups of layers that keep a state for each request, updated by each token: the base of kinds from other packages."""
+"""Groups of layers that keep a state for each request, updated by each token: the base of all such kinds."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,15 +30,19 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
 
 
+_NONE = np.zeros(0, np.int64)
+
+
 class StatePlaces(NamedTuple):
     """The places of a group's states, in tensors of [`rows`, ...]: the first rows belong to blocks, by block id.
 
-    The state after the last token of a block belongs to the block, so prefix caching keeps it with the block. Each
-    running request has a slot, whose rows are the states after its last tokens: the request continues from one of them,
-    however many of its drafts were rejected.
+    If blocks have states, the state after the last token of a block belongs to the block, so prefix caching keeps it
+    with the block. Each running request has a slot, whose rows are the states after its last tokens: the request
+    continues from one of them, however many of its drafts were rejected.
 
-    num_blocks: blocks of the KV cache. num_slots: requests that run at once. rows_each: rows of a slot, for the tokens
-    of a request whose acceptance one step decides: its drafts and one more.
+    num_blocks: blocks of the KV cache that have a state, or numbers of kept states; the first one is for pads.
+    num_slots: requests that run at once. rows_each: rows of a slot, for the tokens of a request whose acceptance one
+    step decides: its drafts and one more.
     """
 
     num_blocks: int
@@ -93,24 +97,42 @@ class StateInputs(NamedTuple):
         return cls(*(tensors[name] for name in cls._fields))
 
 
-class StateGroup(CacheGroup):
-    """States of requests. A subclass names its layers, and defines the shape and dtype of a state.
+class MadeOfTensors(Protocol):
+    """Inputs of layers, made of a step's tensors."""
 
-    A layer has `get_kv_cache_spec`, `bind_kv_cache`, which gets a tensor [rows, *`state_shape`], and `join(step)`: in
-    the forward `step.metadata` is a StateInputs.
+    @classmethod
+    def from_tensors(cls, tensors: Tensors) -> Any:
+        """Returns the inputs. tensors: by the names in `StateGroup.tensors`."""
+        ...
+
+
+class StateGroup(CacheGroup):
+    """States of requests. A subclass names its layers, and defines shapes and dtypes of what a layer keeps.
+
+    A layer has `get_kv_cache_spec`, `bind_kv_cache`, which gets a tensor [rows, *shape] for each entry of `states_of`,
+    as a tuple, and `join(step)`: in the forward `step.metadata` is a StateInputs.
 
     Args:
         kv: see CacheGroup; it uses the table of the first group.
         max_num_seqs: requests that run at once.
         rows_each: tokens of a request whose acceptance one step decides.
+        kept_states: states that are kept for prefix caching, if blocks have none.
+
+    of_blocks: whether each block has a state, so that prefix caching may begin behind it. Otherwise the kind needs
+        prefix caching switched off: large states fit for running requests alone.
+    inputs: the class of `step.metadata`.
     """
 
-    def __init__(self, kv: KvGroup, max_num_seqs: int, rows_each: int) -> None:
+    of_blocks: ClassVar[bool] = True
+    inputs: ClassVar[type[MadeOfTensors]] = StateInputs
+
+    def __init__(self, kv: KvGroup, max_num_seqs: int, rows_each: int, kept_states: int = 0) -> None:
         super().__init__(kv)
+        self._kept_states = kept_states
         self._max_num_seqs = max_num_seqs
         self._rows_each = rows_each
         self._planner: StatePlanner | None = None
-        self._states: dict[str, torch.Tensor] = {}
+        self._states: dict[str, tuple[torch.Tensor, ...]] = {}
 
     @classmethod
     def make(cls, kv: KvGroup, vllm_config: VllmConfig) -> StateGroup:
@@ -118,28 +140,44 @@ class StateGroup(CacheGroup):
 
     @classmethod
     @abstractmethod
-    def state_of(cls, spec: KVCacheSpec) -> tuple[tuple[int, ...], torch.dtype]:
-        """Returns shape and dtype of one state of a layer."""
+    def states_of(cls, spec: KVCacheSpec) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+        """Returns shape and dtype of each tensor that a layer keeps for a request."""
 
     @property
     def follows_requests(self) -> StatePlanner:
         return self._made_planner()
 
     def bytes_per_block(self, spec: KVCacheSpec) -> int:
-        shape, dtype = self.state_of(spec)
-        return math.prod(shape) * dtype.itemsize
+        return self._bytes_each(spec) if self.of_blocks else 0
+
+    def bytes_of_requests(self, spec: KVCacheSpec) -> int:
+        return self._places(1).rows * self._bytes_each(spec)
+
+    def _bytes_each(self, spec: KVCacheSpec) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states_of(spec))
+
+    def _places(self, num_blocks: int) -> StatePlaces:
+        count = num_blocks if self.of_blocks else 1 + self._kept_states
+        return StatePlaces(count, self._max_num_seqs, self._rows_each)
 
     def allocate(self, specs: Mapping[str, KVCacheSpec], num_blocks: int, device: torch.device) -> dict[str, Any]:
-        places = StatePlaces(num_blocks, self._max_num_seqs, self._rows_each)
-        self._planner = StatePlanner(self.kv.block_size, places)
+        places = self._places(num_blocks)
+        self._planner = self.make_planner(places)
         for name, spec in specs.items():
-            shape, dtype = self.state_of(spec)
-            self._states[name] = torch.zeros((places.rows, *shape), dtype=dtype, device=device)
+            # each in an allocation of its own: Gaudi's bridge tells tensors that graphs write by their storage
+            self._states[name] = tuple(
+                torch.zeros((places.rows, *shape), dtype=dtype, device=device) for shape, dtype in self.states_of(spec)
+            )
         return dict(self._states)
+
+    def make_planner(self, places: StatePlaces) -> StatePlanner:
+        """Returns the planner of an engine."""
+        return StatePlanner(self.kv.block_size if self.of_blocks else None, places)
 
     def refill(self) -> None:
         for states in self._states.values():
-            states.zero_()
+            for one in states:
+                one.zero_()
 
     def _made_planner(self) -> StatePlanner:
         assert self._planner is not None, "allocate makes the planner"
@@ -174,39 +212,46 @@ class StateGroup(CacheGroup):
     def _of_kept(self, sizes: Sizes) -> tuple[int, ...]:
         """Returns the room for the last tokens of each request, and of each block that becomes full."""
         rows, requests = sizes.shape.query_len, sizes.spans - 1
-        full = min(rows, rows // self.kv.block_size + requests)
+        full = min(rows, rows // self.kv.block_size + requests) if self.of_blocks else 0
         return (min(rows, requests * self._rows_each) + full,)
 
     def divide(self, batch: BatchInput, room: Room | None) -> list[NDArray[np.int64]]:
         """Divides a step so that a request that continues from a block runs after the part that fills the block."""
         return self._made_planner().divide(batch)
 
-    def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> StateInputs:
-        return StateInputs.from_tensors(tensors)
+    def at_true_shape(self, plan: UnifiedPlan, own: PlanOfGroup, tensors: Tensors, to_device: ToDevice) -> Any:
+        return self.inputs.from_tensors(tensors)
 
     def in_buckets(self, number: int, limits: Limits, causal_slice: int, device: torch.device) -> _InBuckets:
-        return _InBuckets()
+        return _InBuckets(self.inputs)
 
-    def metadata(self, inputs: StateInputs, implementation: str, plan: Plan | None) -> StateInputs:
+    def metadata(self, inputs: Any, implementation: str, plan: Plan | None) -> Any:
         return inputs
 
 
 class _InBuckets:
     """Makes the inputs of a state group in buckets; see GroupInBuckets."""
 
-    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> StateInputs:
-        return StateInputs.from_tensors(tensors)
+    def __init__(self, inputs: type[MadeOfTensors]) -> None:
+        self._inputs = inputs
+
+    def make_inputs(self, shape: ForwardShape, tensors: Tensors) -> Any:
+        return self._inputs.from_tensors(tensors)
 
     def refill(self) -> None:
         """Does nothing, because the group has no tensors of its own."""
 
 
 class StatePlanner:
-    """Plans reads and writes of states, and gives running requests their slots."""
+    """Plans reads and writes of states, and gives running requests their slots.
 
-    def __init__(self, block_size: int, places: StatePlaces) -> None:
+    Args:
+        block_size: tokens of a block; None if blocks have no states.
+    """
+
+    def __init__(self, block_size: int | None, places: StatePlaces) -> None:
         self._block_size = block_size
-        self._places = places
+        self.places = places
         self._free = list(range(places.num_slots))[::-1]
         # by row of the request table
         self._slots: dict[int, int] = {}
@@ -221,8 +266,14 @@ class StatePlanner:
             self._begin[slot] = self._end[slot] = 0
             self._free.append(slot)
 
-    def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> StatePlan:
-        """Plans a step; see GroupPlanner.
+    def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> PlanOfGroup:
+        """Plans a step; see GroupPlanner and `plan_states`."""
+        return self.plan_states(batch, step)
+
+    def plan_states(self, batch: BatchInput, step: UnifiedPlan) -> StatePlan:
+        """Plans the reads and writes of a step.
+
+        A request with more rows than a verification has is a prompt, whose tokens are certain: its last state is kept.
 
         Raises:
             ValueError: a request continues after a token whose state is not kept.
@@ -230,30 +281,38 @@ class StatePlanner:
         slots = self._slots_of(step.table_rows)
         computed = batch.num_computed[step.requests].astype(np.int64)
         tables = batch.block_tables
-        sources = self._sources(slots, computed, tables, step.requests)
+        sources = self._sources(slots, computed, tables, step.requests, step.table_rows)
         first, behind = step.query_start[:-1], step.query_start[1:]
+        kept = np.where(behind - first > self.places.rows_each, 1, behind - first)
         from_end = behind[step.row_requests] - 1 - np.arange(step.num_rows)
-        last = np.flatnonzero(from_end < self._places.rows_each)
-        full = np.flatnonzero((step.positions + 1) % self._block_size == 0)
-        blocks = tables[step.requests[step.row_requests[full]], step.positions[full] // self._block_size]
-        last_at = self._places.of_tokens(slots[step.row_requests[last]], step.positions[last])
+        last = np.flatnonzero(from_end < kept[step.row_requests])
+        last_at = self.places.of_tokens(slots[step.row_requests[last]], step.positions[last])
         self._end[slots] = computed + behind - first
-        self._begin[slots] = np.maximum(computed, self._end[slots] - self._places.rows_each)
-        return StatePlan(
-            sources,
-            first,
-            np.concatenate([last, full]),
-            np.concatenate([last_at, blocks.astype(np.int64)]),
-        )
+        self._begin[slots] = self._end[slots] - kept
+        full, blocks = self._full_blocks(step, tables)
+        return StatePlan(sources, first, np.concatenate([last, full]), np.concatenate([last_at, blocks]))
+
+    def _begin_with(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rows of the states with which these requests begin: of zeros, unless a planner knows better."""
+        return np.full(len(rows), self.places.zeros, np.int64)
+
+    def _full_blocks(self, step: UnifiedPlan, tables: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the rows after which a block is full, and these blocks."""
+        size = self._block_size
+        if size is None:
+            return _NONE, _NONE
+        full = np.flatnonzero((step.positions + 1) % size == 0)
+        blocks = tables[step.requests[step.row_requests[full]], step.positions[full] // size]
+        return full, blocks.astype(np.int64)
 
     def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
         """Returns the requests, by index, of each part: none continues from a block that its own part fills."""
         rows = np.arange(len(batch.num_scheduled)) if batch.table_rows is None else batch.table_rows
         computed = batch.num_computed.astype(np.int64)
-        from_blocks = self._read_blocks(rows, computed)
-        if not from_blocks.any():
+        from_blocks, size = self._read_blocks(rows, computed), self._block_size
+        if size is None or not from_blocks.any():
             return [np.arange(len(rows))]
-        size, parts, filled = self._block_size, [[]], set()  # type: ignore[var-annotated]
+        parts, filled = [[]], set()  # type: ignore[var-annotated]
         for index, begin in enumerate(computed.tolist()):
             table = batch.block_tables[index]
             if from_blocks[index] and int(table[begin // size - 1]) in filled:
@@ -284,16 +343,19 @@ class StatePlanner:
         computed: NDArray[np.int64],
         tables: NDArray[np.int32],
         requests: NDArray[np.int64],
+        rows: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        found = np.full(len(slots), self._places.zeros, np.int64)
+        found = self._begin_with(rows)
         in_slot = self._in_slots(slots, computed)
-        found[in_slot] = self._places.of_tokens(slots[in_slot], computed[in_slot] - 1)
-        others = np.flatnonzero((computed > 0) & ~in_slot)
-        lost = others[computed[others] % self._block_size != 0]
+        found[in_slot] = self.places.of_tokens(slots[in_slot], computed[in_slot] - 1)
+        others, size = np.flatnonzero((computed > 0) & ~in_slot & (found == self.places.zeros)), self._block_size
+        lost = others if size is None else others[computed[others] % size != 0]
         if len(lost):
+            wanted = "none, as blocks have no states" if size is None else f"one behind each block of {size} tokens"
             raise ValueError(
-                f"a state behind {int(computed[lost[0]])} tokens: found none, expected one behind each block of "
-                f"{self._block_size} tokens; report this as a defect of the plugin"
+                f"a state behind {int(computed[lost[0]])} tokens: found none, expected {wanted}; report this as a "
+                "defect of the plugin"
             )
-        found[others] = tables[requests[others], computed[others] // self._block_size - 1]
+        if size is not None:
+            found[others] = tables[requests[others], computed[others] // size - 1]
         return found

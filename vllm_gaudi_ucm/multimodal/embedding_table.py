@@ -34,7 +34,8 @@ class EmbeddingTable:
     """
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.values = torch.zeros((1 + num_rows, width), dtype=dtype, device=device)
+        # the last row is for pads
+        self.values = torch.zeros((2 + num_rows, width), dtype=dtype, device=device)
         self._rows: dict[str, NDArray[np.int32]] = {}
         self._free = list(range(num_rows, 0, -1))
         self._mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _of_tokens
@@ -47,7 +48,7 @@ class EmbeddingTable:
 
     @property
     def num_rows(self) -> int:
-        return len(self.values) - 1
+        return len(self.values) - 2
 
     @property
     def num_free(self) -> int:
@@ -61,14 +62,16 @@ class EmbeddingTable:
         """Returns int32 [embeddings] the rows of an item; None if the table does not have it."""
         return self._rows.get(key)
 
-    def put(self, key: str, embeddings: torch.Tensor) -> None:
+    def put(self, key: str, embeddings: torch.Tensor, count: int | None = None) -> None:
         """Copies an item's embeddings, [embeddings, width], into free rows. Ignored if the table has the item.
+
+        count: those from here on are pads, which take no rows; None: there are no pads.
 
         Raises:
             ValueError: they are not of this width.
             TableFullError: there are too few free rows.
         """
-        count = len(embeddings)
+        count = len(embeddings) if count is None else count
         if key in self._rows:
             return
         if embeddings.shape[1:] != self.values.shape[1:]:
@@ -76,8 +79,9 @@ class EmbeddingTable:
         if count > len(self._free):
             raise TableFullError(f"{count} embeddings do not fit {len(self._free)} free rows of {self.num_rows}")
         rows = np.array([self._free.pop() for _ in range(count)], np.int32)
-        places = torch.from_numpy(rows.astype(np.int64)).to(self.values.device)
-        self.values.index_copy_(0, places, embeddings.to(self.values.dtype))
+        places = np.full(len(embeddings), len(self.values) - 1, np.int64)
+        places[:count] = rows
+        self.values.index_copy_(0, torch.from_numpy(places).to(self.values.device), embeddings.to(self.values.dtype))
         self._rows[key] = rows
 
     def fill(self, embeddings: torch.Tensor) -> None:

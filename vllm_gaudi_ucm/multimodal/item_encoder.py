@@ -10,7 +10,9 @@ from torch import nn
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
+from vllm_gaudi_ucm.multimodal.padded_encoder import PaddedEmbeddings, PaddedEncoder
 from vllm_gaudi_ucm.vllm_api.deepstack import num_levels
+from vllm_gaudi_ucm.vllm_api.grid_encoder import GridEncoder
 from vllm_gaudi_ucm.vllm_api.multimodal import (
     MULTIMODAL_REGISTRY,
     MultiModalBudget,
@@ -40,7 +42,8 @@ class ItemEncoder:
     Args:
         model: reads pictures. Gets the embedding table.
         one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met
-            again. Otherwise items are encoded together.
+            again. Otherwise items are encoded together. On a Gaudi an encoder of patches then pads its pictures to few
+            sizes.
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: Device, one_by_one: bool) -> None:
@@ -56,13 +59,31 @@ class ItemEncoder:
         self._one_by_one = one_by_one
         self._known_sizes: set[str] = set()
         self._new_sizes: list[str] = []
+        grids = GridEncoder.of(model) if one_by_one and device.kind == "hpu" else None
+        self._padded: PaddedEncoder | None = None
+        if grids is not None:
+            self._padded = PaddedEncoder(grids, self.longest, device.torch_device())
+            logger.info("Pictures are padded to one of %s tokens", self._padded.sizes)
         # not a module
         vars(model)[_ENCODER] = self
         self.table.give_to(model)
 
+    @property
+    def longest(self) -> int:
+        """Returns the embeddings of the largest item."""
+        return max(self._budget.mm_max_toks_per_item.values(), default=1)
+
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Encodes as many of the largest items as a step may have, and keeps none of their embeddings."""
+        """Encodes as many of the largest items as a step may have, or one at each padded size, and keeps none of their
+        embeddings.
+        """
+        if self._padded is not None:
+            for found in self._padded.warm_up():
+                self.table.put("warm-up", *found)
+                self.table.free("warm-up")
+                self._device.end_recipe()
+            return
         inputs = self._budget.get_dummy_encoder_profile_inputs(max_items_per_batch=1 if self._one_by_one else None)
         keys = [f"warm-up {number}" for number in range(len(inputs))]
         if inputs:
@@ -103,9 +124,21 @@ class ItemEncoder:
         """Encodes items together. inputs: by the key of each item."""
         # in lazy mode, a recipe of its own
         self._device.end_recipe()
-        for key, embeddings in zip(inputs, self._compute(list(inputs.values())), strict=True):
-            self.table.put(key, embeddings)
+        for key, found in zip(inputs, self._found(inputs), strict=True):
+            self.table.put(key, *found)
         self._device.end_recipe()
+
+    def _found(self, inputs: Mapping[str, Inputs]) -> Iterator[PaddedEmbeddings]:
+        if self._padded is None:
+            yield from (PaddedEmbeddings(one, len(one)) for one in self._compute(list(inputs.values())))
+            return
+        for one in inputs.values():
+            ((_, _, batch),) = group_and_batch_mm_kwargs([one])
+            padded = self._padded.encode(batch)
+            if padded is None:
+                (embeddings,) = self._compute([one])
+                padded = PaddedEmbeddings(embeddings, len(embeddings))
+            yield padded
 
     def _compute(self, inputs: Sequence[Inputs]) -> list[torch.Tensor]:
         """Returns the embeddings of each item, [embeddings, width]."""

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, configured_connectors
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError
 from vllm_gaudi_ucm.options.errors import UnsupportedRequestError
 from vllm_gaudi_ucm.sparse.options import read_extra_args
@@ -18,9 +21,23 @@ from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 if TYPE_CHECKING:
     from vllm import PoolingParams, SamplingParams
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
     from vllm_gaudi_ucm.store.base import StoreOptions
+
+logger = plugin_logger(__name__)
+
+
+def warn_of_slow_dtype(vllm_config: VllmConfig, device_type: str) -> None:
+    """Warns if the CPU lacks arithmetic in the model's dtype."""
+    model = vllm_config.model_config
+    if device_type != "cpu" or model is None or model.dtype == torch.float32:
+        return
+    if not torch.cpu._is_avx512_bf16_supported():
+        logger.warning(
+            "This CPU has no fast %s arithmetic; --dtype float32 is many times faster here.",
+            str(model.dtype).removeprefix("torch."),
+        )
 
 
 def check_places(config: UcmConfig, transfer: KVTransferConfig | None) -> None:

@@ -27,6 +27,7 @@ from vllm_gaudi_ucm.platform.speculation_features import (
     OF_HEAD_IN_ENGINE,
     OF_SPECULATION,
 )
+from vllm_gaudi_ucm.platform.state_features import OF_STATES
 from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES
 from vllm_gaudi_ucm.vllm_api.platforms import HEAD_METHODS, computes_drafts
 
@@ -258,14 +259,12 @@ def _end_of_positions(config: ModelConfig) -> int | None:
 
 OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
+    Feature("attention-free models", "{model}", "a step needs a layer with attention", lambda c: c.is_attention_free),
     Feature(
-        "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
-    ),
-    Feature(
-        "models with recurrent state (Mamba, linear attention)",
+        "models with recurrent state that vLLM does not list as hybrids",
         "{model}",
-        "a state that is no KV block is not kept",
-        lambda c: c.is_hybrid or c.has_inner_state,
+        "a state is kept for Mamba-2, gated delta nets and short convolutions between layers with attention",
+        lambda c: c.has_inner_state and not c.is_hybrid,
     ),
     Feature(
         "sliding-window attention in some layers of a {found}",
@@ -326,6 +325,7 @@ REFUSED: tuple[Feature[Any], ...] = (
     *OF_LORA,
     *OF_PICTURES,
     *OF_PROMPT_EMBEDDINGS,
+    *OF_STATES,
     *OF_MODEL,
     *OF_SPECULATION,
     *OF_DRAFT_HEAD,
@@ -338,7 +338,7 @@ REFUSED: tuple[Feature[Any], ...] = (
 
 def refuse_unsupported(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
-    tables = (OF_ENGINE, OF_POOLING, OF_LORA, OF_PICTURES, OF_PROMPT_EMBEDDINGS, OF_HEAD_IN_ENGINE)
+    tables = (OF_ENGINE, OF_POOLING, OF_LORA, OF_PICTURES, OF_PROMPT_EMBEDDINGS, OF_STATES, OF_HEAD_IN_ENGINE)
     asked = [one for table in tables for one in _asked(table, vllm_config)]
     of_options = (*OF_POLICIES, *OPTIONS_OF_POOLING)
     asked += _asked([feature for option, feature in of_options if option.is_on(config)], vllm_config)

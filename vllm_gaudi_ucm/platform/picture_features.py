@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FAMILIES = (
+    "Gemma3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -34,6 +35,12 @@ def _other_family(config: VllmConfig) -> str | None:
     return unless(config.model_config.architecture, FAMILIES)
 
 
+def _beyond_window(config: VllmConfig) -> str | None:
+    model = config.model_config
+    window, tokens = model.get_sliding_window(), model.hf_config.to_dict().get("mm_tokens_per_image", 0)
+    return f"{tokens} tokens" if model.is_mm_prefix_lm and window is not None and tokens > window else None
+
+
 OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
     Feature(
         """videos in prompts (set --limit-mm-per-prompt '{{"video": 0}}')""",
@@ -46,6 +53,12 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         "the model",
         f"only {', '.join(FAMILIES)} have been tried; --language-model-only serves the text model alone",
         where(reads_pictures, _other_family),
+    ),
+    Feature(
+        "pictures of {found} each that are longer than the model's window",
+        "the model",
+        "a row would see the whole picture, and only a part of the window; take a model with a wider window",
+        where(reads_pictures, _beyond_window),
     ),
     Feature(
         "pictures with pipeline stages",

@@ -33,7 +33,13 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
-from vllm_gaudi_ucm.platform.checks import check_places, check_prompt, check_prompt_embeddings, check_request
+from vllm_gaudi_ucm.platform.checks import (
+    check_places,
+    check_prompt,
+    check_prompt_embeddings,
+    check_request,
+    warn_of_slow_dtype,
+)
 from vllm_gaudi_ucm.platform.combinations import (
     keeps_one_block_table,
     refuse_device_ids,
@@ -46,6 +52,7 @@ from vllm_gaudi_ucm.platform.combinations import (
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
 from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
+from vllm_gaudi_ucm.platform.state_features import choose_kept_states
 from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler, warms_by_order
 from vllm_gaudi_ucm.vllm_api.cache_options import keep_tile_of_slots, register_float_kv_dtypes
 from vllm_gaudi_ucm.vllm_api.child_watch import watch_children
@@ -155,8 +162,11 @@ class UcmPlatform(Platform):
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
         if take_back_attention_backend(vllm_config):
             logger.info("Heads differ in size: the plugin's attention backend replaces vLLM's choice, TRITON_ATTN.")
-        ahead = schedules_ahead(vllm_config, config, cls.device_type)
-        vllm_config.scheduler_config.async_scheduling = ahead
+        ahead = vllm_config.scheduler_config.async_scheduling = schedules_ahead(vllm_config, config, cls.device_type)
+        choose_kept_states(vllm_config, config.kv_cache.kept_states)
+        if reads_pictures(vllm_config) and vllm_config.model_config.is_mm_prefix_lm:
+            # rows of a picture see each other, so one step computes all of them
+            vllm_config.scheduler_config.disable_chunked_mm_input = True
         if keeps_one_block_table(vllm_config, config):
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
         refuse_with_ranks(vllm_config, config)
@@ -200,7 +210,7 @@ class UcmPlatform(Platform):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
-        cls._warn_of_slow_dtype(vllm_config)
+        warn_of_slow_dtype(vllm_config, cls.device_type)
         cls._bound_step_memory(vllm_config, config)
         if not is_engine_process() and not is_worker_process():
             announce_engine()
@@ -283,17 +293,6 @@ class UcmPlatform(Platform):
             )
 
     @classmethod
-    def _warn_of_slow_dtype(cls, vllm_config: VllmConfig) -> None:
-        model = vllm_config.model_config
-        if cls.device_type != "cpu" or model is None or model.dtype == torch.float32:
-            return
-        if not torch.cpu._is_avx512_bf16_supported():
-            logger.warning(
-                "This CPU has no fast %s arithmetic; --dtype float32 is many times faster here.",
-                str(model.dtype).removeprefix("torch."),
-            )
-
-    @classmethod
     def get_attn_backend_cls(
         cls,
         selected_backend: AttentionBackendEnum | None,
@@ -310,6 +309,10 @@ class UcmPlatform(Platform):
         if attn_selector_config.use_mla:
             return "vllm_gaudi_ucm.attention.latent.LatentAttentionBackend"
         return "vllm_gaudi_ucm.attention.backend.UnifiedAttentionBackend"
+
+    @classmethod
+    def _align_hybrid_block_size(cls, vllm_config: VllmConfig, backend_cls: Any) -> None:
+        """Leaves blocks as they are: vLLM would make them as large as states, which are tensors of their own here."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:

@@ -40,7 +40,7 @@ from vllm_gaudi_ucm.platform.model_calls import ModelCalls
 from vllm_gaudi_ucm.platform.refused_calls import RefusedCalls, UnsupportedCallError
 from vllm_gaudi_ucm.platform.sizes import check_device_sizes, check_kv_cache
 from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
-from vllm_gaudi_ucm.runner.other_groups import share_of_blocks
+from vllm_gaudi_ucm.runner.other_groups import bytes_of_requests, share_of_blocks
 from vllm_gaudi_ucm.runner.resting_steps import RestingSteps
 from vllm_gaudi_ucm.start.model_runner import ModelRunner
 from vllm_gaudi_ucm.start.sparse_setup import max_selected_blocks, summaries_per_block
@@ -186,7 +186,7 @@ class UcmWorker(ModelCalls, RefusedCalls, WorkerBase):
         workers = self.parallel_config.local_world_size * local_engines()
         with self.model_runner.start_stages.measured("measurement of steps"):
             budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps, workers)
-        budget = max(budget - self.model_runner.bytes_beside_slots(), 0)
+        budget = max(budget - self.model_runner.bytes_beside_slots() - bytes_of_requests(self.vllm_config), 0)
         if self._lockstep is not None:
             # limits of buckets follow from the blocks
             budget = self._lockstep.workers.least(budget)

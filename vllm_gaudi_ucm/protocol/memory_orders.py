@@ -85,6 +85,8 @@ class MemoryOrders(msgspec.Struct):
     moves: blocks that have another place from this step on; one list after the other. Block tables that the worker
         knows follow; those of the step's message, and all other orders, have the new ids.
     swap_outs: (block, slot in host memory) to copy. swap_ins: (slot, block), behind these.
+    state_reads: the number of the kept state with which a request begins, by request id.
+    state_keeps: (request id, tokens, number): the state behind so many tokens is kept under this number in this step.
     """
 
     totals: MemoryTotals = msgspec.field(default_factory=MemoryTotals)
@@ -92,6 +94,8 @@ class MemoryOrders(msgspec.Struct):
     moves: list[BlockMoves] = []
     swap_outs: list[tuple[int, int]] = []
     swap_ins: list[tuple[int, int]] = []
+    state_reads: dict[str, int] = {}
+    state_keeps: list[tuple[str, int, int]] = []
 
 
 def attach_memory_orders(scheduler_output: SchedulerOutput, orders: MemoryOrders) -> None:

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.execution.encoder_group import EncoderGroup
 from vllm_gaudi_ucm.execution.layer_groups import GroupLayer, LayerGroups
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, shared_with
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.runner.other_groups import other_groups
+from vllm_gaudi_ucm.runner.other_groups import leave_others, other_groups
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec, KVCacheSpec, kept_tokens, tokens_kept
@@ -101,6 +101,7 @@ def leave_groups(vllm_config: VllmConfig) -> None:
     """Makes all layers leave their groups, and let go of what they keep of a KV cache that was given back."""
     for layer in _implementations(vllm_config, of_draft_model=False).values():
         layer.join(None)
+    leave_others(vllm_config)
 
 
 def _implementations(vllm_config: VllmConfig, of_draft_model: bool) -> dict[str, UnifiedAttentionImpl]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.batch.embedding_rows import EmbeddingRows
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.protocol.attachments import attach_failures, items_of
 from vllm_gaudi_ucm.runner.parts import WorkerPart
+from vllm_gaudi_ucm.vllm_api.steps import encoder_input_updates
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
@@ -56,6 +58,9 @@ class MultimodalSteps(WorkerPart):
     def requests_updated(self, scheduler_output: SchedulerOutput, clock: StepClock) -> None:
         for name, sent_again in items_of(scheduler_output).items():
             self._rows.features(self._requests.requests[name].row).update(sent_again)
+        for name, updates in encoder_input_updates(scheduler_output).items():
+            features = self._rows.features(self._requests.requests[name].row)
+            features.update({number: replace(features[number], data=data) for number, data in updates.items()})
         needed = list(self._needed(scheduler_output.num_scheduled_tokens))
         ordered = [
             self._rows.features(self._requests.requests[name].row)[number]

@@ -8,7 +8,8 @@ from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.config.exclusions import COMPACTION, MEMORY_MODE, PARTIAL_HITS, SWAP, TOKEN_SLOTS
 from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
 from vllm_gaudi_ucm.execution.cache_group import CacheGroup, kind_of
-from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, other_specs
+from vllm_gaudi_ucm.kv_cache.allocation import NO_CACHE, attention_layers, other_specs
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.distributed.ranks import Ranks
     from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
+
+logger = plugin_logger(__name__)
+
+GIB = 1 << 30
 
 MOVES_BLOCKS = (TOKEN_SLOTS, PARTIAL_HITS, COMPACTION, SWAP, MEMORY_MODE)
 """Options that move, copy or share parts of blocks, and leave the states of the blocks where they are."""
@@ -69,6 +74,13 @@ def allocate_others(groups: LayerGroups, vllm_config: VllmConfig, num_blocks: in
             layers[name].bind_kv_cache(made)
 
 
+def leave_others(vllm_config: VllmConfig) -> None:
+    """Makes the layers let go of what `allocate_others` gave them."""
+    layers = attention_layers(vllm_config)
+    for name in other_specs(vllm_config):
+        layers[name].bind_kv_cache(NO_CACHE)
+
+
 def share_of_blocks(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> float:
     """Returns the bytes that layers without attention take for each block, as a share of the block's bytes.
 
@@ -80,6 +92,19 @@ def share_of_blocks(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -
         for name, spec in other_specs(vllm_config).items()
     )
     return others / sum(one.page_size_bytes for one in specs.values())
+
+
+def bytes_of_requests(vllm_config: VllmConfig) -> int:
+    """Returns the bytes of the states of running requests, which layers take whatever the number of blocks."""
+    first = KvGroup(0, vllm_config.cache_config.block_size)
+    specs = other_specs(vllm_config).items()
+    found = sum(_kind(name, spec).make(first, vllm_config).bytes_of_requests(spec) for name, spec in specs)
+    if found:
+        running = vllm_config.scheduler_config.max_num_seqs
+        logger.info(
+            "States of %d running requests (--max-num-seqs), and kept ones, take %.2f GiB", running, found / GIB
+        )
+    return found
 
 
 def refuse_with_states(config: UcmConfig, vllm_config: VllmConfig) -> None:

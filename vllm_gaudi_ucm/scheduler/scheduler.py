@@ -69,6 +69,18 @@ class UcmScheduler(Scheduler):
         seats = self.max_num_active_reqs - self.num_waiting_for_streaming_input - len(self.running)
         return any(policy.passes_over(request, seats) for policy in self.block_policies.members)
 
+    def _try_schedule_encoder_inputs(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Schedules the rest of a picture that must not be cut as a whole if its beginning is in the prefix cache."""
+        end = num_computed_tokens + num_new_tokens
+        if self.scheduler_config.disable_chunked_mm_input and any(
+            place.offset < num_computed_tokens < end < place.offset + place.length
+            for place in (feature.mm_position for feature in request.mm_features)
+        ):
+            num_new_tokens = 0
+        return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         for policy in self.block_policies.members:
             policy.ended(request)

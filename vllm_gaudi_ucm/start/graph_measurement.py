@@ -29,7 +29,7 @@ from vllm_gaudi_ucm.kv_cache.allocation import bind_kv_caches, dummy_kv_cache, k
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
-from vllm_gaudi_ucm.runner.other_groups import allocate_others
+from vllm_gaudi_ucm.runner.other_groups import allocate_others, leave_others
 from vllm_gaudi_ucm.start.kernel_compilation import KernelCompilation, compile_kernels
 from vllm_gaudi_ucm.start.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec, groups_of, in_blocks_of
@@ -192,7 +192,8 @@ def _measure(
     kernels = compile_kernels(executions, largest_of_phases(limits), expected, agreement)
     measured = [_bytes_of(run, device) for run in _runs(executions, ready)]
     bind_kv_caches(vllm_config, no_kv_cache(specs, tensors_on))
-    del executions, sparse
+    leave_others(vllm_config)
+    del executions, sparse, groups
     gc.collect()
     device.empty_cache()
     return measured, buffers, kernels

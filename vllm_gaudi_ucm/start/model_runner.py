@@ -32,6 +32,7 @@ from vllm_gaudi_ucm.start.kernel_compilation import compile_kernels
 from vllm_gaudi_ucm.start.served_layers import refuse_other_layers
 from vllm_gaudi_ucm.start.setup import KeptParts, WorkerParts, make_parts
 from vllm_gaudi_ucm.start.target_model import load_target_model
+from vllm_gaudi_ucm.state_layers.register import register_state_layers
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec, in_blocks_of, in_tiles
 from vllm_gaudi_ucm.vllm_api.loading import Weights, weights_of
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
@@ -104,6 +105,7 @@ class ModelRunner:
         """Loads the model and the draft model. weights: the model's, instead of its checkpoint's."""
         refuse_other_layers(self._vllm_config)
         register_latent_attention()
+        register_state_layers()
         models = [load_target_model(self._vllm_config, weights, self._device, static=self.kind != "off")]
         draft_model = load_draft_model(self._vllm_config, models[0], self._tensors_on)
         if draft_model is not None:
@@ -307,6 +309,7 @@ class ModelRunner:
         parts = self.parts
         parts.close()
         self._parts, self._resting = None, parts.requests
+        leave_groups(self._vllm_config)
         if drops_weights:
             self._vllm_config.compilation_config.static_forward_context = {}
             self._compiler = self._draft_decoder = None
@@ -314,7 +317,6 @@ class ModelRunner:
             self._has_weights = False
         else:
             bind_kv_caches(self._vllm_config, dict.fromkeys(parts.kv_caches, NO_CACHE))
-            leave_groups(self._vllm_config)
         del parts
         gc.collect()
         give_back_memory(self._device)

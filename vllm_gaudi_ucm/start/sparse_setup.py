@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.device import Device, get_device
 from vllm_gaudi_ucm.distributed.rank_mean import RankMean
 from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import remainder_rows
-from vllm_gaudi_ucm.kv_cache.allocation import attention_layers
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, other_specs
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_cache.pair import LayerCache, in_blocks
 from vllm_gaudi_ucm.memory_mode.copies import CopyFolder, CopyStore
@@ -39,6 +39,7 @@ from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
 from vllm_gaudi_ucm.store.file import FileStoreOptions
 from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheSpec, groups_of
+from vllm_gaudi_ucm.vllm_api.model import extract_layer_index, has_attention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -258,22 +259,28 @@ def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int)
 
 
 def _query_heads(vllm_config: VllmConfig) -> int:
-    return next(cast("UnifiedAttentionImpl", layer.impl).num_heads for layer in attention_layers(vllm_config).values())
+    return next(iter(_implementations(vllm_config).values())).num_heads
 
 
 def _implementations(vllm_config: VllmConfig) -> dict[str, UnifiedAttentionImpl]:
-    """Returns the implementations of the layers in the model's order, in which they register."""
+    """Returns the implementations of the layers with attention in the model's order, in which they register."""
     # a draft model's layers follow the target's, and are dense
     layers = attention_layers(vllm_config).items()
-    return {name: cast("UnifiedAttentionImpl", layer.impl) for name, layer in layers if not is_draft_layer(name)}
+    return {
+        name: cast("UnifiedAttentionImpl", layer.impl)
+        for name, layer in layers
+        if has_attention(layer) and not is_draft_layer(name)
+    }
 
 
 def _choosing(vllm_config: VllmConfig) -> tuple[dict[str, UnifiedAttentionImpl], LayerPlace]:
-    """Returns the layers that see whole contexts, by name, and their places: windows have no blocks to choose from."""
+    """Returns the layers that see whole contexts, by name, and their places: others have no blocks to choose from."""
     implementations = _implementations(vllm_config)
     first, _ = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
     total = vllm_config.model_config.get_total_num_hidden_layers()
     seeing_all = {name: one for name, one in implementations.items() if one.window is None}
+    if other_specs(vllm_config):
+        return seeing_all, LayerPlace(first, total, tuple(map(extract_layer_index, seeing_all)))
     if len(seeing_all) == len(implementations):
         return implementations, LayerPlace(first, total)
     numbers = tuple(number for number, name in enumerate(implementations, first) if name in seeing_all)

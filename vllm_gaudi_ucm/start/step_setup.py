@@ -10,8 +10,10 @@ from torch import nn
 from vllm_gaudi_ucm.batch.group_planner import planner_of
 from vllm_gaudi_ucm.batch.hidden_places import HiddenPlaces
 from vllm_gaudi_ucm.batch.mrope_positions import MropePositions
+from vllm_gaudi_ucm.config.exclusions import KEPT_STATES
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
+from vllm_gaudi_ucm.execution.recurrent_group import RecurrentGroup, RowsPlanner
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.multimodal.item_encoder import item_encoder_of
 from vllm_gaudi_ucm.ops.registry import has_folders
@@ -34,6 +36,7 @@ from vllm_gaudi_ucm.runner.parts import (
 from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.runner.profiled_steps import ProfiledSteps
 from vllm_gaudi_ucm.runner.prompt_embedding_steps import PromptEmbeddingSteps
+from vllm_gaudi_ucm.runner.state_steps import StateSteps
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -125,6 +128,7 @@ def _make_parts(
         None if ahead is None else AheadSteps(ahead),
         None if adapters is None else AdapterSteps(allocated.requests, adapters),
         _make_mrope(allocated),
+        _make_states(allocated),
         _make_multimodal(allocated, static),
         _make_prompt_embeddings(allocated, static),
         _make_hidden_states(allocated),
@@ -151,6 +155,14 @@ def _make_mrope(allocated: AllocatedModel) -> MropeSteps | None:
     if MropePositions not in decoder.inputs:
         return None
     return MropeSteps(allocated.requests, cast(nn.Module, decoder.model))
+
+
+def _make_states(allocated: AllocatedModel) -> StateSteps | None:
+    if not KEPT_STATES.is_on(allocated.model.config):
+        return None
+    groups = allocated.groups.groups
+    planners = [cast(RowsPlanner, group.follows_requests) for group in groups if isinstance(group, RecurrentGroup)]
+    return StateSteps(allocated.requests, planners)
 
 
 def _make_multimodal(allocated: AllocatedModel, static: StaticShapes | None) -> MultimodalSteps | None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from vllm_gaudi_ucm.attention.spans import StepSpans
+from vllm_gaudi_ucm.batch.picture_spans import SPANS
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
 from vllm_gaudi_ucm.multimodal.item_encoder import ItemEncoder
@@ -43,7 +45,10 @@ def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: 
     model = get_model(vllm_config=vllm_config, weights=weights)
     as_trained(model, config.hf_text_config.model_type)
     if reads_pictures(vllm_config):
-        ItemEncoder(model, vllm_config, device, one_by_one=static)
+        encoder = ItemEncoder(model, vllm_config, device, one_by_one=static)
+        if config.is_mm_prefix_lm:
+            # not a module
+            vars(model)[SPANS] = StepSpans(encoder.longest, captured=static)
     elif config.enable_prompt_embeds:
         # of the tokens of one step
         rows, dtype = vllm_config.scheduler_config.max_num_batched_tokens, cast(torch.dtype, config.dtype)

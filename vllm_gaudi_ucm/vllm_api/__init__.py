@@ -24,10 +24,12 @@ condition for its removal ("Remove when:").
 | `loading`, `positions` | models with every weight from their checkpoint; tables of positions |
 | `model`, `attention`, `kv_cache` | layers, attention backends, the cache's description |
 | `cache_options` | options of the cache that the platform sets |
+| `state_layers` | layers with a state, and what they keep |
 | `quantisation` | methods of quantised weights |
 | `moe` | layers with experts, and their routers |
 | `pooling` | poolers, and what they read of a step |
 | `multimodal` | pictures of prompts: their places, the budget of their embeddings, inputs of encoders |
+| `grid_encoder` | encoders of pictures as grids of patches, at padded sizes |
 | `lora` | adapters: layers, their weights, the manager that loads them |
 | `profiling` | profilers of a worker |
 | `sampling` | samplers, logits processors, grammars |

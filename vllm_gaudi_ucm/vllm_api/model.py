@@ -1,6 +1,7 @@
 """Models, their layers, and the context of a forward pass: `vllm.model_executor`, `vllm.forward_context`.
 
 Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`, `GeluAndMul`,
+`MMEncoderAttention` (the attention of encoders of pictures),
 `RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
 `NTKScalingRotaryEmbedding`, `DynamicNTKScalingRotaryEmbedding`, `DynamicNTKAlphaRotaryEmbedding`,
 `YaRNScalingRotaryEmbedding`), by a subclass; `op_registry_oot` is vLLM's registry of them.
@@ -8,7 +9,8 @@ Internal: `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `EncoderOn
 `ParallelLMHead`, `UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that
 we search for in a model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and
 `set_forward_context`, through which layers find the step's metadata; `PPMissingLayer`, which stands for a layer of
-another stage of a pipeline; `BasevLLMParameter`, the class of loaded weights.
+another stage of a pipeline; `extract_layer_index`, which reads the number in a layer's name; `BasevLLMParameter`, the
+class of loaded weights.
 """
 
 from copy import copy
@@ -19,7 +21,12 @@ from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, EncoderOnlyAttention
+from vllm.model_executor.layers.attention import (
+    Attention,
+    ChunkedLocalAttention,
+    EncoderOnlyAttention,
+    MMEncoderAttention,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -35,7 +42,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.parameter import BasevLLMParameter
 
 if TYPE_CHECKING:
@@ -57,6 +64,7 @@ __all__ = [
     "LinearBase",
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
+    "MMEncoderAttention",
     "NTKScalingRotaryEmbedding",
     "PPMissingLayer",
     "ParallelLMHead",
@@ -69,6 +77,7 @@ __all__ = [
     "YaRNScalingRotaryEmbedding",
     "as_trained",
     "densely",
+    "extract_layer_index",
     "forget_names",
     "get_forward_context",
     "has_attention",

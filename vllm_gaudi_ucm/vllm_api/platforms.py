@@ -201,6 +201,35 @@ def attends_both_ways(vllm_config: VllmConfig) -> bool:
     return is_pooling(vllm_config) and vllm_config.model_config.attn_type == "encoder_only"
 
 
+def keeps_states(vllm_config: VllmConfig) -> bool:
+    """Returns whether layers of the engine's model keep a state, in addition to others with attention.
+
+    Reason: a configuration may have no model.
+    Remove when: `VllmConfig` has a property for it.
+    """
+    model = vllm_config.model_config
+    return model is not None and model.is_hybrid
+
+
+def place_states_outside_blocks(vllm_config: VllmConfig, *, caches_prefixes: bool) -> bool:
+    """Makes vLLM's scheduler treat a model with states as one of attention alone. Returns whether prefix caching was on
+    and is off now.
+
+    caches_prefixes: whether prefix caching may stay on.
+
+    Reason: vLLM decides for these models before it asks the platform (`MambaModelConfig`), and copies of the
+    configuration are validated again.
+    Remove when: `Platform` has a say in `is_prefix_caching_supported`.
+    """
+    cache = vllm_config.cache_config
+    was_on = bool(cache.enable_prefix_caching)
+    if not caches_prefixes:
+        cache.enable_prefix_caching = False
+    cache.mamba_cache_mode = "none"
+    cache.mamba_block_size = vllm_config.model_config.max_model_len
+    return was_on and not caches_prefixes
+
+
 PROFILER_ACTIVITIES = {"cpu": ("CPU",), "cuda": ("CPU", "CUDA"), "hpu": ("CPU",)}
 """Activities of each device that torch's profiler records, in the words of vLLM's `ProfilerConfig`, which has none for
 a Gaudi.

@@ -8,7 +8,7 @@ Internal: `Request` and `RequestStatus`, the scheduler's view of a request, whic
 """
 
 from itertools import accumulate
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import (
@@ -20,6 +20,9 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.vllm_api.multimodal import MultiModalKwargsItem
 
 __all__ = [
     "AsyncModelRunnerOutput",
@@ -89,6 +92,15 @@ def token_types(new: NewRequestData) -> tuple[int, int]:
     if found is None:
         return 0, 0
     return (found, len(new.prompt_token_ids or ())) if isinstance(found, int) else cast("tuple[int, int]", tuple(found))
+
+
+def encoder_input_updates(scheduler_output: SchedulerOutput) -> dict[str, dict[int, "MultiModalKwargsItem | None"]]:
+    """Returns new inputs of encoders, by request and by their number in its prompt; None: the input is used up.
+
+    Reason: vLLM 0.33 sends them in steps in the form of its V2 runner; 0.32 has no such field.
+    Remove when: the oldest supported vLLM is 0.33.
+    """
+    return getattr(scheduler_output, "encoder_input_updates", {})
 
 
 _TYPES = "compressed_token_type_ids"

@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelSpec, devic
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, strip_size
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
+from vllm_gaudi_ucm_tools.buckets.encoder_plan import EncoderPlan
 from vllm_gaudi_ucm_tools.buckets.expert_codes import CodeSpec
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 
@@ -113,7 +114,10 @@ def read_model(path: Path | None) -> tuple[str, ModelSpec]:
         return LLAMA_NAME, LLAMA_8B
     file, config = _read_config(path)
     try:
-        return file.parent.name or file.name, ModelSpec.from_hf_config(config)
+        # a model with pictures has its decoder's sizes in a part of its own
+        own = config.get("text_config")
+        decoder = {**config, **own} if isinstance(own, dict) else config
+        return file.parent.name or file.name, ModelSpec.from_hf_config(decoder)
     except ValueError as error:
         raise ValueError(f"--model {file}: {error}") from error
 
@@ -123,6 +127,22 @@ def read_codes(path: Path | None) -> CodeSpec | None:
     if path is None:
         return None
     return CodeSpec.of_experts(_read_config(path)[1], read_model(path)[1].layers)
+
+
+def read_encoder(path: Path | None, tokens: int, cost: CostModel, step_tokens: int) -> EncoderPlan:
+    """Returns what pictures of up to this many tokens take; a ValueError names what is missing. tokens: 0 for none."""
+    if tokens < 0:
+        raise ValueError(f"--picture-tokens is {tokens}, expected 0 or more")
+    if not tokens:
+        return EncoderPlan()
+    if path is None:
+        raise ValueError("--picture-tokens needs --model: the sizes of its encoder are in its config.json")
+    file, config = _read_config(path)
+    m = cost.model
+    try:
+        return EncoderPlan.of(config, tokens, step_tokens, m.hidden, m.tensor, on_gaudi=cost.device.name in CHIPS)
+    except ValueError as error:
+        raise ValueError(f"--model {file}: {error}") from error
 
 
 def _read_config(path: Path) -> tuple[Path, dict[str, Any]]:

@@ -34,11 +34,13 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     given_limits,
     limits_of,
     read_codes,
+    read_encoder,
     read_model,
     strategy_options,
 )
 from vllm_gaudi_ucm_tools.buckets.held_weights import adapter_bytes, held_bytes
-from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, blocks_that_fit, plan_memory, show
+from vllm_gaudi_ucm_tools.buckets.plan_memory import blocks_that_fit, plan_memory, state_bytes
+from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, show
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import task_progress
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
@@ -99,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, default, what in (
         ("--max-loras", 0, "slots for adapters (LoRA), as vLLM's flag (default: none)"),
         ("--max-lora-rank", 16, "rank of each slot, as vLLM's flag (default: %(default)s)"),
+        ("--picture-tokens", 0, "tokens of the largest picture that --model reads (default: no pictures)"),
     ):
         parser.add_argument(flag, type=int, default=default, metavar="N", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -148,7 +151,11 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
-        known["num_blocks"] = blocks_that_fit(cost, _weights(args, cost) + _adapters(args, cost))
+        states = state_bytes(cost, args.max_num_seqs or DEFAULT_LIMITS["max_num_seqs"])
+        tokens = args.max_num_batched_tokens or DEFAULT_LIMITS["max_num_batched_tokens"]
+        encoder = read_encoder(args.model, args.picture_tokens, cost, tokens)
+        held = _weights(args, cost) + _adapters(args, cost) + states + encoder.held
+        known["num_blocks"] = blocks_that_fit(cost, held)
     limits = limits_of(args, known, "the defaults")
     memory, asked = _step_memory(args, cost), limits.max_num_batched_tokens
     if memory is not None:
@@ -220,7 +227,8 @@ def _report(
         progress(1.0)
     name, _ = read_model(args.model)
     traffic = args.mix or (args.log and ", ".join(map(str, args.log)))
-    memory = plan_memory(buckets, cost, _weights(args, cost), shapes, _adapters(args, cost))
+    encoder = read_encoder(args.model, args.picture_tokens, cost, limits.max_num_batched_tokens)
+    memory = plan_memory(buckets, cost, _weights(args, cost), shapes, adapters=_adapters(args, cost), encoder=encoder)
     nodes = _count(buckets, cost, shapes) if args.count_nodes else None
     return PlanReport(
         name,
@@ -236,6 +244,7 @@ def _report(
         tail_steps,
         nodes,
         pipeline=args.pipeline_parallel_size,
+        picture_graphs=encoder.graphs,
     )
 
 

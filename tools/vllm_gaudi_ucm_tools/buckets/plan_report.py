@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_gaudi_ucm.decisions.step_memory import step_bytes
-from vllm_gaudi_ucm.graphs.cost.step_cost import CAUSAL_SLICE, PARTIAL_BYTES, CostModel
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
@@ -24,100 +23,8 @@ from vllm_gaudi_ucm_tools.buckets.compile_cost import (
     most_attention_nodes,
 )
 from vllm_gaudi_ucm_tools.buckets.padding import Padding, measure_padding
-from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
+from vllm_gaudi_ucm_tools.buckets.plan_memory import PlanMemory, attention_bytes
 from vllm_gaudi_ucm_tools.output import report_console
-
-# The fraction of a device's memory that vLLM uses by default.
-USABLE = 0.9
-# Share of the usable memory that is kept for graphs and activations when the number of blocks is chosen.
-WORKSPACE = 0.15
-# Device memory of one captured graph, without its activations. vllm-gaudi, issue 1736: 300 buckets need 20 to 30 GiB
-# while they are compiled.
-GRAPH_BYTES = {"gaudi2": 85e6, "gaudi3": 85e6, "h200": 8e6, "cpu": 0.0}
-
-
-@dataclass(frozen=True)
-class PlanMemory:
-    """Memory in bytes; every figure is modelled."""
-
-    weights: float
-    kv_cache: float
-    graphs: float
-    activations: float
-    usable: float
-    adapters: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.adapters + self.kv_cache + self.graphs + self.activations
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.usable
-
-
-def plan_memory(
-    buckets: BucketSet, cost: CostModel, weights: int, remainders: Sequence[ForwardShape] = (), adapters: int = 0
-) -> PlanMemory:
-    """Plans the memory of a server that warms all of `buckets` and the graphs for `remainders`. weights, adapters:
-    their bytes.
-
-    Graphs share activations, because they run in turn.
-    """
-    m = cost.model
-    return PlanMemory(
-        weights=float(weights),
-        adapters=float(adapters),
-        kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
-        graphs=(buckets.num_graphs + len(remainders)) * GRAPH_BYTES[cost.device.name],
-        activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
-        + float(buckets.logits[-1] * m.vocab * m.tensor * PARTIAL_BYTES * 2),
-        usable=USABLE * cost.device.memory,
-    )
-
-
-def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:
-    """Returns the size of the largest set of tensors alive at once in one layer: the MLP's, or the partials and scores
-    of attention.
-    """
-    m = cost.model
-    mlp = shape.query_len * (2 * m.hidden + m.mlp_activations) * m.dtype_bytes
-    return float(max(mlp, attention_bytes(shape, cost)))
-
-
-def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
-    """Returns the bytes of attention for Gaudi, or for an implementation that computes a slice of new tokens, and a
-    block, at a time.
-    """
-    m = cost.model
-    if cost.device.name in CHIPS:
-        return float(step_bytes(shape, m, cost.block_size))
-    partials = 3 * shape.query_len * m.heads * (m.value_dim + 2) * PARTIAL_BYTES
-    keys = max(
-        min(shape.query_len, CAUSAL_SLICE) if "c" in shape.phase else 0, cost.block_size if shape.shared_blocks else 0
-    )
-    scores = shape.query_len * m.heads * keys * PARTIAL_BYTES
-    per_block = (shape.unique_blocks + shape.selected_blocks) * m.heads * (m.value_dim + 2) * PARTIAL_BYTES
-    return float(partials + scores + per_block)
-
-
-def blocks_that_fit(cost: CostModel, weights: int) -> int:
-    """Returns the number of KV-cache blocks that fit with weights of this many bytes and a share for graphs and
-    activations.
-
-    Raises:
-        ValueError: the weights alone do not fit.
-    """
-    free = USABLE * (1.0 - WORKSPACE) * cost.device.memory - weights
-    blocks = int(free // (cost.block_size * cost.model.kv_bytes_per_token))
-    if blocks < 2:
-        raise ValueError(
-            f"--device {cost.device.name}: {weights / 1e9:.1f} GB of weights leave no room for a KV "
-            f"cache in {USABLE * cost.device.memory / 1e9:.0f} GB; one device cannot serve this model; "
-            "have more of them share it, with --tensor-parallel-size"
-        )
-    return blocks
-
 
 MOST_ROWS = 12
 
@@ -134,6 +41,7 @@ class PlanReport:
     attention_nodes: counts the nodes of a layer's attention; None: the highest possible number is used.
     asked_tokens: requested tokens of a step, if the limits may have fewer because of its memory; None: the limits were
     given so.
+    picture_graphs: sizes of pictures that are warmed; no figure of time has them.
     pipeline: stages of layers. Every figure of memory, shapes and time is for one device, in the largest stage.
     """
 
@@ -151,6 +59,7 @@ class PlanReport:
     attention_nodes: AttentionNodes | None
     asked_tokens: int | None = None
     pipeline: int = 1
+    picture_graphs: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -192,7 +101,7 @@ class PlanReport:
 
     @property
     def num_graphs(self) -> int:
-        return self.buckets.num_graphs + len(self.remainders)
+        return self.buckets.num_graphs + len(self.remainders) + self.picture_graphs
 
     def nodes(self, key: BucketKey) -> int:
         """Returns the nodes that are compiled for a graph; without a count, the most there may be."""
@@ -243,6 +152,7 @@ class PlanReport:
             "graphs": self.num_graphs,
             "forward": [shape.to_list() for shape in self.buckets.forward],
             "logits": list(self.buckets.logits),
+            "picture_graphs": self.picture_graphs,
             "tails": [shape.to_list() for shape in self.remainders],
             "skeleton": {"forward": [s.to_list() for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
             "padding": padding and padding.to_json(),
@@ -280,7 +190,8 @@ def show(report: PlanReport) -> None:
         console.print(f"          a server lowers {report.asked_tokens} tokens to that: see --step-memory")
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
     remainders = f", {len(report.remainders)} for remainders" if report.remainders else ""
-    console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){remainders}")
+    pictures = f", {report.picture_graphs} for pictures" if report.picture_graphs else ""
+    console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){remainders}{pictures}")
     if limits.max_selected_blocks and not report.remainders:
         console.print("          without those for prompt remainders:")
         console.print("          give --sparse and --partial-loads for these")
@@ -289,10 +200,12 @@ def show(report: PlanReport) -> None:
         f"warm-up   {_range(report.warmup_seconds)} s for all, {_range(report.skeleton_seconds)} s\n"
         f"          until serving starts ({len(skeleton.forward)} forward, {len(skeleton.logits)} logits{remainders})"
     )
-    adapters = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
+    others = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
+    others += f"states of requests {_gb(memory.states)}, " if memory.states else ""
+    others += f"encoder of pictures {_gb(memory.encoder)}, " if memory.encoder else ""
     console.print(
         f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
-        f"          {adapters}activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
+        f"          {others}activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
     )
     if not memory.fits:
         console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")

@@ -120,6 +120,7 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
         "num_speculative_tokens": 0,
         "partial_loads": False,
         "max_loras": 0,
+        "picture_tokens": 0,
         "max_lora_rank": 16,
         "count_nodes": False,
     }

@@ -57,8 +57,8 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
         learn_ways({Kind.PAIRS})
     for layer in model.modules():
         plain = getattr(layer, "weight", None)
-        # a layer whose weight another layer has taken has none left
-        if not isinstance(plain, torch.Tensor) or not plain.numel() or not can_pack(plain):
+        # a layer whose weight another layer has taken has none left; weights of convolutions have three dimensions
+        if not isinstance(plain, torch.Tensor) or not plain.numel() or plain.dim() != 2 or not can_pack(plain):
             continue
         if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
             weights.append(pack(plain, compact))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_gaudi_ucm.layers.hpu.encoder_attention import GaudiEncoderAttention
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.hpu.operators import RMS_NORM, ROTARY
 from vllm_gaudi_ucm.ops.rms_norm.impl.hpu.norm import gaudi_rms_norm
@@ -21,6 +22,7 @@ from vllm_gaudi_ucm.vllm_api.model import (
     GemmaRMSNorm,
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
+    MMEncoderAttention,
     NTKScalingRotaryEmbedding,
     RMSNorm,
     RotaryEmbedding,
@@ -131,6 +133,7 @@ LAYERS: dict[type[CustomOp], type[CustomOp]] = {
     DynamicNTKScalingRotaryEmbedding: GaudiDynamicNTKScalingRotaryEmbedding,
     DynamicNTKAlphaRotaryEmbedding: GaudiDynamicNTKAlphaRotaryEmbedding,
     YaRNScalingRotaryEmbedding: GaudiYaRNScalingRotaryEmbedding,
+    MMEncoderAttention: GaudiEncoderAttention,
 }
 
 

@@ -1,0 +1,1 @@
+"""Short convolutions over the last rows of each request."""

@@ -1,0 +1,1 @@
+"""Short convolutions on a GPU."""

@@ -1,0 +1,1 @@
+"""Short convolutions in Triton. Imported by the CUDA implementation alone: triton is optional."""

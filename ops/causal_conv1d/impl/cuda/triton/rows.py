@@ -1,0 +1,66 @@
+"""Short convolutions over rows, and the rows that states keep."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def past_row(
+    x, states, row, back, offset, source, channel, mask, x_stride, CHANNELS: tl.constexpr, LENGTH: tl.constexpr
+):
+    """Returns the row that is `back` rows before a row of the same request: of this step, or of the request's state."""
+    in_step = offset >= back
+    old = source * LENGTH + LENGTH + offset - back
+    from_step = tl.load(x + (row - back) * x_stride + channel, mask=mask & in_step, other=0.0)
+    from_state = tl.load(states + old * CHANNELS + channel, mask=mask & (in_step == 0), other=0.0)
+    return tl.where(in_step, from_step.to(tl.float32), from_state.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def convolve_rows(
+    x,
+    weight,
+    bias,
+    states,
+    out,
+    kept,
+    offsets,
+    row_sources,
+    kept_rows,
+    rows,
+    x_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program for BLOCK channels of a row, and behind these programs, for BLOCK channels of a state that is kept.
+
+    Tensors as in `causal_conv1d` and `StateRows`. x: rows with a stride between them. weight: contiguous.
+    kept: [kept, TAPS - 1, CHANNELS], the states after `kept_rows`: they are copied to their slots later, because other
+    programs may still read the states there.
+    """
+    pieces: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    number = (tl.program_id(0) // pieces).to(tl.int64)
+    channel = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < CHANNELS
+    length: tl.constexpr = TAPS - 1
+    if number < rows:
+        offset, source = tl.load(offsets + number), tl.load(row_sources + number)
+        total = tl.zeros((BLOCK,), tl.float32)
+        if BIAS:
+            total += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
+        for back in tl.static_range(TAPS):
+            found = past_row(x, states, number, back, offset, source, channel, mask, x_stride, CHANNELS, length)
+            total += found * tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=mask, other=0.0).to(tl.float32)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        tl.store(out + number * CHANNELS + channel, total.to(out.dtype.element_ty), mask=mask)
+    else:
+        row = tl.load(kept_rows + number - rows)
+        offset, source = tl.load(offsets + row), tl.load(row_sources + row)
+        for back in tl.static_range(length):
+            found = past_row(x, states, row, back, offset, source, channel, mask, x_stride, CHANNELS, length)
+            place = (number - rows) * length + (length - 1 - back)
+            tl.store(kept + place * CHANNELS + channel, found.to(kept.dtype.element_ty), mask=mask)

@@ -1,0 +1,1 @@
+"""The gated delta rule in Triton. Imported by the CUDA implementation alone: triton is optional."""

@@ -1,0 +1,68 @@
+"""The gated delta rule on CUDA: decodes in one Triton launch, and prompts as torch's products over tiles.
+
+The kernel is imported where it is launched, because triton is optional.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.gated_delta.impl.tiled import TiledDelta
+from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
+from vllm_gaudi_ucm.ops.registry import why_not_triton
+from vllm_gaudi_ucm.ops.state_rows import StateRows, rows_together
+
+STATE, WARPS = 4096, 4  # elements of a state that a program keeps in registers, and its warps
+
+
+class CudaDelta(TiledDelta):
+    """Decodes by a Triton kernel; if chosen by name, also on a CPU under Triton's interpreter."""
+
+    devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
+    priority: ClassVar[int] = 20
+    traceable: ClassVar[bool] = False
+
+    def unavailable(self, device: str) -> str | None:
+        return why_not_triton(device)
+
+    def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
+        if torch.float64 in (rows.v.dtype, states.dtype):
+            return super().scan(rows, states, step, normalise=normalise)
+        if step.tile_rows.numel():
+            # results of requests with few rows are written over
+            prompts = step._replace(few_rows=step.few_rows[:0])
+            found = super().scan(rows, states, prompts, normalise=normalise)
+        else:
+            found = torch.zeros(rows.v.shape, dtype=rows.v.dtype, device=rows.v.device)
+        update_few(rows, states, step, found, normalise=normalise)
+        return found
+
+
+def update_few(rows: DeltaRows, states: Tensor, step: StateRows, found: Tensor, *, normalise: bool) -> None:
+    """Computes requests with few rows, and writes their results to `found`, [rows, heads, value_dim], contiguous."""
+    from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.triton import update as kernels
+
+    requests, few = step.few_rows.shape
+    if not requests * few:
+        return
+    _, heads, key_dim, value_dim = states.shape
+    q, k, v = (rows_together(each) for each in (rows.q, rows.k, rows.v))
+    keys = 1 << (key_dim - 1).bit_length()
+    values = min(1 << (value_dim - 1).bit_length(), max(STATE // keys, 1))
+    kernels.update_deltas[(requests * heads * -(-value_dim // values),)](
+        *(q, k, v, rows.log_decay.float().contiguous(), rows.beta.float().contiguous()),
+        *(states, found, step.few_rows, step.few_sources, step.few_targets),
+        *(key_dim**-0.5, q.stride(0), k.stride(0), v.stride(0)),
+        HEADS=heads,
+        REPEATS=heads // k.shape[1],
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        FEW=few,
+        NORMALISE=normalise,
+        KEYS=keys,
+        VALUES=values,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,73 @@
+"""The gated delta rule on any device: decodes row by row, and prompts as products over the rows of tiles.
+
+Static shapes, and nothing is read on the host, so it may be captured and traced.
+
+If S is the state before a tile, row i changes the value of its key by u_i - w_i S. A triangular system without S yields
+u and w. So the state after a tile is M S + N, and only this product waits for the tile before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaImplementation, DeltaRows
+from vllm_gaudi_ucm.ops.gated_delta.recurrence import scaled, update
+from vllm_gaudi_ucm.ops.state_rows import NO_ROW, StateRows, collect, recur_few, take_rows
+from vllm_gaudi_ucm.ops.state_tiles import decays_between, inverse_of_unit_lower, states_before_tiles
+
+
+class TiledDelta(DeltaImplementation):
+    """Products over the rows of tiles."""
+
+    priority: ClassVar[int] = 5
+
+    def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
+        wide = torch.promote_types(rows.v.dtype, torch.promote_types(states.dtype, torch.float32))
+        of_few = self.scan_few(rows, states, step, wide, normalise=normalise) if step.few_rows.numel() else None
+        of_tiles = None
+        if step.tile_rows.numel():
+            of_tiles = scan_tiles(scaled(rows, wide, normalise=normalise), states, step, wide)
+        return collect(step, of_few, of_tiles).to(rows.v.dtype)
+
+    def scan_few(
+        self, rows: DeltaRows, states: Tensor, step: StateRows, wide: torch.dtype, *, normalise: bool
+    ) -> Tensor:
+        """Computes requests with few rows; returns [requests, few, heads, value_dim]."""
+
+        def one(state: Tensor, row: Sequence[Tensor]) -> Tensor:
+            return update(state, DeltaRows(*row))
+
+        return recur_few(step, states, scaled(rows, wide, normalise=normalise), one)
+
+
+def scan_tiles(rows: DeltaRows, states: Tensor, step: StateRows, wide: torch.dtype) -> Tensor:
+    """Computes prompts; returns [tiles, width, heads, value_dim]. rows: scaled. Tensors as in `gated_delta`."""
+    repeats = rows.v.shape[1] // rows.k.shape[1]
+    is_pad = step.tile_rows == NO_ROW
+    # [tiles, heads, width, ...]: a pad neither decays a state nor changes it
+    q, k, v, log_decay, beta = (take_rows(each, step.tile_rows).to(wide).transpose(1, 2) for each in rows)
+    log_decay, beta = (each.masked_fill(is_pad.unsqueeze(1), 0) for each in (log_decay, beta))
+    pads = is_pad[:, None, :, None]
+    k, v = k.masked_fill(pads, 0), v.masked_fill(pads, 0)
+    between, from_start = decays_between(log_decay), log_decay.cumsum(-1).exp().unsqueeze(-1)
+    of_keys, of_queries = (
+        torch.matmul(each, k.transpose(-1, -2)).repeat_interleave(repeats, 1) * between for each in (k, q)
+    )
+    q, k, beta = q.repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1), beta.unsqueeze(-1)
+    inverse = inverse_of_unit_lower((of_keys * beta).tril(-1))
+    u, w = torch.matmul(inverse, torch.cat((v, k * from_start), -1) * beta).split([v.shape[-1], k.shape[-1]], -1)
+    kept = (k * between[..., -1, :].unsqueeze(-1)).transpose(-1, -2)
+    added, replaced = torch.matmul(kept, u), torch.matmul(kept, w)
+    decay = from_start[..., -1:, :]
+
+    def advance(tile: int, state: Tensor) -> Tensor:
+        part = slice(tile, tile + 1)
+        return torch.addcmul(added[part], state, decay[part]) - torch.matmul(replaced[part], state)
+
+    before = states_before_tiles(step, states, wide, advance)
+    carried = torch.matmul(q * from_start - torch.matmul(of_queries, w), before)
+    return (torch.matmul(of_queries, u) + carried).transpose(1, 2)

@@ -1,0 +1,1 @@
+"""Implementations of state-space layers."""

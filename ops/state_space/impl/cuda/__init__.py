@@ -1,0 +1,1 @@
+"""State-space layers on a GPU."""

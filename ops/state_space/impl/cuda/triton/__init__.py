@@ -1,0 +1,1 @@
+"""State-space layers in Triton. Imported by the CUDA implementation alone: triton is optional."""

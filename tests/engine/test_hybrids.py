@@ -1,0 +1,183 @@
+"""Models with a state in some layers give the tokens of Transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.hpu_counts import broken_duties
+from tests.engine.hpu_process import run_on_card
+from tests.engine.hybrids import HYBRIDS, hybrid_prompts, make_hybrid
+from tests.engine.reference_model import ReferenceModel
+from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.tensor_parallel import CHECKED
+from tests.engine.worker_processes import EngineOfWorkers
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
+
+pytestmark = pytest.mark.slow  # starts engines
+
+LENGTH = 64
+# prompts come in chunks of any length
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "max_model_len": 256}
+# room for few requests
+FEW_BLOCKS = {"num_gpu_blocks_override": 24}
+BUCKETS = {"graphs": {"mode": "eager", "max_graphs": 6}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
+
+
+@pytest.fixture(scope="module", params=sorted(HYBRIDS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hybrid(tmp_path_factory.mktemp("hybrids"), request.param)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> list[Answer]:
+    with Engine(model, **OPTIONS) as engine:
+        answers = engine.greedy(hybrid_prompts(), LENGTH)
+        engine.check_idle()
+        again = engine.greedy(hybrid_prompts()[-1:], 8)
+    assert again[0].cached_tokens == 0
+    return answers
+
+
+def test_greedy_tokens_are_those_of_transformers(model: Path, served: list[Answer]) -> None:
+    ReferenceModel(model).assert_greedy(hybrid_prompts(), served)
+
+
+@pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+def test_a_preempted_request_begins_again(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
+    with Engine(model, ucm, **OPTIONS, **FEW_BLOCKS) as engine:
+        found = engine.greedy(hybrid_prompts(), LENGTH)
+        assert engine.preemptions > 0
+        engine.check_idle()
+    assert_same(found, served)
+
+
+@pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+def test_rejected_drafts_are_rolled_back(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
+    with Engine(model, ucm, **OPTIONS, speculative_config=NGRAM) as engine:
+        found = engine.greedy(hybrid_prompts(), LENGTH)
+    assert_same(found, served)
+
+
+@pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+def test_the_next_step_is_planned_while_one_runs(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
+    with Engine(model, ucm, **OPTIONS, async_scheduling=True) as engine:
+        assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+
+
+def test_a_sparse_method_chooses_in_the_layers_with_attention(model: Path, served: list[Answer]) -> None:
+    ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
+    with Engine(model, ucm, **OPTIONS) as engine:
+        assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+
+
+@pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+def test_kept_states_make_prefix_caching(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
+    """A hit ends at a block behind which a state is kept; with few of them, the ones used last are kept."""
+    prompts = hybrid_prompts()
+    with Engine(model, {**ucm, "kv_cache": {"kept_states": 8}}, **OPTIONS, enable_prefix_caching=True) as engine:
+        assert_same(engine.greedy(prompts, LENGTH), served)
+        # in chunks of 48 tokens
+        again = [engine.greedy(prompts[-1:], LENGTH)[0] for _ in range(2)]
+        assert again[1].cached_tokens == 144
+        assert_same(again, [served[-1]] * 2)
+        assert_same(engine.greedy(prompts, LENGTH), served)
+        assert engine.core.scheduler.reset_prefix_cache()
+        assert engine.greedy(prompts[-1:], LENGTH)[0].cached_tokens == 0
+        engine.check_idle()
+
+
+def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list[Answer]) -> None:
+    options = {**OPTIONS, **FEW_BLOCKS, "enable_prefix_caching": True, "speculative_config": NGRAM}
+    with Engine(model, {"kv_cache": {"kept_states": 4}}, **options) as engine:
+        for _ in range(2):
+            assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+        assert engine.preemptions > 0
+
+
+def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
+    with EngineOfWorkers(model, CHECKED, **OPTIONS, tensor_parallel_size=2) as engine:
+        assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path, level: int) -> None:
+    model = make_hybrid(tmp_path, "lfm2")
+    with Engine(model, **OPTIONS) as engine:
+        before = engine.greedy(hybrid_prompts(), 8)
+        layers = [one for one in engine.runner.decoder.model.modules() if isinstance(one, StateLayer)]
+        states = [weakref.ref(one) for layer in layers for one in layer.kv_cache]
+        del layers
+        engine.llm.sleep(level)
+        assert [state() for state in states] == [None, None]
+        engine.llm.wake_up()
+        assert_same(engine.greedy(hybrid_prompts(), 8), before)
+
+
+def test_two_stages_have_states_of_their_own(tmp_path: Path) -> None:
+    """Each stage has layers of both kinds."""
+    kinds = ["conv", "full_attention"] * 2
+    model = make_hybrid(tmp_path, "lfm2", num_hidden_layers=4, layer_types=kinds)
+    with EngineOfWorkers(model, **OPTIONS, pipeline_parallel_size=2) as engine:
+        answers = engine.greedy(hybrid_prompts(), LENGTH)
+        engine.check_idle()
+    ReferenceModel(model).assert_greedy(hybrid_prompts(), answers)
+
+
+ON_CARD: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 128}
+CARD_PROMPTS = [prompt[:100] for prompt in hybrid_prompts()[::2]]
+
+
+def serve_all(models: dict[str, str], prompts: list[list[int]]) -> dict[str, Any]:
+    """On the card, one engine after the other: the answers of each family, and the graphs that these have compiled."""
+    from habana_frameworks.torch.simulator import card
+
+    found = {}
+    for name, model in models.items():
+        with Engine(Path(model), {"graphs": {"warm_up": "full", "max_graphs": 2}}, **ON_CARD) as engine:
+            before = card.compilations
+            answers = engine.greedy(prompts, 6)
+            found[name] = [[dataclasses.asdict(answer) for answer in answers], card.compilations - before]
+    return {"families": found, "broken": broken_duties()}
+
+
+def test_on_the_simulated_card(tmp_path: Path) -> None:
+    """Through torch.compile, the default there: once warm nothing is compiled, chunks included."""
+    models = {name: str(make_hybrid(tmp_path, name)) for name in ("lfm2", "granitemoehybrid", "qwen3_next")}
+    found = run_on_card(serve_all, tmp_path, models=models, prompts=CARD_PROMPTS).result
+    for name, (answers, compiled) in found["families"].items():
+        ReferenceModel(Path(models[name])).assert_greedy(CARD_PROMPTS, [Answer(**answer) for answer in answers])
+        assert compiled == 0
+    # a layer reads states that it writes: the bridge then copies them all
+    assert set(found["broken"]) == {"12 aten.index_copy.default"}
+
+
+CONNECTOR = {
+    "kv_connector": "UcmConnector",
+    "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"store": {"kind": "memory", "capacity": 1 << 20}},
+}
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("ucm.kv_cache.granularity", {"kv_cache": {"granularity": "token"}}, {}),
+    ("ucm.preemption.mode", {"preemption": {"mode": "swap"}}, {}),
+    ("--kv-transfer-config", {}, {"kv_transfer_config": CONNECTOR}),
+    ("--enable-lora", {}, {"enable_lora": True}),
+]
+
+
+@pytest.mark.parametrize(("option", "ucm", "options"), REFUSED, ids=[option for option, *_ in REFUSED])
+def test_what_moves_or_divides_blocks_is_refused(
+    tmp_path: Path, option: str, ucm: dict[str, Any], options: dict[str, Any]
+) -> None:
+    model = make_hybrid(tmp_path, "lfm2")
+    with pytest.raises(UnsupportedFeatureError, match=f"layers that keep a state.*{option}"):
+        Engine(model, ucm, **OPTIONS, **options).__enter__()

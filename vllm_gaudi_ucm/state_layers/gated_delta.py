@@ -1,0 +1,62 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5): replaces vLLM's layer in vLLM's models."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.nn import functional
+
+from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
+from vllm_gaudi_ucm.ops.gated_delta.api import gated_delta
+from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
+from vllm_gaudi_ucm.vllm_api.state_layers import QwenGatedDeltaNetAttention
+
+
+class StatefulGatedDelta(StateLayer, QwenGatedDeltaNetAttention):
+    """A short convolution and the gated delta rule between two projections, with a gated norm.
+
+    Raises:
+        UnsupportedFeatureError: the convolution has another activation than SiLU.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.activation not in ("silu", "swish"):
+            raise UnsupportedFeatureError(f"the activation {self.activation} in gated delta nets", "the model")
+
+    def own_state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        convolved = (self.conv_kernel_size - 1, self.conv_dim // self.tp_size)
+        return convolved, (self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns [rows, hidden size]."""
+        projected, gates = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+        if self.gqa_interleaved_layout:
+            # the projections of each key head are together
+            *parts, z, b, a = self.fix_query_key_value_ordering(projected, gates)
+            mixed = torch.cat([part.flatten(1) for part in parts], -1)
+        else:
+            mixed, z = projected.split([self.conv_dim // self.tp_size, self.value_dim // self.tp_size], -1)
+            z = z.unflatten(-1, (-1, self.head_v_dim))
+            b, a = self.split_ba(gates)
+        output: torch.Tensor = self.out_proj(self.norm(self._scan(mixed, b, a), z).flatten(1))[0]
+        return output
+
+    def _scan(self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """Returns [rows, heads, value_dim]. mixed: inputs of the convolution. b, a: before sigmoid and softplus."""
+        step, (convolution_states, states) = self.step_and_states(mixed)
+        weight = cast("torch.Tensor", self.conv1d.weight).squeeze(1)
+        mixed = causal_conv1d(mixed, weight, None, convolution_states, step, silu=True)
+        of_keys = self.key_dim // self.tp_size
+        q, k, v = mixed.split([of_keys, of_keys, mixed.shape[-1] - 2 * of_keys], -1)
+        rows = DeltaRows(
+            q=q.unflatten(-1, (-1, self.head_k_dim)),
+            k=k.unflatten(-1, (-1, self.head_k_dim)),
+            v=v.unflatten(-1, (-1, self.head_v_dim)),
+            log_decay=-self.A_log.float().exp() * functional.softplus(a.float() + self.dt_bias.float()),
+            beta=b.float().sigmoid(),
+        )
+        return gated_delta(rows, states, step)

@@ -1,0 +1,47 @@
+"""What a draft head takes from the model that it drafts for: states of layers, embeddings, the output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+def pass_layers(head: Any, model: Any) -> Any:
+    """Makes the model pass on the states of some of its layers; returns the function that combines them.
+
+    Raises:
+        ValueError: the model cannot.
+    """
+    config = head.config
+    if not head.model.use_aux_hidden_state:
+        return nn.Identity()
+    if not hasattr(model, "set_aux_hidden_state_layers"):
+        raise ValueError(
+            f"--speculative-config: an EAGLE-3 head reads hidden states of several layers, and {type(model).__name__} "
+            "passes on only the last; take a head for another method, or `ngram`"
+        )
+    # as vLLM's runner looks for them
+    in_section = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    named = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or in_section
+    layers = named or model.get_eagle3_default_aux_hidden_state_layers()
+    model.set_aux_hidden_state_layers(tuple(layers))
+    return head.combine_hidden_states
+
+
+def share_weights(head: Any, model: Any) -> None:
+    """Gives the head the model's embeddings and output layer if its checkpoint has none (see `process_eagle_weight`).
+
+    A head for multi-token prediction (MTP) is part of the model's checkpoint, and always shares both.
+    """
+    if not getattr(head, "has_own_embed_tokens", False):
+        head.model.embed_tokens = model.model.embed_tokens
+    if getattr(head, "has_own_lm_head", False):
+        return
+    head.lm_head = model.lm_head
+    layers = head.model.layers
+    each: Iterable[Any] = layers.values() if isinstance(layers, nn.ModuleDict) else layers
+    for layer in each:
+        if hasattr(layer, "shared_head"):
+            layer.shared_head.head = model.lm_head
