@@ -82,7 +82,7 @@ class StateRows(NamedTuple):
             few_sources=none,
             few_targets=none.unsqueeze(1),
             tile_rows=places.masked_fill(places >= rows, NO_ROW).view(tiles, width),
-            # products: a Gaudi's compiler miscompiles choices between integers
+            # of integers, a Gaudi chooses wrongly
             tile_sources=(tile == 0).to(torch.int64) * (1 - SAME_REQUEST) + SAME_REQUEST,
             tile_targets=(tile == tiles - 1).to(torch.int64) * 2,
         )
