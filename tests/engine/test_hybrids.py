@@ -27,6 +27,8 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "max
 # room for few requests
 FEW_BLOCKS = {"num_gpu_blocks_override": 24}
 BUCKETS = {"graphs": {"mode": "eager", "max_graphs": 6}}
+# one of each kind of layer
+ONE_OF_EACH = ["granitemoehybrid", "lfm2", "qwen3_next"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 
@@ -94,6 +96,7 @@ def test_kept_states_make_prefix_caching(model: Path, served: list[Answer], ucm:
         engine.check_idle()
 
 
+@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
 def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list[Answer]) -> None:
     options = {**OPTIONS, **FEW_BLOCKS, "enable_prefix_caching": True, "speculative_config": NGRAM}
     with Engine(model, {"kv_cache": {"kept_states": 4}}, **options) as engine:
@@ -102,6 +105,7 @@ def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list
         assert engine.preemptions > 0
 
 
+@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
 def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
     with EngineOfWorkers(model, CHECKED, **OPTIONS, tensor_parallel_size=2) as engine:
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
