@@ -1,4 +1,4 @@
-"""What a draft head takes from the model that it drafts for: states of layers, embeddings, the output layer."""
+"""Gives a draft head states of layers, embeddings and the output layer of the model that it drafts for."""
 
 from __future__ import annotations
 
