@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from tests.engine.draft_load import MAX_TOKENS, OPTIONS, PROMPTS, STATIC
 from tests.engine.head_models import Pair, PlainHead, make_pair
+from tests.engine.hpu_counts import broken_duties
+from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import NEAR_TIE, Answer, Engine, assert_same
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import SampledStep
@@ -174,3 +177,37 @@ def test_random_arrivals(quiet: tuple[Pair, list[Answer]]) -> None:
             arrivals = [rng.randrange(12) for _ in PROMPTS]
             assert_same(engine.staggered(PROMPTS, arrivals, MAX_TOKENS), expected)
         engine.check_idle()
+
+
+CARD_PROMPTS = PROMPTS[:5]
+
+
+def on_card(pairs: dict[str, list[str | None]], mode: str) -> dict[str, Any]:
+    """What engines of a small simulated card answer with each head, and what they compile after the warm-up."""
+    from habana_frameworks.torch.simulator import card
+
+    options = {**OPTIONS, "dtype": "float32", "max_num_seqs": 4}
+    ucm = {"graphs": {"mode": mode, "warm_up": "full", "max_graphs": 6, "max_shared_blocks": 16}}
+    found: dict[str, Any] = {}
+    for method, (target, head) in pairs.items():
+        assert target is not None
+        pair = Pair(method, Path(target), None if head is None else Path(head))
+        with Engine(pair.target, ucm, **options, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
+            warm = [card.compilations, card.captures, card.bypasses]
+            answers = [answer.tokens for answer in engine.greedy(CARD_PROMPTS, MAX_TOKENS)]
+            served = [card.compilations, card.captures, card.bypasses]
+        found[method] = {"answers": answers, "warm": warm, "served": served}
+    return {"heads": found, "broken": broken_duties()}
+
+
+@pytest.mark.parametrize(("mode", "methods"), [("capture", ("eagle",)), ("compile", METHODS)])
+def test_on_the_simulated_card(tmp_path: Path, mode: str, methods: tuple[str, ...]) -> None:
+    """In HPU graphs, and as compiled recipes: once warm, no pass of a head compiles anything. covers: B5 B7"""
+    pairs = {method: make_pair(tmp_path / method, method) for method in methods}
+    named = {method: [str(pair.target), pair.head and str(pair.head)] for method, pair in pairs.items()}
+    found = run_on_card(on_card, tmp_path, lazy=mode == "capture", pairs=named, mode=mode).result
+    for method, one in found["heads"].items():
+        with Engine(pairs[method].target, **OPTIONS) as engine:
+            assert one["answers"] == [answer.tokens for answer in engine.greedy(CARD_PROMPTS, MAX_TOKENS)]
+        assert one["served"] == one["warm"]
+    assert found["broken"] == {}

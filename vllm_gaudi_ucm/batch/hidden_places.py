@@ -19,8 +19,8 @@ T = TypeVar("T")
 PASSED_STATES = "passed_states"
 """The attribute of a model that writes or reads the table."""
 
-FIRST_PLACE = 2
-"""Pads of the model write place 0, which pads of the head read; these write place 1."""
+FIRST_PLACE = 1
+"""Pads of the model and of the head write place 0, which only pads read."""
 
 
 def num_places(max_num_batched_tokens: int, max_num_seqs: int, num_drafts: int) -> int:

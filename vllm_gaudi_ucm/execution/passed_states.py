@@ -95,4 +95,5 @@ def _write(values: torch.Tensor, places: torch.Tensor, states: torch.Tensor) -> 
 
 
 def _write_behind(values: torch.Tensor, places: torch.Tensor, states: torch.Tensor) -> None:
-    values.index_copy_(0, places + 1, states.to(values.dtype))
+    # pads stay at place 0: a Gaudi leaves open which value stays in a place that is written twice
+    values.index_copy_(0, places + (places > 0).to(places.dtype), states.to(values.dtype))
