@@ -29,6 +29,7 @@ condition for its removal ("Remove when:").
 | `moe` | layers with experts, and their routers |
 | `pooling` | poolers, and what they read of a step |
 | `multimodal` | pictures of prompts: their places, the budget of their embeddings, inputs of encoders |
+| `draft_heads` | what a draft head takes from its model: states of layers, embeddings, the output layer |
 | `grid_encoder` | encoders of pictures as grids of patches, at padded sizes |
 | `lora` | adapters: layers, their weights, the manager that loads them |
 | `profiling` | profilers of a worker |

@@ -11,6 +11,9 @@ from torch import nn
 def pass_layers(head: Any, model: Any) -> Any:
     """Makes the model pass on the states of some of its layers; returns the function that combines them.
 
+    Reason: vLLM's own runner alone tells a model which states an EAGLE-3 head reads.
+    Remove when: vLLM does so when it loads a head.
+
     Raises:
         ValueError: the model cannot.
     """
@@ -34,6 +37,9 @@ def share_weights(head: Any, model: Any) -> None:
     """Gives the head the model's embeddings and output layer if its checkpoint has none (see `process_eagle_weight`).
 
     A head for multi-token prediction (MTP) is part of the model's checkpoint, and always shares both.
+
+    Reason: vLLM's proposers share weights while they load a head, and cannot be made without its runner.
+    Remove when: vLLM has a function for it.
     """
     if not getattr(head, "has_own_embed_tokens", False):
         head.model.embed_tokens = model.model.embed_tokens
