@@ -27,7 +27,7 @@ class _Decoder:
 def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(model_runner, "load_target_model", lambda *_, **__: nn.Module())
-    monkeypatch.setattr(model_runner, "load_draft_model", lambda config: None)
+    monkeypatch.setattr(model_runner, "load_draft_model", lambda *_: None)
     monkeypatch.setattr(model_runner, "Decoder", lambda *_: _Decoder())
     monkeypatch.setattr(packed_weights, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
     runner = object.__new__(ModelRunner)
