@@ -134,7 +134,8 @@ def plan_state_rows(
         begin, end = int(row_starts[request]), int(row_starts[request + 1])
         mine = np.flatnonzero((kept_rows >= begin) & (kept_rows < end))
         mine = mine[np.argsort(kept_rows[mine], kind="stable")]
-        tiles.add(begin, end, int(sources[request]), list(zip(kept_rows[mine].tolist(), kept_at[mine].tolist())))  # noqa: B905
+        kept = list(zip(kept_rows[mine].tolist(), kept_at[mine].tolist(), strict=True))
+        tiles.add(begin, end, int(sources[request]), kept)
     tile_rows = np.array(tiles.rows, np.int64).reshape(-1, width)
     flat = tile_rows.reshape(-1)
     used = np.flatnonzero(flat != NO_ROW)
@@ -216,7 +217,7 @@ becomes the one after the row, in place.
 
 
 def recur(step: StateRows, states: Tensor, inputs: Sequence[Tensor], update: Update) -> Tensor:
-    """Computes rows by definition, one after the other: few rows of all requests together, and then those of tiles.
+    """Computes rows by definition, one after the other: few rows of all requests together, and then the rows of tiles.
 
     states: [slots, ...], written in place. inputs: [rows, ...] each. Static shapes, and nothing is read on the host.
     Returns the results of `update`, [rows, ...].
@@ -232,7 +233,7 @@ def recur(step: StateRows, states: Tensor, inputs: Sequence[Tensor], update: Upd
 def recur_few(step: StateRows, states: Tensor, inputs: Sequence[Tensor], update: Update) -> Tensor:
     """Computes requests with few rows, see `recur`; returns [requests, few, ...]."""
     taken = [take_rows(each, step.few_rows) for each in inputs]
-    wide = _wide(states, inputs)
+    wide = wide_dtype(states, inputs[0])
     state = states.index_select(0, step.few_sources).to(wide)
     after, found = [], []
     few = step.few_rows.shape[1]
@@ -250,7 +251,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 def _recur_tiles(step: StateRows, states: Tensor, inputs: Sequence[Tensor], update: Update) -> Tensor:
     taken = [take_rows(each, step.tile_rows) for each in inputs]
-    wide = _wide(states, inputs)
+    wide = wide_dtype(states, inputs[0])
     loaded = states.index_select(0, step.tile_sources.clamp(min=0)).to(wide)
     state, after, found = loaded[:1], [], []
     for tile in range(len(step.tile_rows)):
@@ -275,6 +276,6 @@ def rows_together(rows: Tensor) -> Tensor:
     return rows if rows[:1].is_contiguous() else rows.contiguous()
 
 
-def _wide(states: Tensor, inputs: Sequence[Tensor]) -> torch.dtype:
-    wide = torch.promote_types(states.dtype, torch.float32)
-    return torch.promote_types(wide, inputs[0].dtype)
+def wide_dtype(states: Tensor, rows: Tensor) -> torch.dtype:
+    """Returns the dtype of numbers in between: float32, or float64 if states or rows are."""
+    return torch.promote_types(torch.promote_types(states.dtype, torch.float32), rows.dtype)

@@ -39,7 +39,9 @@ def _validate(rows: DeltaRows, states: Tensor, step: StateRows) -> None:
     _, heads, key_dim, value_dim = states.shape
     count, key_heads = len(step.places), rows.k.shape[1]
     if heads % key_heads:
-        raise ValueError(f"gated_delta: {heads} heads and {key_heads} of keys, expected a multiple of those of keys")
+        raise ValueError(
+            f"gated_delta: {heads} value heads and {key_heads} key heads, expected a multiple of the key heads"
+        )
     wanted = {
         "q": (rows.q, (count, key_heads, key_dim)),
         "k": (rows.k, (count, key_heads, key_dim)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,13 @@ def scaled(rows: DeltaRows, wide: torch.dtype, *, normalise: bool) -> DeltaRows:
     return rows._replace(q=q * q.shape[-1] ** -0.5, k=k)
 
 
-def update(state: Tensor, row: DeltaRows) -> Tensor:
+def update(state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """Computes the state after a row, [lanes, heads, key_dim, value_dim], in place.
 
-    row: one row of each lane, scaled, in the dtype of the state. See `gated_delta`.
+    inputs: one row of `DeltaRows` for each lane, scaled, in the dtype of the state. See `gated_delta`.
     Returns the results of the row, [lanes, heads, value_dim].
     """
+    row = DeltaRows(*inputs)
     repeats = state.shape[1] // row.k.shape[1]
     q, k = row.q.repeat_interleave(repeats, 1), row.k.repeat_interleave(repeats, 1)
     state.mul_(torch.exp(row.log_decay)[..., None, None])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 
 
-def update(state: Tensor, row: SpaceRows, a: Tensor) -> Tensor:
+def update(state: Tensor, inputs: Sequence[Tensor], a: Tensor) -> Tensor:
     """Computes the state after a row, [lanes, heads, head_dim, state], in place.
 
-    row: one row of each lane, in the dtype of the state. See `state_space`.
+    inputs: one row of `SpaceRows` for each lane, in the dtype of the state. a: [heads]. See `state_space`.
     Returns the results of the row, [lanes, heads, head_dim].
     """
+    row = SpaceRows(*inputs)
     repeats = state.shape[1] // row.b.shape[1]
     b, c = row.b.repeat_interleave(repeats, 1), row.c.repeat_interleave(repeats, 1)
     decay = torch.exp(row.dt * a.to(state.dtype))

@@ -1,4 +1,4 @@
-"""Attention of rows to new tokens behind them: those of the same span, such as a picture in a prompt.
+"""Attention of rows to later new tokens of the same span, such as a picture in a prompt.
 
 It is added to a result that has everything before a row, so it works with any implementation that gives logarithms of
 sums. Nothing here reads a tensor on the host.

@@ -77,7 +77,7 @@ def test_a_mixture_reads_the_experts_that_rows_take() -> None:
 
 
 def test_a_decode_reads_and_writes_its_states() -> None:
-    """Of the layers that have a state in place of a context, with weights of their own in place of attention's."""
+    """A layer with a state in place of a context has weights of its own in place of attention's."""
     model = ModelSpec.from_hf_config(config_of("qwen3-next"))
     assert model.states is not None
     # a convolution's last 3 rows of q, k and v, and 32 heads of 128 x 128, in bfloat16

@@ -183,7 +183,7 @@ CARD_PROMPTS = PROMPTS[:5]
 
 
 def on_card(pairs: dict[str, list[str | None]], mode: str) -> dict[str, Any]:
-    """What engines of a small simulated card answer with each head, and what they compile after the warm-up."""
+    """Returns what engines of a simulated card answer with each head, and what they compile after the warm-up."""
     from habana_frameworks.torch.simulator import card
 
     options = {**OPTIONS, "dtype": "float32", "max_num_seqs": 4}

@@ -183,7 +183,7 @@ def test_requests_cut_anywhere(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 4, 64])
 def test_inverse_by_blocks(width: int) -> None:
-    """Of keys that are almost equal, with whole writes."""
+    """Keys are almost equal, and each row replaces the value of its key whole."""
     lower = torch.full((3, width, width), 0.99, dtype=torch.float32).tril(-1)
     found = inverse_of_unit_lower(lower)
     exact = torch.linalg.inv(lower.double() + torch.eye(width, dtype=torch.float64))

@@ -24,7 +24,7 @@ FIRST_PLACE = 1
 
 
 def num_places(max_num_batched_tokens: int, max_num_seqs: int, num_drafts: int) -> int:
-    """Returns the places that the largest step needs: its rows, and those of the head's further passes."""
+    """Returns the places that the largest step needs: its rows, and the rows of the head's further passes."""
     return FIRST_PLACE + max_num_batched_tokens + max_num_seqs * num_drafts
 
 

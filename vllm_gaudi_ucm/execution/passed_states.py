@@ -58,7 +58,7 @@ class PassedStates:
 class HeadStates(PassedStates):
     """The table as the draft head sees it: each forward reads the states of its rows, and writes its own behind them.
 
-    The places that it writes are those of the next positions, so it reads first.
+    It writes the places of the next positions, so it reads first.
     """
 
     is_of_head = True

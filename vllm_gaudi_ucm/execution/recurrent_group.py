@@ -1,4 +1,4 @@
-"""The layers of vLLM that keep a state for each request: Mamba-2 mixers and short convolutions, one group for all."""
+"""The layers of vLLM that keep a state for each request: Mamba-2 mixers, gated delta nets and short convolutions."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def load_draft_head(vllm_config: VllmConfig, model: nn.Module, prefix: str, devi
     """Loads the head of `speculative_config`, and joins it to the model by a table of hidden states.
 
     vLLM builds a head with the configuration of the model. A head without embeddings or an output layer of its own
-    shares those of the model.
+    shares them with the model.
 
     Args:
         model: the model whose tokens it proposes.

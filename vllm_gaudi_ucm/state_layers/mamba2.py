@@ -10,7 +10,6 @@ from torch.nn import functional
 from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
 from vllm_gaudi_ucm.ops.state_space.api import state_space
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
-from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
 from vllm_gaudi_ucm.vllm_api.state_layers import MambaMixer2
 
@@ -24,8 +23,7 @@ class StatefulMixer2(StateLayer, MambaMixer2):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.activation not in ("silu", "swish"):
-            raise UnsupportedFeatureError(f"the activation {self.activation} in Mamba-2 layers", "the model")
+        self.need_silu(self.activation, "Mamba-2 layers")
 
     def own_state_shapes(self) -> tuple[tuple[int, ...], ...]:
         convolved = (self.conv_kernel_size - 1, self.tped_conv_size)

@@ -26,6 +26,11 @@ class StateLayer(MambaBase):
     kv_cache: tuple[torch.Tensor, ...]
     _group: GroupStep
 
+    def need_silu(self, activation: str, layers: str) -> None:
+        """Refuses a convolution with another activation than SiLU. layers: what the error calls them."""
+        if activation not in ("silu", "swish"):
+            raise UnsupportedFeatureError(f"the activation {activation} in {layers}", "the model")
+
     def own_state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Returns the shape of each tensor of a state, as our operations read it."""
         raise NotImplementedError

@@ -8,7 +8,6 @@ u and w. So the state after a tile is M S + N, and only this product waits for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaImplementation, DeltaRows
 from vllm_gaudi_ucm.ops.gated_delta.recurrence import scaled, update
-from vllm_gaudi_ucm.ops.state_rows import NO_ROW, StateRows, collect, recur_few, take_rows
+from vllm_gaudi_ucm.ops.state_rows import NO_ROW, StateRows, collect, recur_few, take_rows, wide_dtype
 from vllm_gaudi_ucm.ops.state_tiles import decays_between, inverse_of_unit_lower, states_before_tiles
 
 
@@ -26,22 +25,11 @@ class TiledDelta(DeltaImplementation):
     priority: ClassVar[int] = 5
 
     def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
-        wide = torch.promote_types(rows.v.dtype, torch.promote_types(states.dtype, torch.float32))
-        of_few = self.scan_few(rows, states, step, wide, normalise=normalise) if step.few_rows.numel() else None
-        of_tiles = None
-        if step.tile_rows.numel():
-            of_tiles = scan_tiles(scaled(rows, wide, normalise=normalise), states, step, wide)
+        wide = wide_dtype(states, rows.v)
+        inputs = scaled(rows, wide, normalise=normalise)
+        of_few = recur_few(step, states, inputs, update) if step.few_rows.numel() else None
+        of_tiles = scan_tiles(inputs, states, step, wide) if step.tile_rows.numel() else None
         return collect(step, of_few, of_tiles).to(rows.v.dtype)
-
-    def scan_few(
-        self, rows: DeltaRows, states: Tensor, step: StateRows, wide: torch.dtype, *, normalise: bool
-    ) -> Tensor:
-        """Computes requests with few rows; returns [requests, few, heads, value_dim]."""
-
-        def one(state: Tensor, row: Sequence[Tensor]) -> Tensor:
-            return update(state, DeltaRows(*row))
-
-        return recur_few(step, states, scaled(rows, wide, normalise=normalise), one)
 
 
 def scan_tiles(rows: DeltaRows, states: Tensor, step: StateRows, wide: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -15,7 +15,4 @@ class ReferenceSpace(SpaceImplementation):
     """The reference: nothing is read on the host, so it may be captured and traced."""
 
     def scan(self, rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> Tensor:
-        def one(state: Tensor, row: Sequence[Tensor]) -> Tensor:
-            return update(state, SpaceRows(*row), a)
-
-        return add_skip(recur(step, states, rows, one), rows.x, d).to(rows.x.dtype)
+        return add_skip(recur(step, states, rows, partial(update, a=a)), rows.x, d).to(rows.x.dtype)

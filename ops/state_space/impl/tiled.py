@@ -5,13 +5,13 @@ Static shapes, and nothing is read on the host, so it may be captured and traced
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.state_rows import NO_ROW, StateRows, collect, recur_few, take_rows
+from vllm_gaudi_ucm.ops.state_rows import NO_ROW, StateRows, collect, recur_few, take_rows, wide_dtype
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceImplementation, SpaceRows
 from vllm_gaudi_ucm.ops.state_space.recurrence import add_skip, update
 from vllm_gaudi_ucm.ops.state_tiles import decays_between, states_before_tiles
@@ -23,23 +23,15 @@ class TiledSpace(SpaceImplementation):
     priority: ClassVar[int] = 5
 
     def scan(self, rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> Tensor:
-        of_few = self.scan_few(rows, a, states, step) if step.few_rows.numel() else None
+        of_few = recur_few(step, states, rows, partial(update, a=a)) if step.few_rows.numel() else None
         of_tiles = scan_tiles(rows, a, states, step) if step.tile_rows.numel() else None
         return add_skip(collect(step, of_few, of_tiles), rows.x, d).to(rows.x.dtype)
-
-    def scan_few(self, rows: SpaceRows, a: Tensor, states: Tensor, step: StateRows) -> Tensor:
-        """Computes requests with few rows; returns [requests, few, heads, head_dim]."""
-
-        def one(state: Tensor, row: Sequence[Tensor]) -> Tensor:
-            return update(state, SpaceRows(*row), a)
-
-        return recur_few(step, states, rows, one)
 
 
 def scan_tiles(rows: SpaceRows, a: Tensor, states: Tensor, step: StateRows) -> Tensor:
     """Computes prompts; returns [tiles, width, heads, head_dim]. Tensors as in `state_space`."""
     by_group = rows.b.shape[1], rows.x.shape[1] // rows.b.shape[1]
-    wide = torch.promote_types(torch.promote_types(states.dtype, torch.float32), rows.x.dtype)
+    wide = wide_dtype(states, rows.x)
     is_pad = step.tile_rows == NO_ROW
     # [tiles, heads or groups, width, ...]: a pad neither decays a state nor adds to it
     x, dt, b, c = (take_rows(each, step.tile_rows).to(wide).transpose(1, 2) for each in rows)
