@@ -6,6 +6,7 @@ import gc
 import os
 import runpy
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RoomScheduling | None:
     return RoomScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def _deepseek_v3_keeps_its_name() -> Generator[None]:
+    """vLLM reads DeepSeek V3.2 with Transformers' class of V3 and writes its own name on the class, for the whole process."""
+    yield
+    module = sys.modules.get("transformers.models.deepseek_v3.configuration_deepseek_v3")
+    if module is not None:
+        module.DeepseekV3Config.model_type = "deepseek_v3"
 
 
 @pytest.fixture(scope="session")

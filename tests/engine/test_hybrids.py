@@ -105,7 +105,6 @@ def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list
         assert engine.preemptions > 0
 
 
-@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
 def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
     with EngineOfWorkers(model, CHECKED, **OPTIONS, tensor_parallel_size=2) as engine:
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
