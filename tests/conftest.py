@@ -71,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RoomScheduli
 
 @pytest.fixture(autouse=True)
 def _deepseek_v3_keeps_its_name() -> Generator[None]:
-    """vLLM reads DeepSeek V3.2 with Transformers' class of V3 and writes its own name on the class, for the whole process."""
+    """vLLM reads DeepSeek V3.2 with Transformers' class of V3, and writes its own name on it for the whole process."""
     yield
     module = sys.modules.get("transformers.models.deepseek_v3.configuration_deepseek_v3")
     if module is not None:

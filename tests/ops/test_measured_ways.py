@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,9 @@ def test_in_words() -> None:
 @needs_kernels
 def test_times_are_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a second process reads is what the first has measured, so that all ranks of an engine choose alike."""
+    monkeypatch.setattr(measured_ways, "WITHIN", math.inf)
+    monkeypatch.setattr(measured_ways, "LONGEST", math.inf)
+    monkeypatch.setattr(measured_ways, "LEAST_GROWTH", 0.0)
     learn_ways({Kind.FLOAT32}, tmp_path)
     measured = times_of(Kind.FLOAT32).seconds
     assert all(len(seconds) == len(MEASURED_ROWS) for seconds in measured.values())
@@ -123,7 +129,7 @@ def test_times_are_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pyte
 def test_a_damaged_file_is_written_anew(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_ways, "measure", lambda kind: times([1] * 8, [1] * 8, [1] * 8))
     learn_ways({Kind.FLOAT32}, tmp_path)
-    (path,) = tmp_path.glob("products-*.json")
+    (path,) = tmp_path.glob("product-times-*.json")
     good = path.read_text()
     path.write_text(content)
     learn_ways({Kind.FLOAT32}, tmp_path)
@@ -135,7 +141,7 @@ def test_a_damaged_file_is_written_anew(content: str, tmp_path: Path, monkeypatc
 def test_a_file_that_others_may_write_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_ways, "measure", lambda kind: times([1] * 8, [1] * 8, [1] * 8))
     learn_ways({Kind.FLOAT32}, tmp_path)
-    (path,) = tmp_path.glob("products-*.json")
+    (path,) = tmp_path.glob("product-times-*.json")
     path.write_text(path.read_text().replace("1", "2"))
     path.chmod(0o666)
     learn_ways({Kind.FLOAT32}, tmp_path)
@@ -169,11 +175,69 @@ def test_a_weight_is_multiplied_in_the_way_that_was_measured() -> None:
 @needs_kernels
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.PAIRS])
 def test_every_kind_can_be_measured(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_ways, "REPEATS", 1)
-    monkeypatch.setattr(measured_ways, "REPEATS_OF_MANY_ROWS", 1)
+    """On a machine however busy."""
+    monkeypatch.setattr(measured_ways, "WITHIN", math.inf)
+    monkeypatch.setattr(measured_ways, "LONGEST", math.inf)
+    monkeypatch.setattr(measured_ways, "LEAST_GROWTH", 0.0)
     found = measure(kind)
     assert Way.ONEDNN in found
     assert all(second > 0 for seconds in found.values() for second in seconds)
+
+
+class Clock:
+    """In place of `time`: each call of a product takes the next of these seconds."""
+
+    def __init__(self, seconds: Iterator[float]) -> None:
+        self._seconds, self._now = seconds, 0.0
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def product(self) -> None:
+        self._now += next(self._seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        # the first call fills the caches
+        ([9.0, 0.01, 0.01, 0.01], 0.01),
+        ([9.0, 0.05, 0.0101, 0.03, 0.01, 0.04, 0.0102], 0.01),
+        # a time slice of another program in each of them
+        ([9.0, *(0.01 * 1.1**turn for turn in range(40))], None),
+    ],
+)
+def test_a_time_counts_when_it_has_come_again(
+    seconds: list[float], expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(iter(seconds))
+    monkeypatch.setattr(measured_ways, "time", clock)
+    found = measured_ways._least_times({Way.VECTORS: clock.product})
+    assert (found and found[Way.VECTORS]) == (expected and pytest.approx(expected))
+
+
+@needs_kernels
+def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where times never come again, nor where a time slice hides how long a product takes."""
+    monkeypatch.setattr(measured_ways, "_least_times", lambda calls: None)
+    assert measure(Kind.FLOAT32) == {}
+    monkeypatch.setattr(measured_ways, "_least_times", lambda calls: dict.fromkeys(calls, 0.004))
+    assert measure(Kind.FLOAT32) == {}
+
+
+@needs_kernels
+def test_what_was_disturbed_is_measured_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the other ranks of the same engine, who would choose another way."""
+    monkeypatch.setattr(measured_ways, "measure", lambda kind: {})
+    learn_ways({Kind.FLOAT32}, tmp_path)
+    monkeypatch.setattr(measured_ways, "measure", lambda kind: times([1] * 8, [1] * 8, [1] * 8))
+    learn_ways({Kind.FLOAT32}, tmp_path)
+    assert times_of(Kind.FLOAT32).seconds == {}
+    (path,) = tmp_path.glob("product-times-*.json")
+    earlier = path.stat().st_mtime - measured_ways.MEASURED_AGAIN_AFTER - 1
+    os.utime(path, (earlier, earlier))
+    learn_ways({Kind.FLOAT32}, tmp_path)
+    assert times_of(Kind.FLOAT32).seconds[Way.ONEDNN] == (1.0,) * 8
 
 
 @needs_kernels

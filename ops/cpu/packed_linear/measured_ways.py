@@ -1,7 +1,8 @@
 """Measures the fastest way to multiply each number of rows: some milliseconds for each kind of weight, kept on disk.
 
 Every process of this user on this machine reads the same file, so all ranks of an engine choose alike. Without a folder
-for the file, nothing is measured and the rule in `way.py` decides.
+for the file, nothing is measured and the rule in `way.py` decides. While other programs keep the machine busy, times
+say nothing about the products: then the rule decides too, and a later start measures again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,14 @@ logger = logging.getLogger(__name__)
 
 # A weight of a small model: large enough that a product of one row is work for several threads.
 OUTPUTS, INPUTS = 768, 576
-REPEATS, REPEATS_OF_MANY_ROWS = 5, 3
+# A time counts when it has come this often, within this factor. A quiet machine needs no other repeats; a busy one is
+# given up after so many seconds for each number of rows.
+SEEN, WITHIN = 3, 1.15
+LONGEST = 0.3
+# 128 rows are 128 times the work of one: at least so many times as long, even if reading the weight is what takes time.
+LEAST_GROWTH = 1.5
+# Seconds until a start measures again what was disturbed. Ranks of an engine start within less, and choose alike.
+MEASURED_AGAIN_AFTER = 600
 
 Seconds = dict[Way, tuple[float, ...]]
 Product = Callable[[Tensor], Tensor]
@@ -54,18 +63,24 @@ def learn_ways(kinds: Collection[Kind], folder: Path | None = None) -> None:
     try:
         folder = folder or user_cache() / "native"
         make_private_folder(folder)
-        path = folder / f"products-{_key()}.json"
+        path = folder / f"product-times-{_key()}.json"
         known = _read(path)
-        if not set(kinds) <= set(known):
+        if _missing(kinds, known, path):
             with alone(folder):
                 known = _read(path)
-                missing = [kind for kind in kinds if kind not in known]
-                known |= {kind: measure(kind) for kind in missing}
-                _write(path, known)
+                if missing := _missing(kinds, known, path):
+                    known |= {kind: measure(kind) for kind in missing}
+                    _write(path, known)
     except (OSError, RuntimeError) as error:
         logger.info("Products are not measured, because their times cannot be saved: %s", error)
         return
     set_times(known)
+
+
+def _missing(kinds: Collection[Kind], known: Mapping[Kind, Seconds], path: Path) -> list[Kind]:
+    """Returns the kinds to measure: those that the file lacks, and those that were disturbed some time ago."""
+    old = path.exists() and time.time() - path.stat().st_mtime > MEASURED_AGAIN_AFTER
+    return [kind for kind in kinds if kind not in known or (old and not known[kind])]
 
 
 def known_ways(folder: Path | None = None) -> dict[Kind, Times]:
@@ -74,7 +89,7 @@ def known_ways(folder: Path | None = None) -> dict[Kind, Times]:
         return {}
     try:
         folder = folder or user_cache() / "native"
-        known = _read(folder / f"products-{_key()}.json")
+        known = _read(folder / f"product-times-{_key()}.json")
     except (OSError, RuntimeError):
         return {}
     return {kind: Times(kind, seconds) for kind, seconds in known.items()}
@@ -86,21 +101,47 @@ def _key() -> str:
 
 
 def measure(kind: Kind) -> Seconds:
-    """Times a kind's products in each way that this machine has: seconds, the least of several interleaved repeats."""
+    """Times a kind's products in each way that this machine has, interleaved: seconds, the least of several repeats.
+
+    Returns an empty mapping if other programs disturbed the measurement.
+    """
     products = _products(kind)
     x = torch.ones(MEASURED_ROWS[-1], INPUTS, dtype=torch.bfloat16 if kind is Kind.PAIRS else torch.float32)
     found: dict[Way, list[float]] = {way: [] for way in products}
     for rows in MEASURED_ROWS:
-        least = dict.fromkeys(products, math.inf)
-        for turn in range(-1, REPEATS if rows <= 16 else REPEATS_OF_MANY_ROWS):
-            for way, product in products.items():
-                begin = time.perf_counter()
-                product(x[:rows])
-                # the first turn fills the caches, and lets oneDNN compile
-                least[way] = min(least[way], time.perf_counter() - begin if turn >= 0 else math.inf)
+        least = _least_times({way: partial(product, x[:rows]) for way, product in products.items()})
+        if least is None:
+            logger.info("Products are not measured while other programs use the cores (%s): a rule decides", kind)
+            return {}
         for way, seconds in least.items():
             found[way].append(seconds)
+    if any(times[-1] < LEAST_GROWTH * times[0] for times in found.values()):
+        logger.info(
+            "Measured products of 1 and %d rows took equally long (%s): a rule decides", MEASURED_ROWS[-1], kind
+        )
+        return {}
     return {way: tuple(seconds) for way, seconds in found.items()}
+
+
+def _least_times(calls: Mapping[Way, Callable[[], object]]) -> dict[Way, float] | None:
+    """Returns the least seconds of each call, once each has come often enough; None if that takes too long."""
+    times: dict[Way, list[float]] = {way: [] for way in calls}
+    for call in calls.values():
+        # fills the caches, and lets oneDNN compile
+        call()
+    deadline = time.perf_counter() + LONGEST
+    while not all(_settled(seconds) for seconds in times.values()):
+        if time.perf_counter() > deadline:
+            return None
+        for way, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            times[way].append(time.perf_counter() - begin)
+    return {way: min(seconds) for way, seconds in times.items()}
+
+
+def _settled(seconds: list[float]) -> bool:
+    return len(seconds) >= SEEN and sorted(seconds)[SEEN - 1] <= WITHIN * min(seconds)
 
 
 def _products(kind: Kind) -> dict[Way, Product]:
@@ -147,9 +188,12 @@ def _read(path: Path) -> dict[Kind, Seconds]:
 
 
 def _checked(seconds: Mapping[str, Any]) -> Seconds:
-    """Checks times from a file. Raises ValueError or TypeError unless they have the form that `measure` returns."""
+    """Checks times from a file; empty ones were disturbed.
+
+    Raises ValueError or TypeError unless they have the form that `measure` returns.
+    """
     found = {Way(way): tuple(float(one) for one in times) for way, times in seconds.items()}
-    if Way.ONEDNN not in found:
+    if found and Way.ONEDNN not in found:
         raise ValueError("the times of oneDNN are missing")
     for times in found.values():
         if len(times) != len(MEASURED_ROWS) or not all(math.isfinite(one) and one > 0 for one in times):
@@ -159,7 +203,7 @@ def _checked(seconds: Mapping[str, Any]) -> Seconds:
 
 def _write(path: Path, times: Mapping[Kind, Seconds]) -> None:
     """Writes a file atomically: another process reads all of it or none."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".products-")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".product-times-")
     with os.fdopen(descriptor, "w") as file:
         json.dump(times, file)
     os.replace(name, path)
