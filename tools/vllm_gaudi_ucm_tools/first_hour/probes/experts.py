@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_ucm.ops.moe.impl.hpu.experts import HpuMoe
-from vllm_gaudi_ucm.ops.moe.impl.hpu.gathered import compute_gathered, gathering_pays
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm_tools.first_hour.bench import Bench, attempt, relative_error
@@ -15,6 +13,9 @@ ROUNDING = 3e-2  # of products in bf16, added up in another order
 
 def few_rows(bench: Bench) -> None:
     """Probe 32."""
+    from vllm_gaudi_ucm.ops.moe.impl.hpu.experts import HpuMoe
+    from vllm_gaudi_ucm.ops.moe.impl.hpu.gathered import compute_gathered, gathering_pays
+
     count, inner, hidden, chosen = bench.pick((16, 32, 64, 2), (128, 768, 2048, 8))
     shapes = (count, 2 * inner, hidden), (count, hidden, inner)
     weights = ExpertWeights(*(bench.random(*shape, dtype=torch.bfloat16) * shape[2] ** -0.5 for shape in shapes))
