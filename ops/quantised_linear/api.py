@@ -1,7 +1,8 @@
 """Linear layers with quantised weights: chooses the form in which a device keeps them, and the product with it.
 
 A device without a form of its own gets plain weights. `dequantise` defines the result of all products;
-`rounding.multiply_rounded` defines products of rounded rows.
+`rounding.multiply_rounded` defines products of rows rounded to integers, `narrowed_rows.multiply_narrowed` of rows
+rounded to 8-bit floats by a measured scale.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from vllm_gaudi_ucm.ops.quantised_linear.narrowed_rows import NarrowedRows
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
 from vllm_gaudi_ucm.registry import Registry, those_installed
 
@@ -46,4 +48,7 @@ _PRODUCTS: Registry[Callable[[QuantisedWeight, Target], Product | None]] = Regis
 
 def choose_product(weight: QuantisedWeight, target: Target) -> Product | None:
     """Chooses the product with such a weight in quantised form; None if plain weights are as good or the only way."""
-    return _PRODUCTS.get(target.device)(weight, target) if target.device in _PRODUCTS else None
+    of_device = _PRODUCTS.get(target.device)(weight, target) if target.device in _PRODUCTS else None
+    if of_device is None and weight.narrowing is not None:
+        return NarrowedRows(None, weight, target.dtype)
+    return of_device

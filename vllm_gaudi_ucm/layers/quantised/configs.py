@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from vllm_gaudi_ucm.layers.measured.config import UcmIncConfig
 from vllm_gaudi_ucm.layers.quantised.experts import QuantisedExpertsMethod
 from vllm_gaudi_ucm.layers.quantised.formats import (
     AwqFormat,
@@ -272,6 +273,7 @@ METHODS: dict[str, type] = {
     "compressed-tensors": UcmCompressedTensorsConfig,
     **dict.fromkeys(("gptq", "gptq_marlin", "auto_gptq"), UcmGPTQConfig),
     "gpt_oss_mxfp4": UcmGptOssMxfp4Config,
+    "inc": UcmIncConfig,
     **dict.fromkeys(("awq", "awq_marlin", "auto_awq"), UcmAWQConfig),
 }
 """Methods by vLLM's names; several names stand for one format."""

@@ -337,3 +337,23 @@ class Mxfp4Format:
     def decode(self, parts: Mapping[str, Tensor]) -> QuantisedWeight:
         scales = scales_of_exponents(parts["weight_scale"])
         return QuantisedWeight(unpack_e2m1(parts[self.codes]), scales, (1, self.group))
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """A plain weight, which is quantised once it is loaded.
+
+    dtype: the dtype in which it is loaded. quantise: makes the codes of a weight [outputs, inputs].
+    """
+
+    dtype: torch.dtype
+    quantise: Callable[[Tensor], QuantisedWeight]
+
+    def create(self, layer: nn.Module, part: LayerPart) -> None:
+        layer.register_parameter("weight", _matrix(part, self.dtype))
+
+    def read(self, layer: nn.Module) -> QuantisedWeight:
+        return self.decode({"weight": _take(layer, "weight")})
+
+    def decode(self, parts: Mapping[str, Tensor]) -> QuantisedWeight:
+        return self.quantise(parts["weight"])
