@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.envs import observed
-from vllm_gaudi_ucm.layers.measured.measurements import Measurements, Node, read_measurements
+from vllm_gaudi_ucm.layers.measured.measurements import LINEAR_KINDS, Measurements, Node, read_measurements
 from vllm_gaudi_ucm.layers.measured.quant_config import QuantConfig, QuantConfigError, read_quant_config
 from vllm_gaudi_ucm.layers.measured.scales import RANGES, CardRange, narrowing_of, quantise, row_scale
 from vllm_gaudi_ucm.layers.quantised.experts import QuantisedExpertsMethod
@@ -113,10 +113,10 @@ class UcmIncConfig(QuantizationConfig):
         return self._of_linear(layer, prefix) if isinstance(layer, LinearBase) else None
 
     def _of_linear(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
-        ranges = self._needed()
+        ranges, kind = self._needed(), type(layer).__name__
         # latent attention turns this matrix into two, and multiplies none of its rows
         is_taken_apart = prefix.endswith(".kv_b_proj")
-        if is_taken_apart or not ranges.config.covers(prefix, type(layer).__name__):
+        if is_taken_apart or kind not in LINEAR_KINDS or not ranges.config.covers(prefix, kind):
             return UnquantizedLinearMethod()
         node = self._node(prefix, "inputs")
         if ranges.measured is not None and node is None:

@@ -17,6 +17,14 @@ from typing import Any, Literal, NamedTuple
 from vllm_gaudi_ucm.layers.measured.quant_config import QuantConfig, QuantConfigError, read_json
 
 Mode = Literal["DynamicRange", "Scale"]
+LINEAR_KINDS = (
+    "ColumnParallelLinear",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "ReplicatedLinear",
+    "RowParallelLinear",
+)
+"""Classes of linear layers that INC knows. Others, such as routers, stay in the model's dtype."""
 _COMPILED = "_orig_mod."
 
 
