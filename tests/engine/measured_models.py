@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -48,26 +45,10 @@ def measure(reference: ReferenceModel, prompts: Sequence[Sequence[int]]) -> dict
         hook.remove()
     found = {}
     for name, parts in chosen.items():
-        weights = [cast(Tensor, model.get_submodule(part).weight) for part in parts]
+        weights = [cast(Tensor, model.get_submodule(part).weight).detach() for part in parts]
         weight = max(float(weight.abs().amax().bfloat16()) for weight in weights)
         found[name] = {"inputs": [[[largest[name]]]], "outputs": [], "params": {"weight": [[weight]]}}
     return found
-
-
-def write_files(
-    folder: Path, nodes: Mapping[str, Any], ranks: int = 1, mode: str = "DynamicRange", **config: Any
-) -> Path:
-    """A `QUANT_CONFIG` with its files, as INC lays them out. The path within is another machine's."""
-    (folder / "g3").mkdir(parents=True)
-    for rank in range(ranks):
-        content = {"GlobalRank": None, "LocalRank": rank, "Mode": mode, "Nodes": nodes}
-        method = "" if mode == "DynamicRange" else f"_{config.get('scale_method', 'maxabs_hw').upper()}"
-        name = f"inc_output_hooks_maxabs{method}_{rank}_{ranks}.json"
-        (folder / "g3" / name).write_text(json.dumps(content))
-    path = folder / "maxabs_quant_g3.json"
-    content = {"mode": "QUANTIZE", "observer": "maxabs", "scale_method": "maxabs_hw"}
-    path.write_text(json.dumps({**content, "dump_stats_path": "/elsewhere/g3/inc_output", **config}))
-    return path
 
 
 class NarrowLinear(nn.Module):
@@ -91,28 +72,28 @@ def power_of_two(number: Tensor, step: int = 1) -> Tensor:
     return 2.0 ** ((number.log2().ceil() / step).ceil() * step)
 
 
-def round_linears(reference: ReferenceModel, nodes: Mapping[str, Any], card: str, by_channel: bool = False) -> None:
-    """Replaces linear layers by products of rounded rows and weights: INC's maxabs_hw, or its method by channel."""
+def round_linears(
+    reference: ReferenceModel, nodes: Mapping[str, Any], card: str, by_channel: bool = False, ranks: int = 1
+) -> None:
+    """Replaces linear layers by products of rounded rows and weights: INC's maxabs_hw, or its method by channel.
+
+    ranks: each has scales of its own part of a weight.
+    """
     largest, step = {"GAUDI2": (240.0, 4), "GAUDI3": (448.0, 1)}[card]
     model = reference.model
     for name, parts in modules_of(model):
         rows = power_of_two(torch.tensor(nodes[name]["inputs"][0][0][0]) / (largest / 4), step)
         weights = [cast(Tensor, model.get_submodule(part).weight).data for part in parts]
-        top = torch.stack([weight.abs().amax() for weight in weights]).amax()
-        for part, weight in zip(parts, weights, strict=True):
-            of_outputs = weight.abs().amax(1, keepdim=True)
-            scale = power_of_two(
-                (of_outputs if by_channel else top).bfloat16().float() / (largest / 2), 1 if by_channel else step
-            )
-            parent, _, own = part.rpartition(".")
-            narrow = NarrowLinear(weight, float(rows), scale.double(), largest)
-            setattr(cast(nn.Module, model.get_submodule(parent)), own, narrow)
-
-
-@contextmanager
-def quant_config(path: Path) -> Iterator[None]:
-    import pytest
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANT_CONFIG", str(path))
-        yield
+        own = name.rpartition(".")[2]
+        split = 1 if own in SINGLE else 0
+        shards = [weight.chunk(ranks, split) for weight in weights]
+        tops = [torch.stack([part[rank].abs().amax() for part in shards]).amax() for rank in range(ranks)]
+        for part, pieces in zip(parts, shards, strict=True):
+            scales = [
+                power_of_two(maxima.bfloat16().float() / (largest / 2), 1 if by_channel else step).expand_as(piece)
+                for piece, top in zip(pieces, tops, strict=True)
+                for maxima in (piece.abs().amax(1, keepdim=True) if by_channel else top,)
+            ]
+            narrow = NarrowLinear(torch.cat(pieces, split), float(rows), torch.cat(scales, split).double(), largest)
+            parent, _, layer = part.rpartition(".")
+            setattr(cast(nn.Module, model.get_submodule(parent)), layer, narrow)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 AT_ONCE = 8
 """Prompts that are answered at a time."""
 BLOCK_SIZE = 128
-_CALLED = {"graphs": {"mode": "off"}, "cpu": {"native_graphs": False}}
-"""Options by which a step calls every layer."""
+_CALLED = {"graphs": {"mode": "off"}, "cpu": {"native_graphs": False, "packed_weights": False}}
+"""Options by which a step calls every layer, and layers keep their weights."""
 
 
 @dataclass(frozen=True)

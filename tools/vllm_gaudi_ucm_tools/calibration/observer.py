@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -67,10 +66,9 @@ class LayerObserver:
                 yield self._after(module, name)
         elif isinstance(module, Attention):
             yield self._before(module, {f"{name}.impl.k_cache": 1, f"{name}.impl.v_cache": 2})
-        elif isinstance(module, AttentionLayerBase):
+        elif isinstance(module, AttentionLayerBase) and name.endswith(".mla_attn"):
             # the latent, and the rotary key in the same row of the cache
-            own = re.sub(r"\.mla_attn$", "", name)
-            yield self._before(module, {f"{own}.mla_attn.mla_attn.impl.latent_cache_k": slice(1, 3)})
+            yield self._before(module, {f"{name}.impl.latent_cache_k": slice(1, 3)})
         elif isinstance(module, MoERunner):
             yield self._before(module, {f"{name}.moe_op": 0})
 
