@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.narrow_floats import narrow, widened
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.ops.quantised_linear.api import Product
+    from vllm_gaudi_ucm.ops.quantised_linear.product import Product
 
 SCALE = "input_scale"
 """The layer's parameter of a row's scale and its inverse, float32 [2]: one recipe serves all layers."""

@@ -176,7 +176,7 @@ def test_what_is_refused_at_start(
     with pytest.raises(ValueError, match="the variable QUANT_CONFIG is not set"):
         Engine(model, quantization="inc")
     monkeypatch.setenv("QUANT_CONFIG", str(write_files(tmp_path / "a", nodes)))
-    with pytest.raises(UnsupportedFeatureError, match="measured ranges without the method that reads them"):
+    with pytest.raises(UnsupportedFeatureError, match="measured ranges without `--quantization inc`"):
         Engine(model)
     other = {name: {**node, "params": {"weight": [[0.125]]}} for name, node in nodes.items()}
     monkeypatch.setenv("QUANT_CONFIG", str(write_files(tmp_path / "b", other)))

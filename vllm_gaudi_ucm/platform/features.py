@@ -218,9 +218,9 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         lambda c: None if c.model_config is None else unless(c.model_config.sleep_mode_backend, ("cumem",)),
     ),
     Feature(
-        "measured ranges without the method that reads them",
+        "measured ranges without `--quantization inc`",
         "QUANT_CONFIG",
-        "add --quantization inc for a checkpoint with plain weights, or unset the variable",
+        "add that flag for a checkpoint with plain weights, or unset the variable",
         lambda c: None if c.model_config is None else measured_ranges(c.model_config),
     ),
     Feature(

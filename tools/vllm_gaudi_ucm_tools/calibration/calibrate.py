@@ -101,7 +101,7 @@ def _longest(model: Path, max_tokens: int, max_prompt_tokens: int) -> int:
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(model)
-    if getattr(config, "quantization_config", None) is not None:
+    if config.to_dict().get("quantization_config") is not None:
         raise ValueError(f"MODEL: {model} has quantised weights; expected plain ones: measure the model it was made of")
     most = config.get_text_config().max_position_embeddings
     if max_tokens >= most:

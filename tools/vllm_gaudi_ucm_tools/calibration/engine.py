@@ -22,7 +22,7 @@ _CALLED = {"graphs": {"mode": "off"}, "cpu": {"native_graphs": False, "packed_we
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What is measured with. max_model_len: tokens of a prompt and its answer."""
+    """Settings of a calibration. max_model_len: tokens of a prompt and its answer."""
 
     model: Path
     dtype: str

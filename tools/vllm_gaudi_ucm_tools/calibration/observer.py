@@ -15,7 +15,7 @@ Maxima = list["torch.Tensor | None"]
 
 
 class _Observed(NamedTuple):
-    """What is observed of one module. Numbers stay on the device until they are read."""
+    """The largest magnitudes of one module. Numbers stay on the device until they are read."""
 
     inputs: Maxima
     outputs: Maxima

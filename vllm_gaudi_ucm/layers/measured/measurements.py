@@ -181,7 +181,7 @@ def _joined(one: Node, other: Node) -> Node:
 
 
 class Calibration(NamedTuple):
-    """What a calibration writes: the folder of the model, the short name of the card (g2, g3), and the modules."""
+    """Results of a calibration: the folder of the model, the short name of the card (g2, g3), and the modules."""
 
     folder: Path
     card: str

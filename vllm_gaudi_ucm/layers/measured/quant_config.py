@@ -95,7 +95,7 @@ class NameRules:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """What a `QUANT_CONFIG` says.
+    """The content of a `QUANT_CONFIG`.
 
     prefix: the beginning of the names of files with measurements, as the file has it.
     device: GAUDI2 or GAUDI3, whose range the scales have; None: the device that serves.
