@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.hpu_process import run_on_card
 from tests.engine.measured_models import measure, power_of_two, round_linears
+from tests.engine.quantised_models import Quantise, fp8_block, fp8_tensor, write_quantised
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine
 from tests.engine.tiny_models import make_config, make_model
@@ -93,6 +94,23 @@ def test_a_cache_with_measured_scales(
         assert torch.equal((exact / scale).clamp(-448, 448).to(found.dtype).float(), found.float())
 
 
+@pytest.mark.parametrize("quantise", [fp8_tensor(), fp8_block("weight_scale_inv")], ids=["matrix", "block"])
+def test_a_checkpoint_of_eight_bits(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantise: Quantise
+) -> None:
+    """It needs no flag. Its weights are quantised anew, with scales of INC."""
+    blocks = (
+        {} if quantise(torch.ones(64, 64))[0].keys() == {"weight", "weight_scale"} else {"weight_block_size": [32, 32]}
+    )
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", **blocks}
+    quantised, meant = write_quantised(model, tmp_path / "fp8", config, lambda _: quantise)
+    nodes = measure(ReferenceModel(meant), PROMPTS)
+    monkeypatch.setenv("QUANT_CONFIG", str(write_files(tmp_path, nodes)))
+    with Engine(quantised) as engine:
+        answers = engine.greedy(PROMPTS, 12)
+    rounded(meant, nodes).assert_greedy(PROMPTS, answers, near=NEAR)
+
+
 def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert's gate and up share a scale. Rows of experts are not rounded."""
     plain = make_model(tmp_path / "plain", make_config("qwen3_moe"))
@@ -118,8 +136,16 @@ def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ReferenceModel(tmp_path / "meant").assert_greedy(PROMPTS, answers)
 
 
-def test_two_workers(model: Path, nodes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files of four ranks. Each worker makes scales of its own part of a weight, as INC does."""
+    model = make_model(tmp_path / "uneven", make_config("llama"))
+    tensors = load_file(model / "model.safetensors")
+    for name in (f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in range(2) for kind in "qo"):
+        size = tensors[name].shape[1] // 2
+        part = tensors[name][:, :size] if "o_proj" in name else tensors[name][:size]
+        part /= 16
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    nodes = measure(ReferenceModel(model), PROMPTS)
     monkeypatch.setenv("QUANT_CONFIG", str(write_files(tmp_path, nodes, ranks=4)))
     with Engine(model, quantization="inc", tensor_parallel_size=2) as engine:
         answers = engine.greedy(PROMPTS, 12)

@@ -349,9 +349,7 @@ def test_a_quantised_model(tmp_path: Path, quantisation: dict[str, Any], refused
 def test_ranges_of_intels_compressor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: A18"""
     monkeypatch.setenv("QUANT_CONFIG", "maxabs.json")
-    with pytest.raises(
-        UnsupportedFeatureError, match=r"measured ranges without `--quantization inc` \(asked for by QUANT_C"
-    ):
+    with pytest.raises(UnsupportedFeatureError, match="measured ranges without `--quantization inc`"):
         start(llama)
 
 

@@ -29,13 +29,15 @@ _WHILE_LOADING = (
 
 def measured_ranges(config: ModelConfig) -> str | None:
     """The file with measured ranges that `QUANT_CONFIG` names, if the model is not served with them."""
-    return observed("QUANT_CONFIG") if config.quantization != "inc" else None
+    return observed("QUANT_CONFIG") if config.quantization not in ("inc", "fp8") else None
 
 
 def take_measured_cache(config: VllmConfig) -> None:
     """Takes the vendor's name of an 8-bit KV cache with measured scales, whose numbers are those of `fp8`."""
     model = config.model_config
-    if model is not None and model.quantization == "inc" and config.cache_config.cache_dtype == "fp8_inc":
+    if config.cache_config.cache_dtype != "fp8_inc" or model is None:
+        return
+    if model.quantization == "inc" or (model.quantization == "fp8" and observed("QUANT_CONFIG")):
         config.cache_config.cache_dtype = "fp8"
 
 

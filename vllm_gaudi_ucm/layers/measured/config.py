@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.layers.measured.measurements import LINEAR_KINDS, Measuremen
 from vllm_gaudi_ucm.layers.measured.quant_config import QuantConfig, QuantConfigError, read_quant_config
 from vllm_gaudi_ucm.layers.measured.scales import RANGES, CardRange, narrowing_of, quantise, row_scale
 from vllm_gaudi_ucm.layers.quantised.experts import QuantisedExpertsMethod
-from vllm_gaudi_ucm.layers.quantised.formats import PlainFormat
+from vllm_gaudi_ucm.layers.quantised.formats import PlainFormat, WeightFormat
 from vllm_gaudi_ucm.layers.quantised.method import QuantisedLinearMethod
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
@@ -28,6 +28,7 @@ from vllm_gaudi_ucm.vllm_api.distributed import get_tp_group
 from vllm_gaudi_ucm.vllm_api.model import Attention, AttentionLayerBase, LinearBase, UnquantizedLinearMethod
 from vllm_gaudi_ucm.vllm_api.quantisation import (
     BaseKVCacheMethod,
+    LinearMethodBase,
     QuantizationConfig,
     QuantizeMethodBase,
     RoutedExperts,
@@ -110,19 +111,20 @@ class UcmIncConfig(QuantizationConfig):
             return self._of_cache(cast(Any, layer).kv_cache_dtype, f"{name}.impl", ("latent_cache_k",))
         if isinstance(layer, RoutedExperts):
             return self._of_experts(layer, prefix)
-        return self._of_linear(layer, prefix) if isinstance(layer, LinearBase) else None
+        return self.of_linear(layer, prefix) if isinstance(layer, LinearBase) else None
 
-    def _of_linear(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
+    def of_linear(self, layer: LinearBase, prefix: str, stored: WeightFormat | None = None) -> LinearMethodBase:
+        """Returns the method of a linear layer. stored: how the checkpoint has its weight; None: plainly."""
         ranges, kind = self._needed(), type(layer).__name__
         # latent attention turns this matrix into two, and multiplies none of its rows
         is_taken_apart = prefix.endswith(".kv_b_proj")
         if is_taken_apart or kind not in LINEAR_KINDS or not ranges.config.covers(prefix, kind):
-            return UnquantizedLinearMethod()
+            return _unchanged(stored, plain=is_taken_apart)
         node = self._node(prefix, "inputs")
         if ranges.measured is not None and node is None:
-            return UnquantizedLinearMethod()
+            return _unchanged(stored)
         rows = narrowing_of(self._scale(node or Node(), prefix), self._card)
-        form = PlainFormat(torch.get_default_dtype(), partial(self._quantise, prefix, node, rows=rows))
+        form = PlainFormat(torch.get_default_dtype(), partial(self._quantise, prefix, node, rows=rows), stored)
         return QuantisedLinearMethod(form)
 
     def _of_experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
@@ -247,6 +249,11 @@ def _device_of_scales(config: QuantConfig) -> str:
             "remove the key; measured maxima serve on both cards",
         )  # fmt: skip
     return "GAUDI2"
+
+
+def _unchanged(stored: WeightFormat | None, *, plain: bool = False) -> LinearMethodBase:
+    """Returns the method of a layer that is not quantised by measured ranges."""
+    return UnquantizedLinearMethod() if stored is None else QuantisedLinearMethod(stored, plain=plain)
 
 
 class MeasuredCacheMethod(BaseKVCacheMethod):
