@@ -5,7 +5,7 @@ An element becomes the e4m3 next to `element * inverse`, within plus and minus `
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,8 @@ class NarrowedRows:
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
         """Multiplies x [..., inputs]."""
-        scale, inverse = layer.input_scale.unbind()
+        scale, inverse = cast(Tensor, layer.input_scale).unbind()
         rows = narrow_rows(x, scale, inverse, self._largest)
         if self._product is not None:
             return self._product.multiply(rows, layer, bias)
-        return nn.functional.linear(rows, layer.weight, bias)
+        return nn.functional.linear(rows, cast(Tensor, layer.weight), bias)

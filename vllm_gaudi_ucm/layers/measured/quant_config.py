@@ -199,16 +199,16 @@ def _method(path: Path, content: dict[str, Any]) -> ScaleMethod:
         choices = ", ".join(name.lower() for name in SCALE_METHODS)
         raise_error(path, "scale_method", given, f"one of {choices}", "take maxabs_hw, which needs no new measurement")
     parameters = content.get("scale_params", {})
-    names = {"input_backoff": "rows_backoff", "weight_backoff": "weights_backoff"}
+    backoffs = {"input_backoff": method.rows_backoff, "weight_backoff": method.weights_backoff}
     if not isinstance(parameters, dict):
         raise_error(path, "scale_params", parameters, "an object with input_backoff and weight_backoff", "correct it")
     for key, value in parameters.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key not in names or not is_number or not 0 < value <= 1:
+        if key not in backoffs or not is_number or not 0 < value <= 1:
             expected = "numbers above 0, at most 1, for input_backoff and weight_backoff"
             raise_error(path, f"scale_params.{key}", value, expected, "remove it, or correct it")
-        method = method._replace(**{names[key]: float(value)})
-    return method
+        backoffs[key] = float(value)
+    return method._replace(rows_backoff=backoffs["input_backoff"], weights_backoff=backoffs["weight_backoff"])
 
 
 def _rules(path: Path, content: dict[str, Any], *keys: str) -> NameRules:
