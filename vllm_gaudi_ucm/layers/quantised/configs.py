@@ -128,7 +128,7 @@ class UcmFp8Config(ScaleOfLatents, Fp8Config):
                 raise UnsupportedFeatureError(f"experts of {self.store_dtype} in an fp8 checkpoint", _ASKED_BY)
             return QuantisedExpertsMethod(layer.moe_config, self._format())
         if measured is not None:
-            return measured.of_linear(layer, prefix, self._format())
+            return measured.of_linear(cast(LinearBase, layer), prefix, self._format())
         return _linear_method(self._format(), prefix)
 
     def _format(self) -> ScaledFormat:
