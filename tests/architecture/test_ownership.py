@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/layers/quantised/formats.py": "what vLLM's loader reads of its layers and parameters",
     "vllm_gaudi_ucm/layers/quantised/method.py": "weights and linear method of vLLM's layers",
     "vllm_gaudi_ucm/platform/platform.py": "vLLM's configuration",
+    "vllm_gaudi_ucm/platform/quantised_weights.py": "vLLM's configuration",
     "vllm_gaudi_ucm/platform/refused_calls.py": "names of functions made here",
     "vllm_gaudi_ucm/platform/worker.py": "vLLM's configuration",
     "vllm_gaudi_ucm/start/model_runner.py": "vLLM's configuration",

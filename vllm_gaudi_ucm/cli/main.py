@@ -37,6 +37,7 @@ TOOLS = {
     "plan": "show buckets, padding, memory and warm-up before paying for them",
     "tune": "choose the best buckets for a phase log",
     "phases": "summarise or draw a phase log",
+    "calibrate": "measure the ranges of a model's layers, for --quantization inc",
     "store": "count, verify or clear the KV blocks in a file or Redis store",
     "first-hour": "probe this machine's device, and write a report that can be sent",
     "demo": "run a mixed load through a small model and show what happened",

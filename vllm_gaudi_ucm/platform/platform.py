@@ -51,6 +51,7 @@ from vllm_gaudi_ucm.platform.combinations import (
     refuse_with_shared_experts,
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
+from vllm_gaudi_ucm.platform.quantised_weights import take_measured_cache
 from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
 from vllm_gaudi_ucm.platform.state_features import choose_kept_states
 from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler, warms_by_order
@@ -131,6 +132,7 @@ class UcmPlatform(Platform):
         kernel_choice()  # a wrong one is refused here, before a worker's thread needs kernels
         config = resolve_config(vllm_config.additional_config)
         check_versions(config.allow_untested_vllm)
+        take_measured_cache(vllm_config)
         cls._refuse_unsupported(vllm_config, config)
         # graphs that the device lacks or an option excludes: a worker would say so in its log alone
         cls._has_static_shapes(vllm_config, config)
@@ -200,15 +202,13 @@ class UcmPlatform(Platform):
             refuse_with_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():
             check_places(config, vllm_config.kv_transfer_config)
-            # Ray's workers may be on other machines
-            if not vllm_config.parallel_config.use_ray:
+            if not vllm_config.parallel_config.use_ray:  # whose workers may be on other machines
                 host = Host(find_cores().machine, host_memory(Cgroup()).total)
                 check_host_sizes(config, vllm_config.kv_transfer_config, host)
         compilation = vllm_config.compilation_config
         if compilation.mode != CompilationMode.NONE:
             logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")
-        compilation.mode = CompilationMode.NONE
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
         warn_of_slow_dtype(vllm_config, cls.device_type)
         cls._bound_step_memory(vllm_config, config)
