@@ -23,8 +23,8 @@ def carry_tiles(
     COLUMN_BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """A program for each head, ROW_BLOCK rows and COLUMN_BLOCK columns. If REPLACES, ROW_BLOCK is all rows, and a product
-    takes PART of them at a time.
+    """A program for each head, ROW_BLOCK rows and COLUMN_BLOCK columns. If REPLACES, ROW_BLOCK is all rows, and a
+    product takes PART of them at a time.
 
     loaded: [tiles, HEADS, ROWS, COLUMNS], the states that requests begin with. Other tensors as in `TileChange` and
     `StateRows`, contiguous; before: like `added`, written.
