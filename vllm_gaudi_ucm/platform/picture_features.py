@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     "Gemma3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
