@@ -80,12 +80,17 @@ def test_a_prompt_is_cut_in_a_picture(llava: Pictured, ucm: dict[str, Any]) -> N
 
 
 @WAYS
-@pytest.mark.parametrize("family", ["pixtral", "mistral3"])
+@pytest.mark.parametrize("family", ["pixtral", "mistral3", "internvl"])
 def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) -> None:
-    """Encoders that keep the sizes of pictures, with placeholders for the ends of rows, which stay tokens."""
+    """Encoders that keep the sizes of pictures, with placeholders for the ends of rows, which stay tokens; or that cut
+    pictures into tiles. The second time, all pictures are found in the cache.
+    """
     pictured = Pictured(tmp_path, family)
-    with Engine(pictured.model, ucm, **OPTIONS, max_num_batched_tokens=96) as engine:
+    options = {**OPTIONS, "limit_mm_per_prompt": {"image": 3, "video": 0}}
+    with Engine(pictured.model, ucm, **options, max_num_batched_tokens=96) as engine:
         pictured.ask(engine)
+        again = pictured.ask(engine, max_tokens=4)
+        assert all(answer.cached_tokens for answer in again[2:3])
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,7 @@ def serve(model: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", MODELS)
 def test_pictures_of_any_size_compile_nothing_on_the_simulated_card(tmp_path: Path, family: str) -> None:
     model = make_qwen(tmp_path / family, qwen_config(family))
     found = run_on_card(serve, tmp_path, model=str(model)).result
