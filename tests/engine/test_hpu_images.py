@@ -62,8 +62,6 @@ def serve(model: str, ucm: dict[str, Any], in_regions: bool) -> dict[str, Any]:
         ("llava", True),
         ("gemma3", False),
         ("internvl", False),
-        ("pixtral", False),
-        ("mistral3", False),
         ("mistral3", True),
     ],
 )
