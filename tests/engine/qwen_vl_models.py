@@ -134,6 +134,9 @@ def _processor(model_type: str) -> Any:
         "patch_size": PATCH,
         "merge_size": MERGED,
         "size": {"shortest_edge": 4 * area, "longest_edge": 40 * area},
+        # vLLM normalises videos as it does pictures
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
     }
     processor, videos = kinds[model_type]
     return processor(Qwen2VLImageProcessor(**sizes), tokenizer, videos(**sizes))

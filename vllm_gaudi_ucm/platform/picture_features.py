@@ -21,6 +21,13 @@ FAMILIES = (
 )
 """Classes of models whose pictures are read."""
 
+WITH_VIDEOS = (
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+"""Classes of models whose videos are read, too."""
+
 
 def _shared_out(config: VllmConfig) -> str | None:
     options = config.model_config.multimodal_config
@@ -36,6 +43,10 @@ def _other_family(config: VllmConfig) -> str | None:
     return unless(config.model_config.architecture, FAMILIES)
 
 
+def _no_videos(config: VllmConfig) -> bool:
+    return config.model_config.architecture not in WITH_VIDEOS and takes_videos(config)
+
+
 def _beyond_window(config: VllmConfig) -> str | None:
     model = config.model_config
     window, tokens = model.get_sliding_window(), model.hf_config.to_dict().get("mm_tokens_per_image", 0)
@@ -46,8 +57,8 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
     Feature(
         """videos in prompts (set --limit-mm-per-prompt '{{"video": 0}}')""",
         "the model",
-        "only pictures have been tried",
-        where(reads_pictures, takes_videos),
+        f"only videos of {', '.join(WITH_VIDEOS)} have been tried",
+        where(reads_pictures, _no_videos),
     ),
     Feature(
         "pictures and other media of {found}",
