@@ -47,6 +47,11 @@ def _no_videos(config: VllmConfig) -> bool:
     return config.model_config.architecture not in WITH_VIDEOS and takes_videos(config)
 
 
+def _pruned(config: VllmConfig) -> bool:
+    options = config.model_config.multimodal_config
+    return options is not None and bool(options.video_pruning_rate)
+
+
 def _beyond_window(config: VllmConfig) -> str | None:
     model = config.model_config
     window, tokens = model.get_sliding_window(), model.hf_config.to_dict().get("mm_tokens_per_image", 0)
@@ -59,6 +64,12 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         "the model",
         f"only videos of {', '.join(WITH_VIDEOS)} have been tried",
         where(reads_pictures, _no_videos),
+    ),
+    Feature(
+        "videos of which only a part is kept",
+        "--video-pruning-rate",
+        "positions of tokens are known before a video is encoded; leave the flag out",
+        where(reads_pictures, _pruned),
     ),
     Feature(
         "pictures and other media of {found}",
