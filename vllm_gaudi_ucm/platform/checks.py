@@ -32,7 +32,7 @@ _OF_LABELS = {"Qwen2ForProcessRewardModel": 2}
 
 
 class RequestLimits(NamedTuple):
-    """What requests are checked against; 0 if it is unknown.
+    """Sizes that requests are checked against; 0 if a size is unknown.
 
     vocab_size: of the largest vocabulary. embedding_width: of a prompt's embeddings. columns: that a pooler can return
     of each token; -1 if its classifier needs all of them.
@@ -121,7 +121,7 @@ def check_request(given: SamplingParams | PoolingParams, columns: int) -> None:
     columns: that a pooler can return of each token; vLLM checks its other parameters.
     """
     if not hasattr(given, "temperature"):
-        _check_columns("returned_token_ids", cast("PoolingParams", given).returned_token_ids, columns)
+        _check_columns("returned_token_ids", given.returned_token_ids, columns)
         return
     params = cast("SamplingParams", given)
     read_extra_args(params.extra_args)
