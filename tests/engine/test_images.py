@@ -91,7 +91,7 @@ def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) 
     with Engine(pictured.model, ucm, **options, max_num_batched_tokens=96) as engine:
         pictured.ask(engine)
         again = pictured.ask(engine, max_tokens=4)
-        assert all(answer.cached_tokens for answer in again[2:3])
+        assert again[2].cached_tokens
 
 
 @pytest.fixture(scope="module")
