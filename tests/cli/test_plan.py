@@ -503,6 +503,18 @@ def test_encoder_of_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "encoder of pictures 1." in found
 
 
+def test_sizes_of_tiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """InternVL pads to whole tiles of 256 tokens: 1, 2, 4, 7 and 13 of them."""
+    vision = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+    vision |= {"model_type": "internvl_vision", "patch_size": [14, 14], "image_size": [448, 448]}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**QWEN_VL, "model_type": "internvl", "vision_config": vision}))
+    found = plan(capsys, "--model", file, "--device", "gaudi3", "--picture-tokens", 13 * 256)
+    assert found["picture_graphs"] == 5
+    layers = 24 * (4 * 1024**2 + 2 * 1024 * 4096)
+    assert found["memory_bytes"]["encoder"] >= 2 * (layers + 13 * 256 * 576)
+
+
 def test_pictures_without_an_encoder_are_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["plan", "--picture-tokens", "64"]) != 0
     assert "--picture-tokens needs --model" in capsys.readouterr().err

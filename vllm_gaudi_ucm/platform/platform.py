@@ -34,6 +34,7 @@ from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
 from vllm_gaudi_ucm.platform.checks import (
+    RequestLimits,
     check_places,
     check_prompt,
     check_prompt_embeddings,
@@ -104,8 +105,8 @@ class UcmPlatform(Platform):
     # vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would
     # make the first such request wait, and on Gaudi the backend is looked up before the bridge has registered it
     simple_compile_backend = "eager"
-    _vocab_size = _embedding_width = 0
-    """Tokens of the largest vocabulary that this process has configured; a request comes without a configuration."""
+    _limits = RequestLimits()
+    """Sizes of the models that this process has configured; a request comes without a configuration."""
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -137,8 +138,7 @@ class UcmPlatform(Platform):
         # graphs that the device lacks or an option excludes: a worker would say so in its log alone
         cls._has_static_shapes(vllm_config, config)
         if vllm_config.model_config is not None:
-            cls._vocab_size = max(cls._vocab_size, vllm_config.model_config.get_vocab_size())
-            cls._embedding_width = vllm_config.model_config.get_inputs_embeds_size()
+            cls._limits = RequestLimits.of(vllm_config.model_config, cls._limits)
         give_engine_time_to_stop(vllm_config)
         if is_engine_process():
             # if a worker has a process of its own, its variables are not the engine's
@@ -319,12 +319,12 @@ class UcmPlatform(Platform):
         """Refuses a request with a parameter that would be ignored, or with tokens that the model does not have; its
         client gets the message, others go on.
 
-        processed_inputs: the prompt. params: `SamplingParams`, or `PoolingParams`, which vLLM checks.
+        processed_inputs: the prompt. params: `SamplingParams` or `PoolingParams`.
         """
         try:
-            check_request(params)
-            check_prompt(processed_inputs, cls._vocab_size)
-            check_prompt_embeddings(processed_inputs, params, cls._embedding_width)
+            check_request(params, cls._limits.columns)
+            check_prompt(processed_inputs, cls._limits.vocab_size)
+            check_prompt_embeddings(processed_inputs, params, cls._limits.embedding_width)
         except ValueError as error:
             raise client_error(str(error)) from error
 

@@ -8,6 +8,7 @@ the layer itself (`ways.py`). The kernels are imported where they are launched, 
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
@@ -24,6 +25,8 @@ from vllm_gaudi_ucm.ops.lora.impl.stacked import StackedLora
 from vllm_gaudi_ucm.ops.lora.implementation import LoraImplementation
 from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
 from vllm_gaudi_ucm.ops.registry import why_not_triton
+
+logger = logging.getLogger(__name__)
 
 MOST_SLICES = 4
 
@@ -57,7 +60,11 @@ class CudaLora(LoraImplementation):
 
         if weights.down.device.type != "cuda" or len(weights.outputs) > MOST_SLICES or is_measured():
             return
-        set_times(measure_ways(weights, self.layer))
+        try:
+            set_times(measure_ways(weights, self.layer))
+        except Exception as error:
+            # an engine serves without, only slower
+            logger.warning("The ways of adapters cannot be measured, so a rule chooses: %s", error)
         torch.cuda.empty_cache()
 
     def layer(self, own: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights, way: Way) -> Tensor:
