@@ -23,5 +23,9 @@ def sequence_numbers(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def numbers_of_rows(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns int32 [rows] the number of each row's sequence; None if the argument has bounds, in one dimension."""
+    """Returns int32 [rows] the number of each row's sequence; None if the argument has bounds, in one dimension.
+
+    Reason: an encoder that is not padded passes bounds to the same attention.
+    Remove when: `MMEncoderAttention` takes a number for each row.
+    """
     return None if cu_seqlens is None or cu_seqlens.dim() == 1 else cu_seqlens[0]
