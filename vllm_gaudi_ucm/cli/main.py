@@ -37,7 +37,7 @@ TOOLS = {
     "plan": "show buckets, padding, memory and warm-up before paying for them",
     "tune": "choose the best buckets for a phase log",
     "phases": "summarise or draw a phase log",
-    "store": "count, verify or clear the KV blocks in a file or Redis store",
+    "store": "count, verify or clear stored KV blocks, or model a store for logged traffic",
     "first-hour": "probe this machine's device, and write a report that can be sent",
     "demo": "run a mixed load through a small model and show what happened",
     "fetch-model": "put the demo model in place",

@@ -1,5 +1,5 @@
-"""`gaudi-ucm store`: shows the content of a store, checks that it is intact, and empties it. Works with running
-engines.
+"""`gaudi-ucm store`: shows the content of a store, checks that it is intact, and empties it, while engines run. Models
+what a store would do for logged traffic.
 
 Exit code of `verify`: 1 if corrupt blocks were found (they are removed), otherwise 0.
 """
@@ -22,6 +22,8 @@ from vllm_gaudi_ucm.store.base import StoreOptions
 from vllm_gaudi_ucm.store.factory import open_medium, resolve_store_options, resolve_store_text
 from vllm_gaudi_ucm.store.medium import Medium, Progress, StoredBlock, clear_blocks, verify_blocks
 from vllm_gaudi_ucm_tools.output import report_console, task_progress
+from vllm_gaudi_ucm_tools.store.agent_trace import add_agent_trace_arguments, agent_trace
+from vllm_gaudi_ucm_tools.store.what_if import add_what_if_arguments, what_if
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,12 @@ def store_options(args: argparse.Namespace) -> StoreOptions:
 
 Result = TypeVar("Result")
 EXIT_CORRUPT = 1
+_WITHOUT_STORE: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]]
+_WITHOUT_STORE = {
+    "what-if": ("model hit rate and bytes of a store for logged traffic", add_what_if_arguments, what_if),
+    "agent-trace": ("write synthetic traffic of agents for what-if", add_agent_trace_arguments, agent_trace),
+}
+"""Actions that open no store: help, declaration of options, and function."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         if name == "clear":
             action.add_argument("--yes", action="store_true", help="do not ask")
+    for name, (help_text, add, _) in _WITHOUT_STORE.items():
+        action = actions.add_parser(name, help=help_text, description=f"{help_text[:1].upper()}{help_text[1:]}.")
+        action.set_defaults(action=name)
+        add(action)
 
 
 def run(args: argparse.Namespace) -> int:
     """Does the action; a store that cannot be reached raises ValueError or OSError."""
+    if args.action in _WITHOUT_STORE:
+        return _WITHOUT_STORE[args.action][2](args)
     medium = open_medium(store_options(args), create=False)
     try:
         with _plain_errors(medium):
