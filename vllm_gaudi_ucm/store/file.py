@@ -48,7 +48,7 @@ class FileStoreOptions(MediumOptions):
     )
     max_age: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Seconds after its last use at which a block is removed. Without it only `capacity` removes blocks.",
+        description="Seconds since its last use after which a block is removed. Without it only `capacity` bounds.",
     )
     fsync: bool = Field(
         default=True,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import msgspec
 from pydantic import Field, SerializeAsAny, field_validator
 
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -26,7 +27,8 @@ from vllm_gaudi_ucm.store.base import (
     check_keys,
 )
 from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options, store_class
-from vllm_gaudi_ucm.store.memory import MemoryStoreOptions, SharedMemoryStore
+from vllm_gaudi_ucm.store.guarded import GuardedStore
+from vllm_gaudi_ucm.store.memory import MemoryStore, MemoryStoreOptions, SharedMemoryStore
 
 logger = plugin_logger(__name__)
 _LATER_AT_ONCE = 4
@@ -71,7 +73,9 @@ class TieredStore(ConfiguredStore):
     Options = TieredStoreOptions
     advice = "see whether the store in store.behind answers, and lower store.front.capacity if memory is short"
 
-    def __init__(self, front: KvStore, behind: KvStore, block_bytes: int, evicts: bool = True) -> None:
+    def __init__(
+        self, front: MemoryStore | SharedMemoryStore, behind: KvStore, block_bytes: int, evicts: bool = True
+    ) -> None:
         self._front = front
         self._behind = behind
         self._block_bytes = block_bytes
@@ -112,7 +116,7 @@ class TieredStore(ConfiguredStore):
         return True
 
     def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None]:
-        loans = self._front.lend(keys) or [None] * len(keys)
+        loans = self._front.lend(keys)
         missing = [key for key, loan in zip(keys, loans, strict=True) if loan is None]
         if not missing:
             return loans
@@ -172,7 +176,7 @@ class TieredStore(ConfiguredStore):
                 if not self._later:
                     return
                 key, _ = self._later.popitem(last=False)
-            (loan,) = self._front.lend([key]) or [None]
+            (loan,) = self._front.lend([key])
             if loan is None:  # evicted: it is lost, and will be a miss
                 continue
             with loan as block:
@@ -208,18 +212,17 @@ class TieredStore(ConfiguredStore):
     def stats(self) -> StoreStats:
         """Returns the slower store's state, with the hits of both. Blocks count once; the front's copies do not."""
         front, behind, waiting = self._front.stats(), self._behind.stats(), self._waiting()
-        values = {name: getattr(behind, name) for name in StoreStats.__struct_fields__}
-        values |= {
-            "kind": "tiered",
-            "blocks": behind.blocks + waiting,
-            "bytes": behind.bytes + waiting * self._block_bytes,
-            "hits": front.hits + behind.hits,
-            "front_hits": front.hits,
-            "errors": front.errors + behind.errors,
-            "bytes_loaded": front.bytes_loaded + behind.bytes_loaded,
-            "load_seconds": front.load_seconds + behind.load_seconds,
-        }
-        return StoreStats(**values)
+        return msgspec.structs.replace(
+            behind,
+            kind="tiered",
+            blocks=behind.blocks + waiting,
+            bytes=behind.bytes + waiting * self._block_bytes,
+            hits=front.hits + behind.hits,
+            front_hits=front.hits,
+            errors=front.errors + behind.errors,
+            bytes_loaded=front.bytes_loaded + behind.bytes_loaded,
+            load_seconds=front.load_seconds + behind.load_seconds,
+        )
 
     def _waiting(self) -> int:
         """Returns how many blocks are in front only."""
@@ -229,10 +232,9 @@ class TieredStore(ConfiguredStore):
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the counts of a store are inconsistent."""
-        for store in (self._front, self._behind):
-            check = getattr(store, "check_integrity", None)
-            if check is not None:
-                check()
+        self._front.check_integrity()
+        if isinstance(self._behind, GuardedStore):
+            self._behind.check_integrity()
 
     def close(self) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,9 @@ def what_if(args: argparse.Namespace) -> int:
     if args.trace_block_tokens is not None and args.trace_block_tokens < 1:
         raise ValueError(f"--trace-block-tokens is {args.trace_block_tokens}, expected at least 1")
     encode = None if args.tokenizer is None else _encoder(args.tokenizer)
-    bar = (lambda what: nullcontext(lambda done: None)) if args.json else task_progress
-    with bar("reading") as report:
+    with _bar(args, "reading") as report:
         log = read_traffic(args.log, args.trace_block_tokens, encode, report)
-    with bar("simulating") as report:
+    with _bar(args, "simulating") as report:
         rows = simulate_stores(log, sorted(set(args.block_size)), capacities, token_bytes, device, report)
     if args.plot is not None:
         with written_whole(args.plot) as path:
@@ -123,6 +122,10 @@ def what_if(args: argparse.Namespace) -> int:
     else:
         _print(log, rows, args.log, token_bytes)
     return 0
+
+
+def _bar(args: argparse.Namespace, what: str) -> AbstractContextManager[Callable[[float], None]]:
+    return nullcontext(lambda done: None) if args.json else task_progress(what)
 
 
 def simulate_stores(
@@ -156,7 +159,7 @@ def simulate_stores(
                 wanted = (
                     [max(block_bytes, all_bytes // share) for share in _SHARES] if capacities is None else capacities
                 )
-                chosen = sorted(set(wanted))
+                chosen = [*sorted(set(wanted))]
         rows += [*of_size[1:], of_size[0]]
     return rows
 
