@@ -38,7 +38,7 @@ TOOLS = {
     "tune": "choose the best buckets for a phase log",
     "phases": "summarise or draw a phase log",
     "calibrate": "measure the ranges of a model's layers, for --quantization inc",
-    "store": "count, verify or clear the KV blocks in a file or Redis store",
+    "store": "count, verify or clear stored KV blocks, or model a store for logged traffic",
     "first-hour": "probe this machine's device, and write a report that can be sent",
     "demo": "run a mixed load through a small model and show what happened",
     "fetch-model": "put the demo model in place",

@@ -210,7 +210,7 @@ def _check_connector(transfer: KVTransferConfig, options: MemoryModeOptions) -> 
         name = transfer.kv_connector or "OffloadingConnector"
         raise UnsupportedFeatureError(f"the KV connector {name} {_MODE}", _asked_by(transfer))
     store = ConnectorOptions.resolve(transfer.kv_connector_extra_config, EXTRA_CONFIG).store
-    both = (store, options.store)
+    both = [one.lasting for one in (store, options.store) if one is not None]
     paths = [one.path.resolve() for one in both if isinstance(one, FileStoreOptions)]
     if len(paths) == 2 and paths[0] == paths[1]:
         wanted = f"another folder than that of {EXTRA_CONFIG}.store"
