@@ -12,7 +12,7 @@ SERVERS = {"vllm-gaudi": f"{PACKAGE}.vllm_gaudi"}
 
 # Options of our own server by command. They mean nothing to another one.
 OURS = {
-    "tune": ("margin", "gap", "max_shared_blocks", "max_selected_blocks", "granularity", "contiguous"),
+    "tune": ("gap", "max_shared_blocks", "max_selected_blocks", "granularity", "contiguous"),
     "plan": (
         *("strategy", "strategy_options", "mix", "max_graphs", "skeleton", "count_nodes", "step_memory"),
         *("quantised_experts", "max_loras", "max_lora_rank", "picture_tokens", "sparse", "partial_loads"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_gaudi_ucm_tools.vllm_gaudi.demand import Points, points_of
+from vllm_gaudi_ucm_tools.vllm_gaudi.demand import Points, Sizes, points_of
 from vllm_gaudi_ucm_tools.vllm_gaudi.level_search import Curve, Demand, Floats, Ints, search
 from vllm_gaudi_ucm_tools.vllm_gaudi.look_up import BATCH_STEP, fallback_value
 from vllm_gaudi_ucm_tools.vllm_gaudi.replay import Outcome, replay
@@ -52,13 +51,15 @@ def choose(
     cost: ShapeCost,
     most: int,
     report: Callable[[float], None] = lambda done: None,
+    *,
+    margin: float = 0.0,
 ) -> Choice:
-    """Returns the best set of at most `most` graphs.
+    """Returns the best set of at most `most` graphs. margin: share of the weight that goes to larger steps.
 
     Raises:
         SettingsError: `most` is less than a set needs that covers everything.
     """
-    tables = make_tables(points_of(traffic, settings), settings, cost)
+    tables = make_tables(points_of(traffic, settings).with_larger(margin, settings), settings, cost)
     least = sum(table.least for table in tables)
     budget = most
     while True:
@@ -70,13 +71,24 @@ def choose(
         curves = []
         for number, table in enumerate(tables):
             curves.append(search(table.demand, budget, lambda done, n=number: report((n + done) / len(tables))))
-        entries = tuple(sorted(_best_entries(tables, curves, budget)))
+        entries = tuple(sorted(_joined(_best_entries(tables, curves, budget), settings)))
         prepared = prepare_from_file(entries, settings)
         if prepared.num_graphs <= most:
             break
-        # the server adds buckets for drafts to those of the file
+        # the server adds buckets for drafts to those of the file, and ranks form shapes together
         budget = min(budget - 1, budget * most // prepared.num_graphs)
     return Choice(entries, prepared, replay(traffic.steps, prepared, settings))
+
+
+def _joined(entries: set[Shape], settings: Settings) -> set[Shape]:
+    """Returns the entries, with several ranks also the shapes of single prompts that their padded sizes form together.
+
+    Decodes need no others: their blocks are looked up for the batch of all ranks.
+    """
+    if settings.ranks == 1:
+        return entries
+    singles = {shape for shape in entries if shape[0] == 1 and shape[1] != 1}
+    return entries | {(1, max(a[1], b[1]), max(a[2], b[2])) for a in singles for b in singles}
 
 
 def _with_drafts(tables: list[Table], settings: Settings) -> int:
@@ -110,7 +122,7 @@ def make_tables(points: Points, settings: Settings, cost: ShapeCost) -> list[Tab
     return tables
 
 
-def _single(points: Counter[tuple[int, int]], settings: Settings, cost: ShapeCost) -> Table:
+def _single(points: Sizes, settings: Settings, cost: ShapeCost) -> Table:
     def seconds(query: Floats, context: Floats) -> Floats:
         return cost.prefill(1, query, query, context)
 
@@ -144,7 +156,7 @@ def merged_batches(settings: Settings) -> list[int]:
     return sorted({min(fallback_value(count, BATCH_STEP), most) for count in range(2, most + 1)})
 
 
-def _merged(points: Counter[tuple[int, int]], settings: Settings, cost: ShapeCost) -> Table | None:
+def _merged(points: Sizes, settings: Settings, cost: ShapeCost) -> Table | None:
     tokens = settings.max_num_batched_tokens
     batches = [batch for batch in merged_batches(settings) if tokens // batch > 1]
     if not batches:
@@ -165,7 +177,7 @@ def _merged(points: Counter[tuple[int, int]], settings: Settings, cost: ShapeCos
     return Table(demand, lambda batch, query: (batch, max(query, 2), 0))
 
 
-def _decodes(points: Counter[tuple[int, int]], settings: Settings, cost: ShapeCost) -> Table:
+def _decodes(points: Sizes, settings: Settings, cost: ShapeCost) -> Table:
     tokens, most = settings.decode_tokens, most_blocks(settings)
 
     def top(batch: int) -> int:
@@ -184,9 +196,9 @@ def _decodes(points: Counter[tuple[int, int]], settings: Settings, cost: ShapeCo
     return Table(demand, entry)
 
 
-def _columns(points: Counter[tuple[int, int]]) -> tuple[Ints, Ints, Ints]:
-    rows = np.array([(*sizes, count) for sizes, count in sorted(points.items())], np.int64).reshape(-1, 3)
-    return rows[:, 0], rows[:, 1], rows[:, 2]
+def _columns(points: Sizes) -> tuple[Ints, Ints, Floats]:
+    sizes = np.array(sorted(points), np.int64).reshape(-1, 2)
+    return sizes[:, 0], sizes[:, 1], np.array([points[first, second] for first, second in sorted(points)], np.float64)
 
 
 def _best_entries(tables: list[Table], curves: list[Curve], budget: int) -> set[Shape]:

@@ -36,8 +36,9 @@ def tune(args: argparse.Namespace) -> int:
     Raises:
         ValueError: an option or the log cannot be used; the message names it.
     """
-    if not 0.0 <= args.holdout <= 0.9:
-        raise ValueError(f"--holdout is {args.holdout}, expected a share from 0 to 0.9")
+    for option in ("margin", "holdout"):
+        if not 0.0 <= getattr(args, option) <= 0.9:
+            raise ValueError(f"--{option} is {getattr(args, option)}, expected a share from 0 to 0.9")
     check_output("--output", args.output)
     check_output("--picture", args.picture, PICTURES)
     most = _most_graphs(args)
@@ -48,11 +49,15 @@ def tune(args: argparse.Namespace) -> int:
     end = len(traffic.steps) - int(len(traffic.steps) * args.holdout)
     tuned, judged = traffic.part(0, end), traffic.part(end) if end < len(traffic.steps) else traffic
     with task_progress("choosing buckets") as progress:
-        choice = choose(tuned, settings, cost, most, progress)
+        choice = choose(tuned, settings, cost, most, progress, margin=args.margin)
     outcome = choice.outcome if judged is traffic else replay(judged.steps, choice.prepared, settings)
     own = SetReport("tuned", "tuned to this traffic", choice.prepared, outcome, cost)
     sets, refused = _own_sets(settings, judged, cost)
     notes = [*log.notes, *traffic.assumptions]
+    if settings.ranks > 1 and settings.prefill_batch > 1:
+        notes.append(
+            "prompts merge alike on all ranks; where they do not, vllm-gaudi runs shapes that no file can list"
+        )
     if judged is not traffic:
         notes.append(f"buckets were chosen for the first {end:,} steps; the figures are of those after them")
     comparison = Comparison(settings, [*sets, own], refused, traffic.source, len(judged.steps), notes, "tuned")

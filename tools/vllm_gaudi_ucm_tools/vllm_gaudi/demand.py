@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_gaudi_ucm_tools.vllm_gaudi.replay import decode_wanted, prefill_wanted
 from vllm_gaudi_ucm_tools.vllm_gaudi.settings import Settings
 from vllm_gaudi_ucm_tools.vllm_gaudi.traffic import Prefill, Step, Traffic, TrafficError
+
+Sizes = dict[tuple[int, int], float]
+# How much larger the steps are that `with_larger` adds.
+LARGER = (1.25, 1.6, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -17,9 +21,31 @@ class Points:
     blocks without those of drafts, or the highest one with contiguous reading.
     """
 
-    singles: Counter[tuple[int, int]] = field(default_factory=Counter)
-    merged: Counter[tuple[int, int]] = field(default_factory=Counter)
-    decodes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    singles: Sizes = field(default_factory=lambda: defaultdict(float))
+    merged: Sizes = field(default_factory=lambda: defaultdict(float))
+    decodes: Sizes = field(default_factory=lambda: defaultdict(float))
+
+    def with_larger(self, share: float, settings: Settings) -> Points:
+        """Returns the points with this share of their runs on larger ones, so that a busier hour has buckets, too."""
+        if not share:
+            return self
+        tokens = min(settings.max_num_batched_tokens, settings.max_model_len)
+        blocks = settings.blocks_per_request * settings.max_num_seqs
+        return Points(
+            _spread(self.singles, share, (tokens, settings.most_context)),
+            dict(self.merged),
+            _spread(self.decodes, share, (settings.max_num_seqs, blocks)),
+        )
+
+
+def _spread(sizes: Sizes, share: float, most: tuple[int, int]) -> Sizes:
+    spread: Sizes = defaultdict(float)
+    for (first, second), count in sizes.items():
+        spread[first, second] += count * (1.0 - share)
+        for factor in LARGER:
+            larger = min(round(first * factor), max(first, most[0])), min(round(second * factor), max(second, most[1]))
+            spread[larger] += count * share / len(LARGER)
+    return spread
 
 
 def points_of(traffic: Traffic, settings: Settings) -> Points:

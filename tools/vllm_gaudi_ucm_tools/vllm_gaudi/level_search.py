@@ -30,7 +30,7 @@ class Demand:
 
     first: Ints
     second: Ints
-    count: Ints
+    count: Floats
     ends: Sequence[int]
     must: frozenset[int]
     top: Callable[[int], int]
@@ -117,7 +117,7 @@ class _Inner:
         return found
 
 
-def _candidates(sizes: Ints, count: Ints, most: int, allowed: Sequence[int], must: frozenset[int]) -> list[int]:
+def _candidates(sizes: Ints, count: Floats, most: int, allowed: Sequence[int], must: frozenset[int]) -> list[int]:
     """Returns up to about `most` allowed sizes, ascending: those that must be, and sizes that split the runs evenly."""
     allowed_array = np.asarray(allowed, np.int64)
     holds = allowed_array[np.minimum(np.searchsorted(allowed_array, sizes), len(allowed_array) - 1)]
@@ -125,7 +125,7 @@ def _candidates(sizes: Ints, count: Ints, most: int, allowed: Sequence[int], mus
     if len(distinct) > most:
         runs = np.bincount(where, count)
         # rare large sizes matter as much as frequent small ones, so that a part of the candidates ignores the runs
-        weight = runs / runs.sum() + 1.0 / len(distinct)
+        weight = runs / max(runs.sum(), 1.0) + 1.0 / len(distinct)
         marks = np.cumsum(weight) / weight.sum()
         distinct = distinct[np.unique(np.searchsorted(marks, np.linspace(0.0, 1.0, most + 1)[1:] - 1e-9))]
     return sorted({*distinct.tolist(), *must, int(allowed_array[-1])})

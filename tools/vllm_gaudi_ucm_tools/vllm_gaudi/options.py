@@ -101,8 +101,8 @@ def settings_of(args: argparse.Namespace, known: Mapping[str, int]) -> Settings:
     if missing:
         raise ValueError(
             f"{', '.join(missing)} are missing: the log does not name these limits of the server. vllm serve prints "
-            "its arguments at start; --num-blocks is the size of the KV cache in tokens, which it prints, divided by the "
-            "block size"
+            "its arguments at start; --num-blocks is the size of the KV cache in tokens, which it prints, divided by "
+            "the block size"
         )
     return Settings(
         **limits,

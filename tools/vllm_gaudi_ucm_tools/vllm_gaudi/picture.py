@@ -74,6 +74,8 @@ def _draw_phase(axes: Axes, comparison: Comparison, phase: str, sizes: tuple[int
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", base=2, linthresh=1)
+    axes.set_xlim(left=0.8)
+    axes.set_ylim(-0.5, 2 * axes.get_ylim()[1])
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 

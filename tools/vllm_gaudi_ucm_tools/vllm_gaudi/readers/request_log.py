@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from vllm_gaudi_ucm.options.errors import counted
 from vllm_gaudi_ucm_tools.vllm_gaudi.readers.numbers import seconds, whole
 from vllm_gaudi_ucm_tools.vllm_gaudi.traffic import Request, TrafficError
 
@@ -48,7 +49,7 @@ def from_bench(result: Mapping[str, Any], source: str) -> tuple[list[Request], t
             failed += 1
             continue
         rows.append(Request(seconds(time, f"{place}, start_times"), whole(prompt, f"{place}, input_lens"), int(output)))
-    notes = (f"{failed} requests without output were left out",) if failed else ()
+    notes = (f"{counted(failed, 'request')} without output left out",) if failed else ()
     return from_first(rows, source), notes
 
 
