@@ -61,16 +61,13 @@ def choose(
     """
     tables = make_tables(points_of(traffic, settings).with_larger(margin, settings), settings, cost)
     least = sum(table.least for table in tables)
-    budget = most
+    budget, curves = most, _curves(tables, most, report)
     while True:
         if budget < least:
             raise SettingsError(
                 f"--max-graphs is {most}, expected at least {_with_drafts(tables, settings)} to cover every step "
                 "of this server"
             )
-        curves = []
-        for number, table in enumerate(tables):
-            curves.append(search(table.demand, budget, lambda done, n=number: report((n + done) / len(tables))))
         entries = tuple(sorted(_joined(_best_entries(tables, curves, budget), settings)))
         prepared = prepare_from_file(entries, settings)
         if prepared.num_graphs <= most:
@@ -78,6 +75,17 @@ def choose(
         # the server adds buckets for drafts to those of the file, and ranks form shapes together
         budget = min(budget - 1, budget * most // prepared.num_graphs)
     return Choice(entries, prepared, replay(traffic.steps, prepared, settings))
+
+
+def _curves(tables: list[Table], most: int, report: Callable[[float], None]) -> list[Curve]:
+    found: list[Curve] = []
+
+    def of_all(done: float) -> None:
+        report((len(found) + done) / len(tables))
+
+    for table in tables:
+        found.append(search(table.demand, most, of_all))
+    return found
 
 
 def _joined(entries: set[Shape], settings: Settings) -> set[Shape]:
@@ -207,7 +215,7 @@ def _best_entries(tables: list[Table], curves: list[Curve], budget: int) -> set[
     for curve in curves:
         sums = np.full(budget + 1, np.inf)
         split = np.zeros(budget + 1, np.int64)
-        for own in np.flatnonzero(np.isfinite(curve.seconds)):
+        for own in np.flatnonzero(np.isfinite(curve.seconds[: budget + 1])):
             others = total[: budget + 1 - own] + curve.seconds[own]
             here = slice(own, own + len(others))
             better = others < sums[here]

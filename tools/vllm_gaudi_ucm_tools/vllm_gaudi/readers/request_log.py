@@ -29,18 +29,17 @@ def is_request(row: Any) -> bool:
 
 def from_bench(result: Mapping[str, Any], source: str) -> tuple[list[Request], tuple[str, ...]]:
     """Returns the requests of a result of `vllm bench serve`, and what was left out."""
-    lists = [result.get(name) for name in ("input_lens", "output_lens")]
-    if not all(isinstance(values, list) for values in lists):
+    inputs, outputs = result.get("input_lens"), result.get("output_lens")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise TrafficError(
             f"{source}: is a result of vllm bench serve without the lengths of its requests; run it with --save-result "
             "--save-detailed"
         )
-    inputs, outputs = lists
     times = result.get("start_times") or [0.0] * len(inputs)
-    if not len(inputs) == len(outputs) == len(times):
+    if not isinstance(times, list) or not len(inputs) == len(outputs) == len(times):
         raise TrafficError(
-            f"{source}: has {len(inputs)} input_lens, {len(outputs)} output_lens and {len(times)} start_times; "
-            "expected as many of each"
+            f"{source}: has {len(inputs)} input_lens, {len(outputs)} output_lens; expected as many of each, "
+            "and of start_times"
         )
     rows, failed = [], 0
     for number, (prompt, output, time) in enumerate(zip(inputs, outputs, times, strict=True), 1):
