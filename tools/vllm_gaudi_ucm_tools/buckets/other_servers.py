@@ -24,7 +24,7 @@ OURS = {
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """Declares --for with the installed servers, and their options; call it after all others are declared."""
     there = {name: module for name, module in SERVERS.items() if find_spec(module) is not None}
-    parser.set_defaults(other_server=None)
+    parser.set_defaults(other_server=None, their_options=[], default_of=parser.get_default)
     if not there:
         return
     parser.add_argument(
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     theirs = []
     for module in there.values():
         theirs += importlib.import_module(f"{module}.options").add_arguments(parser, command)
-    parser.set_defaults(their_options=theirs, default_of=parser.get_default)
+    parser.set_defaults(their_options=theirs)
 
 
 def run(args: argparse.Namespace, command: str) -> int | None:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, command: str) -> int | None:
     Raises:
         ValueError: an option does not belong to the server.
     """
-    foreign = getattr(args, "their_options", []) if args.other_server is None else OURS[command]
+    foreign = args.their_options if args.other_server is None else OURS[command]
     # some options belong to both
     shared = {"num_speculative_tokens"} if command == "plan" else set()
     for name in foreign:

@@ -68,6 +68,8 @@ def tune(args: argparse.Namespace) -> int:
         with written_whole(args.picture) as path:
             draw(comparison, path)
     _report(args, comparison, {"output": args.output and str(args.output), "command": _command(args, settings)})
+    if args.picture is not None and not args.json:
+        print(f"picture written to {args.picture}")
     return 0
 
 
@@ -217,8 +219,6 @@ def _report(args: argparse.Namespace, comparison: Comparison, more: dict[str, st
     if more.get("output"):
         console.print(f"buckets written to {more['output']}; serve with", markup=False)
         console.print(f"  {more['command']}", markup=False, soft_wrap=True)
-    if getattr(args, "picture", None) is not None:
-        console.print(f"picture written to {args.picture}", markup=False)
 
 
 RUN: dict[str, Callable[[argparse.Namespace], int]] = {"tune": tune, "plan": plan}

@@ -1,4 +1,4 @@
-"""What a traffic looks up, before any bucket is known: the points that a search covers."""
+"""The demand of a traffic before any bucket is known: the points that a search covers."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Ran(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What ran how often. compiled: shapes that no bucket had prepared, in order; each is compiled at its first run.
+    """Counts of what ran. compiled: shapes that no bucket had prepared, in order; each is compiled at its first run.
     added: buckets that look-ups added, of which some never ran.
     """
 

@@ -14,6 +14,10 @@ Shape = tuple[int, int, int]
 """(requests, tokens of each, blocks): the context of the longest prompt, or the blocks of all decodes."""
 
 
+# Shapes beyond which a strategy's grid is not looked at; none of them would end its warm-up in a day.
+MOST_SHAPES = 400_000
+
+
 class Ranges(NamedTuple):
     """The values of each dimension of a phase; decodes have one token."""
 
@@ -44,6 +48,9 @@ def prepare(settings: Settings) -> Prepared:
     prompt_ranges, decode_ranges = RANGES[settings.strategy](settings)
     if settings.contiguous and decode_ranges.contexts[-1] < settings.num_blocks:
         decode_ranges.contexts.append(settings.num_blocks)
+    for ranges in (prompt_ranges, decode_ranges):
+        if (size := math.prod(map(len, ranges))) > MOST_SHAPES:
+            raise SettingsError(f"it makes {size:,} shapes before its filters, too many to compile or to list here")
     prompts = {shape for shape in _prompt_grid(prompt_ranges, settings) if keeps_prompt(shape, settings)}
     grid = ((batch, 1, context) for batch in decode_ranges.batches for context in decode_ranges.contexts)
     decodes = {corrected(shape, settings) for shape in grid if keeps_decode(shape, settings)}
