@@ -18,6 +18,7 @@ from vllm_gaudi_ucm_tools.buckets import other_servers
 from vllm_gaudi_ucm_tools.vllm_gaudi.bucket_file import parse_bucket_file
 from vllm_gaudi_ucm_tools.vllm_gaudi.strategies import prepare_from_file
 
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "vllm-gaudi.md"
 LIMITS = ("--max-num-batched-tokens=2048", "--max-num-seqs=32", "--max-model-len=4096", "--num-blocks=1000")
 DESCRIPTION = {"requests": 60, "rate": 10, "prompt": {"median": 150, "sigma": 0.8, "high": 2000}, "output": 30}
 
@@ -67,6 +68,22 @@ def test_tune_prints_the_comparison(log: Path, tmp_path: Path, capsys: pytest.Ca
     assert "tuned to this traffic" in output
     assert "modelled" in output
     assert "vllm serve MODEL" in output
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    log = tmp_path / "traffic.json"
+    log.write_text(page.split("```json\n")[1].split("```")[0])
+    limits = [word for word in page.split("gaudi-ucm tune traffic.json")[1].split("-o ")[0].split() if word != "\\"]
+    sets = tune_json(capsys, log, *limits[2:])["sets"]
+    rows = {row.split()[0]: row for row in page.split("```text\n")[1].split("```")[0].splitlines()[1:]}
+    for name, found in sets.items():
+        numbers = [word.replace(",", "") for word in rows[name].split()]
+        counts = (str(found[key]) for key in ("graphs", "prompt_graphs", "decode_graphs"))
+        assert all(count in numbers for count in counts), rows[name]
+        # rounded, because a float may differ in its last digit on another machine
+        assert float(numbers[-2][:-1]) == pytest.approx(found["cost_ratio"], abs=0.002)
+        assert float(numbers[-1][:-1]) == pytest.approx(found["size_ratios"]["decode blocks"], abs=0.02)
 
 
 def test_plan_compares_with_and_without_traffic(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

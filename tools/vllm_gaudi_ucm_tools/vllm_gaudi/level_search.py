@@ -50,7 +50,9 @@ class Curve:
 
 def search(demand: Demand, most: int, report: Callable[[float], None] = lambda done: None) -> Curve:
     """Returns the best choices of up to `most` buckets."""
-    ends = _candidates(demand.first, demand.count, MOST_FIRST, demand.ends, demand.must)
+    ends = _candidates(
+        _rounded_up(demand.first, demand.ends), demand.count, MOST_FIRST, demand.must | {demand.ends[-1]}
+    )
     depth = min(MOST_LEVELS, most)
     best = np.full((len(ends) + 1, most + 1), np.inf)
     best[0, 0] = 0.0
@@ -93,7 +95,7 @@ class _Inner:
         inside = (demand.first > floor) & (demand.first <= end)
         top = demand.top(end)
         second = np.minimum(demand.second[inside], top)
-        values = _candidates(second, demand.count[inside], MOST_SECOND, range(top + 1), frozenset((top,)))
+        values = _candidates(second, demand.count[inside], MOST_SECOND, frozenset((top,)))
         edges = np.array([-1, *values])
         counts = np.histogram(second, edges + 0.5, weights=demand.count[inside])[0]
         each = demand.seconds(np.full(len(values), float(end)), np.array(values, np.float64))
@@ -117,10 +119,14 @@ class _Inner:
         return found
 
 
-def _candidates(sizes: Ints, count: Floats, most: int, allowed: Sequence[int], must: frozenset[int]) -> list[int]:
-    """Returns up to about `most` allowed sizes, ascending: those that must be, and sizes that split the runs evenly."""
-    allowed_array = np.asarray(allowed, np.int64)
-    holds = allowed_array[np.minimum(np.searchsorted(allowed_array, sizes), len(allowed_array) - 1)]
+def _rounded_up(sizes: Ints, allowed: Sequence[int]) -> Ints:
+    """Returns the lowest allowed size that holds each size; the last one for larger sizes."""
+    steps = np.asarray(allowed, np.int64)
+    return steps[np.minimum(np.searchsorted(steps, sizes), len(steps) - 1)]
+
+
+def _candidates(holds: Ints, count: Floats, most: int, must: frozenset[int]) -> list[int]:
+    """Returns up to about `most` of these sizes, ascending: all that must be, and some that split the runs evenly."""
     distinct, where = np.unique(holds, return_inverse=True)
     if len(distinct) > most:
         runs = np.bincount(where, count)
@@ -128,4 +134,4 @@ def _candidates(sizes: Ints, count: Floats, most: int, allowed: Sequence[int], m
         weight = runs / max(runs.sum(), 1.0) + 1.0 / len(distinct)
         marks = np.cumsum(weight) / weight.sum()
         distinct = distinct[np.unique(np.searchsorted(marks, np.linspace(0.0, 1.0, most + 1)[1:] - 1e-9))]
-    return sorted({*distinct.tolist(), *must, int(allowed_array[-1])})
+    return sorted({*distinct.tolist(), *must})
