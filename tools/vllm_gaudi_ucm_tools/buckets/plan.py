@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, bui
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.observability.phase_log import bucket_shapes
 from vllm_gaudi_ucm.observability.step_record import StepRecord
+from vllm_gaudi_ucm_tools.buckets import other_servers
 from vllm_gaudi_ucm_tools.buckets.compile_cost import AttentionNodes
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
@@ -113,10 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + ", ".join(f"{name} {value}" for name, value in DEFAULT_LIMITS.items())
         + ", and as many blocks as fit the device's memory",
     )
+    other_servers.add_arguments(parser, "plan")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plans and reports; unusable input raises a ValueError."""
+    if (done := other_servers.run(args, "plan")) is not None:
+        return done
     report = make_plan(args)
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
