@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend, UnifiedAttentionImpl, UnifiedAttentionMetadata
 from vllm_gaudi_ucm.attention.cache_scales import CacheScales
-from vllm_gaudi_ucm.kv_cache.pair import LatentRows, in_blocks
+from vllm_gaudi_ucm.attention.indexer import TokenIndexer
+from vllm_gaudi_ucm.kv_cache.pair import IndexedLatents, LatentRows, in_blocks
+from vllm_gaudi_ucm.ops.chosen_tokens.api import attend_tokens, choose_tokens, most_seen
+from vllm_gaudi_ucm.ops.chosen_tokens.implementation import IndexRows, TokenPlaces
 from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
@@ -33,8 +37,15 @@ from vllm_gaudi_ucm.vllm_api.attention import (
     take_kv_b_proj,
 )
 from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES
-from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec, MLAAttentionSpec
-from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, get_forward_context, op_registry_oot
+from vllm_gaudi_ucm.vllm_api.indexer import register_no_kernels
+from vllm_gaudi_ucm.vllm_api.kv_cache import IndexedLatentSpec, KVCacheSpec, MLAAttentionSpec
+from vllm_gaudi_ucm.vllm_api.model import (
+    AttentionLayerBase,
+    get_forward_context,
+    op_registry_oot,
+    shares_chosen_tokens,
+    tokens_chosen,
+)
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -48,7 +59,7 @@ class LatentSizes:
     """Sizes for one token and head, in elements.
 
     heads: heads on this device. latent: size of a latent. rotary, nope: rotary and other elements of a key. value: size
-    of a value.
+    of a value. chosen: most tokens that each row attends to, chosen by the model's indexer (DSA); 0: all of them.
     """
 
     heads: int
@@ -56,6 +67,7 @@ class LatentSizes:
     rotary: int
     nope: int
     value: int
+    chosen: int = 0
 
     @property
     def cached(self) -> int:
@@ -65,7 +77,7 @@ class LatentSizes:
         """Returns whether new tokens of a step with cached blocks get keys and values of their own, because making
         these costs less than they save.
         """
-        if parts.causal is None or parts.selected is not None or not _reads_cache(parts):
+        if self.chosen or parts.causal is None or parts.selected is not None or not _reads_cache(parts):
             return False
         pairs = 0
         for one in parts.causal.slices:
@@ -100,6 +112,15 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         # first the spec with the keys and values of each head, then the spec over the cache
         self._of_heads = self.spec
         self.spec = replace(self.spec, values_in_keys=True)
+        self.shares_choices = False
+        self.choices = torch.empty((0, 0), dtype=torch.int32)
+
+    def share_choices(self, choices: torch.Tensor) -> None:
+        """Makes a layer with an indexer write its choices for the next layers, and a layer without one read them.
+
+        choices: int32 [rows of the largest step, chosen].
+        """
+        self.shares_choices, self.choices = True, choices
 
     def join(self, group: GroupStep | None) -> None:
         """Refuses several groups, which windows in other layers of the model would cause."""
@@ -113,14 +134,17 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         latent: torch.Tensor,
         rotary: torch.Tensor,
         weights: LatentWeights,
-        kv_cache: LatentRows,
+        kv_cache: LatentRows | IndexedLatents,
         attn_metadata: UnifiedAttentionMetadata | None,
+        index: IndexRows | None = None,
     ) -> torch.Tensor:
         """Returns [rows, heads * value size]. query: [rows, heads, nope + rotary]; latent: [rows, latent size]; rotary:
         [rows, 1, rotary size], with positions applied. Without metadata (in a memory measurement) attention is skipped.
 
         Over a cache of 8-bit floats, absorbed attention is computed in the cache's units. New tokens with keys and
         values of their own are not rounded; their sums are over the same scores.
+
+        index: of a layer with an indexer. A step in which no row sees more tokens than it may choose is dense.
         """
         sizes, rows = self.sizes, query.shape[0]
         if attn_metadata is None:
@@ -132,6 +156,13 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         rounded = key if scales is None else narrow(key)
         written = LatentRows(write_rows(rounded, kv_cache.key, attn_metadata.slots))
         parts = attn_metadata.parts
+        chosen = self._chosen(kv_cache, attn_metadata, index) if sizes.chosen else None
+        if chosen is not None:
+            absorbed = weights.absorb(query, sizes.nope)
+            if scales is not None:
+                absorbed = absorbed * scales.key
+            found = attend_tokens(absorbed, written.key[:, 0], chosen, self.scale, sizes.latent)
+            return weights.values(found if scales is None else found * scales.value)
         if attn_metadata.sparse is None and not _reads_cache(parts.parts):
             return self._attend_expanded(query, latent, rotary, weights, parts).flatten(1)
         cache = in_blocks(written, attn_metadata.parts.block_size).key
@@ -151,6 +182,29 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
             found = found * scales.value
         share = torch.softmax(torch.stack((of_cached, of_new)), 0)[..., None]
         return (weights.values(found).view(new.shape) * share[0] + new * share[1]).to(query.dtype).flatten(1)
+
+    def _chosen(
+        self, kv_cache: LatentRows | IndexedLatents, attn_metadata: UnifiedAttentionMetadata, index: IndexRows | None
+    ) -> torch.Tensor | None:
+        """Returns [rows, chosen] slots of the tokens that rows attend to; None if they attend to all. Writes the new
+        keys of the indexer in any case.
+        """
+        parts, count = attn_metadata.parts.parts, self.sizes.chosen
+        all_seen = most_seen(parts, attn_metadata.parts.block_size) <= count
+        rows = len(attn_metadata.slots)
+        if index is None:
+            # of the last layer with an indexer
+            return None if all_seen else self.choices[:rows, :count]
+        assert isinstance(kv_cache, IndexedLatents)
+        keys = write_rows(index.key[:, None], kv_cache.index, attn_metadata.slots)[:, 0]
+        if all_seen:
+            return None
+        places = TokenPlaces(parts, attn_metadata.slots, attn_metadata.parts.block_size)
+        found = choose_tokens(index, keys, places, count)
+        if self.shares_choices:
+            numbers = torch.arange(rows, device=found.device)
+            self.choices.index_copy_(0, numbers, functional.pad(found, (0, self.choices.shape[1] - count)).int())
+        return found
 
     def _attend_expanded(
         self,
@@ -213,6 +267,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):
     Args:
         projection: `kv_b_proj`, from latents to keys and values; its weight moves to this layer once it is loaded.
         quant_config: the model's, which has the scale of a cache of 8-bit floats; if None, the scale is 1.
+        index_size: elements of a key of the layer's indexer; 0 without one.
     """
 
     weights: LatentWeights
@@ -227,9 +282,11 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         cache_config: CacheConfig | None,
         quant_config: Any,
         prefix: str,
+        index_size: int = 0,
     ) -> None:
         super().__init__()
         self.sizes = sizes
+        self.index_size = index_size
         self.num_kv_heads = 1
         self.layer_name = prefix
         self.kv_cache: Any = torch.tensor([])
@@ -251,14 +308,23 @@ class LatentAttention(nn.Module, AttentionLayerBase):
             raise UnsupportedFeatureError(str(error), "the model's quantization_config") from error
         self.weights = LatentWeights(uk, uv)
 
-    def forward(self, query: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor, index: IndexRows | None = None
+    ) -> torch.Tensor:
         """See `LatentAttentionImpl.attend`."""
         metadata: Any = get_forward_context().attn_metadata
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
         impl = cast(LatentAttentionImpl, self.impl)
         return impl.attend(
-            self, query, latent, rotary, weights=self.weights, kv_cache=self.kv_cache, attn_metadata=metadata
+            self,
+            query,
+            latent,
+            rotary,
+            weights=self.weights,
+            kv_cache=self.kv_cache,
+            attn_metadata=metadata,
+            index=index,
         )
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -269,14 +335,18 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         # vLLM's dtype of 8-bit floats
         named = torch.uint8 if name.startswith("fp8") else FLOAT_KV_DTYPES.get(name, getattr(torch, name, None))
         dtype = vllm_config.model_config.dtype if name == "auto" else named
-        return MLAAttentionSpec(
-            block_size=vllm_config.cache_config.block_size,
-            num_kv_heads=1,
-            max_tp_shards=1,
-            head_size=self.sizes.cached,
-            dtype=cast(torch.dtype, dtype),
-            cache_dtype_str=self.kv_cache_dtype,
-        )
+        fields: dict[str, Any] = {
+            "block_size": vllm_config.cache_config.block_size,
+            "num_kv_heads": 1,
+            "max_tp_shards": 1,
+            "head_size": self.sizes.cached,
+            "dtype": dtype,
+            "cache_dtype_str": self.kv_cache_dtype,
+        }
+        if not self.index_size:
+            return MLAAttentionSpec(**fields)
+        model_dtype = cast(torch.dtype, vllm_config.model_config.dtype)
+        return IndexedLatentSpec(**fields, index_size=self.index_size, index_dtype=model_dtype)
 
 
 def _cache_dtype(cache_config: CacheConfig | None, quant_config: Any) -> str:
@@ -320,13 +390,16 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
         from vllm.config import get_current_vllm_config
 
         nn.Module.__init__(self)
-        if mla_modules.is_sparse or skip_topk:
-            raise UnsupportedFeatureError(
-                "sparse attention that the model defines (DSA)", f"the model's layer {prefix}"
-            )
         if non_causal_multi_token_decode:
             raise UnsupportedFeatureError("latent attention in both directions", f"the model's layer {prefix}")
-        self.sizes = LatentSizes(num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
+        vllm_config = get_current_vllm_config()
+        self.indexer = None
+        if mla_modules.is_sparse and not skip_topk:
+            assert mla_modules.indexer is not None, "vLLM's model makes it"
+            assert mla_modules.indexer_rotary_emb is not None, "vLLM's model makes it"
+            self.indexer = TokenIndexer(mla_modules.indexer, mla_modules.indexer_rotary_emb)
+        chosen = (tokens_chosen(vllm_config.model_config) or 0) if mla_modules.is_sparse else 0
+        self.sizes = LatentSizes(num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, chosen)
         self.q_lora_rank = q_lora_rank
         self.fused_qkv_a_proj = mla_modules.fused_qkv_a_proj
         self.kv_a_proj_with_mqa = mla_modules.kv_a_proj_with_mqa
@@ -340,11 +413,15 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
             self.sizes,
             scale,
             mla_modules.kv_b_proj,
-            get_current_vllm_config(),
+            vllm_config,
             cache_config=cache_config,
             quant_config=quant_config,
             prefix=f"{prefix}.attn",
+            index_size=0 if self.indexer is None else self.indexer.key_size,
         )
+        if mla_modules.is_sparse and shares_chosen_tokens(vllm_config.model_config):
+            assert mla_modules.topk_indices_buffer is not None, "vLLM's model makes it"
+            cast(LatentAttentionImpl, self.mla_attn.impl).share_choices(mla_modules.topk_indices_buffer)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
@@ -361,7 +438,8 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
             query = torch.cat((query[..., : sizes.nope], turned), -1)
         if llama_4_scaling is not None:
             query = query * llama_4_scaling
-        found = self.mla_attn(query, latent, rotary)
+        index = None if self.indexer is None else self.indexer(positions, hidden_states, given)
+        found = self.mla_attn(query, latent, rotary, index)
         if self.g_proj is not None:
             found = found * _project(self.g_proj, hidden_states).sigmoid()
         return _project(self.o_proj, found)
@@ -387,3 +465,4 @@ def register_latent_attention() -> None:
     name = MultiHeadLatentAttentionWrapper.__name__
     if name not in op_registry_oot:
         PluggableLayer.register_oot(LatentAttentionBlock, name=name)
+    register_no_kernels()
