@@ -68,8 +68,8 @@ def test_dense_attention_gives_other_tokens(model: Path, answers: list[Answer]) 
 
 BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "buckets and drafts": (STATIC, {**CHUNKS, "speculative_config": NGRAM}),
-    "whole prompts, preempted": ({}, {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}),
-    "swaps": ({"preemption": {"mode": "swap", "host_memory": 4 << 20}}, {**CHUNKS, "num_gpu_blocks_override": 40}),
+    "whole prompts, preempted": ({}, {"num_gpu_blocks_override": 34, "enable_prefix_caching": False}),
+    "swaps": ({"preemption": {"mode": "swap", "host_memory": 4 << 20}}, {**CHUNKS, "num_gpu_blocks_override": 34}),
     "partial hits and compaction": ({"kv_cache": {"partial_hits": True, "compaction": True}}, CHUNKS),
     "two devices": ({"distributed": {"check_ranks": True}}, {**CHUNKS, "tensor_parallel_size": 2}),
 }
