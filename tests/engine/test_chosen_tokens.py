@@ -18,6 +18,7 @@ from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import make_config, make_model
 from vllm_gaudi_ucm.kv_cache.pair import IndexedLatents, LatentRows
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 pytestmark = pytest.mark.slow  # starts engines
 
@@ -97,7 +98,7 @@ def test_stored_blocks(model: Path, answers: list[Answer], tmp_path: Path) -> No
 
 def test_layers_share_choices(tmp_path: Path, in_process: None) -> None:
     """GLM-5's second layer takes the choices of the first one, and keeps no keys of an indexer."""
-    changes = {"indexer_rope_interleave": True, "index_topk_freq": 2, "index_skip_topk_offset": 1}
+    changes = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
     model = _make(tmp_path, "glm_moe_dsa", **changes)
     for ucm in ({}, STATIC):
         with Engine(model, ucm, **CHUNKS) as engine:
@@ -115,3 +116,26 @@ def test_on_the_card(model: Path, answers: list[Answer], tmp_path: Path) -> None
     expected = [Answer(one.tokens[:8], one.logprobs[:8], one.gaps[:8], 0) for one in answers]
     assert_same(run.rounds[0], expected, near_ties=0)
     assert run.broken == {}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a sparse method": ({"ucm_sparse_method": "GSA"}, {}),
+    "a slot for each token": ({"kv_cache": {"granularity": "token"}}, {}),
+    "the KV connector OffloadingConnector": ({}, {"kv_offloading_size": 0.01, "kv_offloading_backend": "native"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str, model: Path) -> None:
+    """By name, unless no context is longer than what a row chooses."""
+    ucm, options = REFUSED[name]
+    with pytest.raises(UnsupportedFeatureError, match=f"{name} with a model that chooses {CHOSEN} tokens for each row"):
+        Engine(model, ucm, **options).__enter__()
+
+
+def test_short_contexts_are_dense(model: Path) -> None:
+    """There is no indexer then, and no cache of its keys."""
+    with Engine(model, max_model_len=CHOSEN) as engine:
+        assert all(isinstance(cache, LatentRows) for cache in engine.runner.parts.kv_caches.values())
+        found = engine.greedy([prompts()[1][:10]], 8)
+    _reference(model, "deepseek_v32").assert_greedy([prompts()[1][:10]], found)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.platforms import current_platform
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import (
     Attention,
@@ -45,7 +46,7 @@ from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.parameter import BasevLLMParameter
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
     from vllm_gaudi_ucm.vllm_api.attention import AttentionLayer
 
@@ -86,6 +87,7 @@ __all__ = [
     "shares_chosen_tokens",
     "text_model",
     "tokens_chosen",
+    "tokens_to_choose",
 ]
 
 
@@ -211,6 +213,18 @@ def tokens_chosen(model_config: "ModelConfig") -> int | None:
         return cast("int", model_config.hf_text_config.index_topk)
     except AttributeError:
         return None
+
+
+def tokens_to_choose(vllm_config: "VllmConfig") -> int:
+    """Returns the same for an engine; 0 if all rows attend to all tokens, because no context is longer, or on a Gaudi.
+
+    Reason: as for `tokens_chosen`. On a Gaudi compiled layers choose other tokens, for a reason that is not known.
+    Remove when: as for `tokens_chosen`.
+    """
+    found = tokens_chosen(vllm_config.model_config)
+    if found is None or vllm_config.model_config.max_model_len <= found or current_platform.device_type == "hpu":
+        return 0
+    return found
 
 
 def shares_chosen_tokens(model_config: "ModelConfig") -> bool:

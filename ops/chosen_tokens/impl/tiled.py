@@ -4,6 +4,7 @@ for graphs.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class TiledChosenTokens(ChosenTokensImplementation):
         singles = 0 if parts.unique is None else min(parts.unique.num_rows, rows)
         bounds = [*range(0, singles, ROWS), *range(singles, rows, ROWS), rows]
         found = []
-        for lo, hi in zip(bounds, bounds[1:], strict=False):
+        for lo, hi in pairwise(bounds):
             tile = _Candidates([], [])
             if shared is not None:
                 shared.add(tile, index, lo, hi)
