@@ -154,8 +154,8 @@ def refuse_with_latents(vllm_config: VllmConfig) -> None:
 
 
 def refuse_with_chosen_tokens(vllm_config: VllmConfig, config: UcmConfig) -> None:
-    """Raises UnsupportedFeatureError for features that a model whose rows choose tokens by themselves (DSA) excludes, if
-    contexts may be longer than what a row chooses.
+    """Raises UnsupportedFeatureError for features that a choice of tokens by the model (DSA) excludes, if contexts may
+    be longer than what a row chooses.
     """
     if vllm_config.model_config is None:
         return

@@ -39,8 +39,8 @@ def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: 
             logger.info("%s: each row attends to the %s tokens that it chooses (DSA).", config.architecture, chosen)
         else:
             logger.warning(
-                "%s has each row choose %s tokens (DSA). On this device every row attends to all tokens before it: longer "
-                "contexts take more time, and give other logits than the model was trained for.",
+                "%s has each row choose %s tokens (DSA). On this device every row attends to all tokens before it: "
+                "longer contexts take more time, and give other logits than the model was trained for.",
                 config.architecture,
                 chosen,
             )

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-from vllm.platforms import current_platform
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import (
     Attention,
@@ -44,6 +43,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.parameter import BasevLLMParameter
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
