@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class IndexRows(NamedTuple):
-    """What the indexer of a layer makes of each row.
+    """The results of a layer's indexer for each row.
 
     query: [rows, heads, dim]. key: [rows, dim], of the row as a token. weights: float32 [rows, heads].
     """

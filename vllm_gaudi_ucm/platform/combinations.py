@@ -142,8 +142,10 @@ def refuse_with_shared_experts(vllm_config: VllmConfig, config: UcmConfig) -> No
         )
 
 
-def refuse_with_latents(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for connectors that expect keys and values if a layer has one tensor for both."""
+def refuse_with_latents(vllm_config: VllmConfig, config: UcmConfig) -> None:
+    """Raises UnsupportedFeatureError for connectors that expect keys and values if a layer has one tensor for both, and
+    for features that a choice of tokens excludes.
+    """
     model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
     if model is None or not model.use_mla:
         return
@@ -151,14 +153,13 @@ def refuse_with_latents(vllm_config: VllmConfig) -> None:
         if one.name not in (None, OURS, OFFLOADING):
             beside = f"with multi-head latent attention, whose cache is one tensor (take {OURS} or {OFFLOADING})"
             raise UnsupportedFeatureError(f"the KV connector {one.name} {beside}", _asked_by(transfer))
+    _refuse_with_chosen_tokens(vllm_config, config)
 
 
-def refuse_with_chosen_tokens(vllm_config: VllmConfig, config: UcmConfig) -> None:
+def _refuse_with_chosen_tokens(vllm_config: VllmConfig, config: UcmConfig) -> None:
     """Raises UnsupportedFeatureError for features that a choice of tokens by the model (DSA) excludes, if contexts may
     be longer than what a row chooses.
     """
-    if vllm_config.model_config is None:
-        return
     # not while vLLM is looking for its platform
     from vllm_gaudi_ucm.vllm_api.model import shares_chosen_tokens, tokens_to_choose
 

@@ -45,7 +45,6 @@ from vllm_gaudi_ucm.platform.combinations import (
     refuse_device_ids,
     refuse_older_ray_executor,
     refuse_other_profiler,
-    refuse_with_chosen_tokens,
     refuse_with_latents,
     refuse_with_memory_mode,
     refuse_with_ranks,
@@ -173,8 +172,7 @@ class UcmPlatform(Platform):
         refuse_with_ranks(vllm_config, config)
         refuse_other_profiler(vllm_config, cls.device_type)
         refuse_with_shared_experts(vllm_config, config)
-        refuse_with_latents(vllm_config)
-        refuse_with_chosen_tokens(vllm_config, config)
+        refuse_with_latents(vllm_config, config)
         if vllm_config.parallel_config.use_ray:
             refuse_older_ray_executor(vllm_config)
             cls._prepare_ray_workers(vllm_config)
