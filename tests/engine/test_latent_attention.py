@@ -171,15 +171,6 @@ def test_experts(tmp_path: Path) -> None:
         ReferenceModel(model).assert_greedy(prompts(), found)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
-def test_models_that_choose_tokens_are_dense(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With a warning; their tokens are in test_families.py, where they would choose all."""
-    model = make_model(tmp_path, make_config(family))
-    with Engine(model, max_num_batched_tokens=64, max_num_seqs=4) as engine:
-        assert len(engine.greedy(prompts()[:1], 2)[0].tokens) == 2
-    assert ("has each row choose 320 tokens (DSA)" in caplog.text) == (family != "deepseek_v3")
-
-
 def test_what_latents_are_not_kept_with(model: Path) -> None:
     """Each by its name."""
     with pytest.raises(UnsupportedFeatureError, match=r"a KV cache of another dtype with multi-head latent attention"):

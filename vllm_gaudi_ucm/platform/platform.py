@@ -174,7 +174,7 @@ class UcmPlatform(Platform):
         refuse_with_ranks(vllm_config, config)
         refuse_other_profiler(vllm_config, cls.device_type)
         refuse_with_shared_experts(vllm_config, config)
-        refuse_with_latents(vllm_config)
+        refuse_with_latents(vllm_config, config)
         if vllm_config.parallel_config.use_ray:
             refuse_older_ray_executor(vllm_config)
             cls._prepare_ray_workers(vllm_config)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.attention.latent import register_latent_attention
+from vllm_gaudi_ucm.attention.latent_block import register_latent_attention
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases

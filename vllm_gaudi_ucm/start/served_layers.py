@@ -8,6 +8,7 @@ from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.execution.cache_group import served_layers
 from vllm_gaudi_ucm.layers.experts import ServedMoeRunner
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.indexer import is_indexer_cache
 from vllm_gaudi_ucm.vllm_api.model import ChunkedLocalAttention
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ class ServedLayers(dict[str, Any]):
     """
 
     def __setitem__(self, name: str, layer: Any) -> None:
+        if is_indexer_cache(layer):
+            # the layer of attention keeps the keys
+            return
         if type(layer) not in (*served_layers(), ServedMoeRunner):
             raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
         if isinstance(layer, ChunkedLocalAttention):

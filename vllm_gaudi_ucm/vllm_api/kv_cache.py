@@ -9,9 +9,10 @@ Internal: specifications of a group whose layers differ (`UniformTypeKVCacheSpec
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionSpec",
     "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
+    "IndexedLatentSpec",
     "KVCacheConfig",
     "KVCacheGroupSpec",
     "KVCacheLayout",
@@ -51,6 +53,32 @@ __all__ = [
     "num_whole_groups",
     "tokens_kept",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedLatentSpec(MLAAttentionSpec):
+    """Latents, and keys of an indexer in the same blocks.
+
+    Reason: `MLAAttentionSpec` has one tensor; vLLM's indexer keeps its keys in a layer of its own, with 8-bit codes.
+    Remove when: `MLAAttentionSpec` has a second tensor of another dtype.
+
+    index_size: elements of an indexer's key. index_dtype: their dtype.
+    """
+
+    index_size: int
+    index_dtype: torch.dtype
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        """Returns the bytes of a token, which vLLM's page sizes are made of."""
+        return self.head_size * self.dtype.itemsize + self.index_size * self.index_dtype.itemsize
+
+    @classmethod
+    def merge(cls, specs: list["IndexedLatentSpec"]) -> "IndexedLatentSpec":  # type: ignore[override]
+        """Returns the specification of a group, whose layers must be alike."""
+        if any(spec != specs[0] for spec in specs):
+            raise AssertionError("All layers in the same KV cache group must be the same.")
+        return replace(specs[0])
 
 
 def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -13,7 +13,6 @@ another stage of a pipeline; `extract_layer_index`, which reads the number in a 
 class of loaded weights.
 """
 
-from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,6 +43,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.parameter import BasevLLMParameter
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -76,7 +76,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "YaRNScalingRotaryEmbedding",
     "as_trained",
-    "densely",
     "extract_layer_index",
     "forget_names",
     "get_forward_context",
@@ -85,8 +84,10 @@ __all__ = [
     "op_registry_oot",
     "plain_parameters",
     "set_forward_context",
+    "shares_chosen_tokens",
     "text_model",
     "tokens_chosen",
+    "tokens_to_choose",
 ]
 
 
@@ -214,29 +215,24 @@ def tokens_chosen(model_config: "ModelConfig") -> int | None:
         return None
 
 
-def densely(vllm_config: "VllmConfig") -> "VllmConfig":
-    """Returns a configuration for a model whose layers choose tokens by themselves (DSA), with dense layers instead.
+def tokens_to_choose(vllm_config: "VllmConfig") -> int:
+    """Returns the same for an engine; 0 if all rows attend to all tokens, because no context is longer, or on a Gaudi.
 
-    Reason: the classes of models make an indexer, with a cache of its own, wherever the configuration has `index_topk`.
-    Without it they are dense, and skip the indexer's weights in a checkpoint.
-    Remove when: vLLM has an option for it.
+    Reason: as for `tokens_chosen`. On a Gaudi compiled layers choose other tokens, for a reason that is not known.
+    Remove when: as for `tokens_chosen`.
     """
-    model_config = copy(vllm_config.model_config)
-    for name in ("hf_config", "hf_text_config"):
-        setattr(model_config, name, _without_index_topk(getattr(model_config, name)))
-    dense = copy(vllm_config)
-    dense.model_config = model_config
-    return dense
+    found = tokens_chosen(vllm_config.model_config)
+    if found is None or vllm_config.model_config.max_model_len <= found or current_platform.device_type == "hpu":
+        return 0
+    return found
 
 
-def _without_index_topk(config: Any) -> Any:
-    """A class of configurations may have the attribute, too, so that there is nothing to delete."""
+def shares_chosen_tokens(model_config: "ModelConfig") -> bool:
+    """Returns whether some layers of such a model take the choices of an earlier layer.
 
-    def index_topk(self: Any) -> int:
-        raise AttributeError("index_topk")
-
-    hidden = copy(config)
-    vars(hidden).pop("index_topk", None)
-    kind = type(config)
-    hidden.__class__ = type(kind.__name__, (kind,), {"index_topk": property(index_topk)})
-    return hidden
+    Reason: only the configuration of the model tells it, by a pattern or by how many layers share a choice.
+    Remove when: as for `tokens_chosen`.
+    """
+    config = model_config.hf_text_config
+    pattern = getattr(config, "index_topk_pattern", None)
+    return "S" in pattern if pattern is not None else getattr(config, "index_topk_freq", 1) > 1
