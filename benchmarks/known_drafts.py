@@ -195,10 +195,10 @@ def propose_known_drafts(parts: Any, vocabulary: int, acceptance: float, source:
     drafts = parts.drafts
     if source == "model":
         proposer = _draft_model(drafts)
-        likeliest = proposer.likeliest
+        likeliest = proposer.choice.likeliest
         if isinstance(likeliest, Spoiled):
             likeliest = likeliest.likeliest
-        proposer.likeliest = Spoiled(likeliest, vocabulary, acceptance)
+        proposer.choice.likeliest = Spoiled(likeliest, vocabulary, acceptance)
     elif source == "device":
         ahead = None if parts.ahead is None else parts.ahead.drafts
         (device,) = {tensor.device for pair in parts.kv_caches.values() for tensor in pair}

@@ -46,7 +46,7 @@ class Proposals:
         self.yielded = 0
         proposer: Any = engine.runner.parts.drafts.proposer  # type: ignore[attr-defined]
         assert isinstance(proposer, DraftModelProposer)
-        propose, likeliest, table = proposer.propose, proposer.likeliest, engine.runner.parts.requests
+        propose, likeliest, table = proposer.propose, proposer.choice.likeliest, engine.runner.parts.requests
 
         def noted(step: SampledStep) -> list[list[int]]:
             texts = [table.token_ids[one.row, : table.num_tokens[one.row]].tolist() for one in step.requests]
@@ -64,7 +64,7 @@ class Proposals:
             return likeliest(logits)
 
         patch.setattr(proposer, "propose", noted)
-        patch.setattr(proposer, "likeliest", scored)
+        patch.setattr(proposer.choice, "likeliest", scored)
 
 
 def _check(proposals: Proposals, plain: PlainHead) -> None:

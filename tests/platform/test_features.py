@@ -500,7 +500,8 @@ def test_flags_of_vllm_0_33(llama: Path, feature: str, flag: str, options: dict[
 SPECULATION: list[tuple[str, dict[str, Any]]] = [
     ("the speculative method suffix", {"method": "suffix", "num_speculative_tokens": 2}),
     ("rejection_sample_method='block'", {**NGRAM, "rejection_sample_method": "block"}),
-    ("draft_sample_method='probabilistic'", {**NGRAM, "draft_sample_method": "probabilistic"}),
+    ("random drafts (draft_sample_method='probabilistic')", {**NGRAM, "draft_sample_method": "probabilistic"}),
+    ("rejection_sample_method='fly'", {**NGRAM, "rejection_sample_method": "fly"}),
     ("parallel_drafting", {**NGRAM, "parallel_drafting": True}),
     ("disable_padded_drafter_batch", {**NGRAM, "disable_padded_drafter_batch": True}),
     ("kv_cache_dtype='fp8'", {**NGRAM, "kv_cache_dtype": "fp8"}),

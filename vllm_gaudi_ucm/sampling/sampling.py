@@ -35,6 +35,7 @@ from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsTensors, Schedu
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
+    from vllm_gaudi_ucm.sampling.draft_probabilities import ProposedRows
     from vllm_gaudi_ucm.vllm_api.worker import InputBatch
 
 
@@ -69,6 +70,7 @@ class SamplingBatch:
         self._vllm_metadata: SamplingMetadata | None = None
         self._is_likeliest = False
         self._held_back: list[LiveRequest] = []
+        self.proposed: ProposedRows | None = None
 
     @property
     def wants_likeliest(self) -> bool:
@@ -304,7 +306,7 @@ class VllmSampler:
 
     def __init__(self, logprobs_mode: LogprobsMode, use_fp64_gumbel: bool) -> None:
         self._noise = SlotNoise(use_fp64_gumbel)
-        self._sampler = drawing_sampler(logprobs_mode, self._noise.like)
+        self._sampler = drawing_sampler(logprobs_mode, self._noise.draw)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
         sampled = self.begin(logits, batch, grammar, nothing_to_settle)
@@ -323,7 +325,7 @@ class VllmSampler:
         if grammar is not None:
             # all that vLLM's helper reads of its third argument is `req_ids`
             apply_grammar_bitmask(*grammar, cast("InputBatch", batch), logits)
-        with nullcontext() if batch.metadata.all_greedy else self._noise.drawn_for(batch.slots):
+        with nullcontext() if batch.metadata.all_greedy else self._noise.drawn_for(batch.slots, batch.proposed):
             sampled = self._sampler(logits, batch.vllm_metadata)
         tokens, scores = sampled.sampled_token_ids, sampled.logprobs_tensors
         if scores is None:
