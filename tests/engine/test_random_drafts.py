@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.speculation.proposer import SampledStep
 pytestmark = pytest.mark.slow  # starts engines
 
 NUM_DRAFTS = 3
-BUCKETS = {"graphs": {**STATIC["graphs"], "max_shared_blocks": 16}}
+BUCKETS = {"graphs": {**STATIC["graphs"], "max_graphs": 8, "max_shared_blocks": 16}}
 TOP_K, TEMPERATURE = 3, 0.5
 
 
@@ -55,7 +55,7 @@ def probabilities_after(target: Path, text: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("method", "ucm", "ahead"),
-    [("eagle", {}, True), ("eagle", BUCKETS, False), ("draft_model", {}, False), ("draft_model", BUCKETS, True)],
+    [("eagle", BUCKETS, True), ("draft_model", {}, False)],
 )
 def test_random_drafts(pair: Pair, method: str, ucm: dict[str, Any], ahead: bool) -> None:
     """The second and third token of many requests together, the same tokens for the same seeds, and greedy requests

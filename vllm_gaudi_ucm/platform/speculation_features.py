@@ -72,7 +72,16 @@ def _other_attention(config: SpeculativeConfig) -> bool:
     return bool(config.draft_model_config.use_mla != config.target_model_config.use_mla)
 
 
-HEADS = ("EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3", "DeepSeekMTPModel")
+HEADS = (
+    "EagleLlamaForCausalLM",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "DeepSeekMTPModel",
+    "Glm4MoeMTPModel",
+    "Qwen3NextMTP",
+    "Qwen3_5MTP",
+    "Qwen3_5MoeMTP",
+)
 """Architectures of draft heads that are served."""
 
 
@@ -80,7 +89,8 @@ OF_DRAFT_HEAD: tuple[Feature[SpeculativeConfig], ...] = (
     Feature(
         "the draft head {found}",
         "--speculative-config",
-        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3 (MTP) are supported; take the method `ngram`",
+        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3, GLM-4.5, Qwen3-Next and Qwen3.5 (MTP) are supported; "
+        "take the method `ngram`",
         lambda c: unless(c.draft_model_config.architecture, HEADS),
     ),
     _option("disable_eagle_block_drop", False, "a block's last keys depend on the token behind it"),
