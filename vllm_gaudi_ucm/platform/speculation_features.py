@@ -11,8 +11,6 @@ from vllm_gaudi_ucm.vllm_api.platforms import HEAD_METHODS
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
-_TOKENS_ONLY = "drafts must be a function of the tokens alone"
-
 
 def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig]:
     """An option of `--speculative-config` with one supported value. A supported vLLM may lack it."""
@@ -26,10 +24,17 @@ def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig
 
 OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
     Feature(
+        "suffix decoding (the speculative method suffix)",
+        "--speculative-config",
+        "its package, arctic-inference, is also a plugin that replaces parts of vLLM, and builds kernels for CUDA; take "
+        "the method `ngram`",
+        lambda c: c.method == "suffix",
+    ),
+    Feature(
         "the speculative method {found}",
         "--speculative-config",
         "`ngram`, `draft_model`, `eagle`, `eagle3` and `mtp` are supported",
-        lambda c: unless(str(c.method), ("ngram", "draft_model", *HEAD_METHODS)),
+        lambda c: unless(str(c.method), ("ngram", "draft_model", "suffix", *HEAD_METHODS)),
     ),
     _option("rejection_sample_method", "standard", "outputs must have the model's own distribution"),
     Feature(
@@ -38,7 +43,7 @@ OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
         "n-grams have no probabilities; take draft_sample_method='greedy', which is as exact",
         lambda c: c.method == "ngram" and getattr(c, "draft_sample_method", "greedy") != "greedy",
     ),
-    _option("parallel_drafting", False, _TOKENS_ONLY),
+    _option("parallel_drafting", False, "each draft is computed from the one before"),
     _option("enable_adaptive_verification", False, "the number of drafts is part of a bucket"),
     _option("use_heterogeneous_vocab", False, "a draft is a token id of the model"),
     _option("disable_padded_drafter_batch", False, "buckets pad a draft model's batch, too"),
