@@ -47,7 +47,11 @@ class SuccessorLoader(DummyModelLoader):
         embeddings = weights["model.embed_tokens.weight"].data
         generator = torch.Generator(embeddings.device).manual_seed(0)
         embeddings.normal_(generator=generator)
-        weights["lm_head.weight"].data[:vocabulary] = embeddings[:vocabulary].roll(1, 0)
+        if "lm_head.weight" in weights:
+            weights["lm_head.weight"].data[:vocabulary] = embeddings[:vocabulary].roll(1, 0)
+        if "model.fc.weight" in weights:
+            # a head of EAGLE, which shares the output layer, reads the next token alone
+            weights["model.fc.weight"].data.zero_().fill_diagonal_(1)
 
 
 class KnownDrafts:

@@ -134,6 +134,21 @@ def test_random_arrivals(quiet: tuple[Pair, list[Answer]]) -> None:
         engine.check_idle()
 
 
+def test_a_lock_of_kvstar_over_drafts_of_a_head(quiet: tuple[Pair, list[Answer]]) -> None:
+    """With a choice of all blocks, and the next step planned while one runs."""
+    pair, expected = quiet
+    ucm = {
+        "ucm_sparse_method": "KVStar",
+        "ucm_sparse_config": {"KVStar": {"sparse_ratio": 1.0}},
+        "scheduler": {"async_scheduling": True},
+    }
+    options = {**OPTIONS, "async_scheduling": True}
+    with Engine(pair.target, ucm, **options, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
+        assert engine.runner.parts.sparse is not None
+        assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
+        engine.check_idle()
+
+
 CARD_PROMPTS = PROMPTS[:5]
 
 

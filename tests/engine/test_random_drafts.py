@@ -14,7 +14,9 @@ from tests.chi_square import assert_distributed
 from tests.engine.draft_load import MAX_TOKENS, OPTIONS, PROMPTS, STATIC
 from tests.engine.head_models import Pair, make_pair
 from tests.engine.serving import Engine, assert_same
+from tests.engine.tensor_parallel import CHECKED
 from tests.engine.tiny_models import VOCAB
+from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.speculation.draft_choice import RandomDrafts
 from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
@@ -94,4 +96,18 @@ def test_random_drafts(pair: Pair, method: str, ucm: dict[str, Any], ahead: bool
         assert_same(engine.greedy(PROMPTS[:3], MAX_TOKENS), expected)
         if engine.runner.static is not None:
             assert engine.runner.static.stages.new_recipes == 0
+        engine.check_idle()
+
+
+def test_workers_draw_the_same_drafts(pair: Pair) -> None:
+    """Each rank draws and verifies by itself, from the same noise: tokens are those of one worker."""
+    params = [
+        SamplingParams(temperature=TEMPERATURE * (number % 3), seed=number, max_tokens=6, ignore_eos=True)
+        for number in range(6)
+    ]
+    options = {**OPTIONS, "speculative_config": speculation(pair, "eagle")}
+    with Engine(pair.target, **options) as engine:
+        wanted = [list(one.outputs[0].token_ids) for one in engine.generate(PROMPTS[:6], params)]
+    with EngineOfWorkers(pair.target, CHECKED, **options, tensor_parallel_size=2) as engine:
+        assert [list(one.outputs[0].token_ids) for one in engine.generate(PROMPTS[:6], params)] == wanted
         engine.check_idle()

@@ -26,8 +26,8 @@ OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
     Feature(
         "suffix decoding (the speculative method suffix)",
         "--speculative-config",
-        "its package, arctic-inference, is also a plugin that replaces parts of vLLM, and builds kernels for CUDA; take "
-        "the method `ngram`",
+        "its package, arctic-inference, is also a plugin that replaces parts of vLLM, and builds kernels for CUDA; "
+        "take the method `ngram`",
         lambda c: c.method == "suffix",
     ),
     Feature(
