@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.engine.draft_load import MAX_TOKENS, OPTIONS, PROMPTS, STATIC
 from tests.engine.head_models import Pair, PlainHead, make_pair
@@ -153,7 +154,8 @@ CARD_PROMPTS = PROMPTS[:5]
 
 
 def on_card(pairs: dict[str, list[str | None]], mode: str) -> dict[str, Any]:
-    """Returns what engines of a simulated card answer with each head, and what they compile after the warm-up."""
+    """Returns what engines of a simulated card answer with each head, and what they compile after the warm-up. Drafts
+    are random for the requests that sample."""
     from habana_frameworks.torch.simulator import card
 
     options = {**OPTIONS, "dtype": "float32", "max_num_seqs": 4}
@@ -162,9 +164,13 @@ def on_card(pairs: dict[str, list[str | None]], mode: str) -> dict[str, Any]:
     for method, (target, head) in pairs.items():
         assert target is not None
         pair = Pair(method, Path(target), None if head is None else Path(head))
-        with Engine(pair.target, ucm, **options, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
+        speculation = {**pair.speculation(NUM_DRAFTS), "draft_sample_method": "probabilistic"}
+        with Engine(pair.target, ucm, **options, speculative_config=speculation) as engine:
             warm = [card.compilations, card.captures, card.bypasses]
             answers = [answer.tokens for answer in engine.greedy(CARD_PROMPTS, MAX_TOKENS)]
+            for top_k in (0, 5):
+                sampled = SamplingParams(temperature=0.8, top_k=top_k, max_tokens=8, ignore_eos=True)
+                engine.generate(CARD_PROMPTS, sampled)
             served = [card.compilations, card.captures, card.bypasses]
         found[method] = {"answers": answers, "warm": warm, "served": served}
     return {"heads": found, "broken": broken_duties()}

@@ -51,7 +51,7 @@ class DraftWorld(World):
             texts = [r.prompt_token_ids + r.output_token_ids + found[r.request_id] for r in requests]
             logits = torch.stack([draft_logits(text) for text in texts])
             logits = torch.cat([logits, torch.full((2, VOCAB), torch.nan)])[:MAX_ROWS]
-            chosen = self.drafts.choose(logits, rows, self.table.num_tokens[rows], number)
+            chosen = self.drafts.choose(logits, rows, self.table.num_tokens[rows].astype(np.int64), number)
             for request, token in zip(requests, chosen.tolist(), strict=False):
                 found[request.request_id].append(token)
         return found

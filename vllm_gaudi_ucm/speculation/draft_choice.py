@@ -106,7 +106,7 @@ class RandomDrafts(DraftChoice):
                 temperature[index] = request.sampling_params.temperature
                 places[index] = self._kept.place(request.request_id, draft)
                 seeds[index] = request.noise_seed or 0
-        keys[: len(rows)] = row_keys(seeds, num_tokens.astype(np.int64) + draft, DRAFT_DOMAIN)
+        keys[: len(rows)] = row_keys(seeds, num_tokens + draft, DRAFT_DOMAIN)
         return self._run(logits, temperature, keys, places)
 
     def warm(self, logits: torch.Tensor) -> None:

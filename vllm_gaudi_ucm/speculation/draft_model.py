@@ -153,7 +153,7 @@ class DraftModelProposer:
         logits, count = self._execution.logits(plan.logits_rows), len(plan.logits_rows)
         assert batch.table_rows is not None, "a pass of the request table"
         rows, at = batch.table_rows[plan.logits_requests], plan.logits_requests
-        num_tokens = self._table.num_tokens[rows]
+        num_tokens = self._table.num_tokens[rows].astype(np.int64)
         # the first pass ends at the last token, or before it with a head, and each later one a token further
         before = batch.num_tokens[at] + self._table.drafts_read_next - num_tokens
         chosen = self.choice.choose(logits, rows, num_tokens, int(before[0]))
