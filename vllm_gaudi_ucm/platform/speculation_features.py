@@ -41,7 +41,7 @@ OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
         "random drafts (draft_sample_method='probabilistic') of n-grams",
         "--speculative-config",
         "n-grams have no probabilities; take draft_sample_method='greedy', which is as exact",
-        lambda c: c.method == "ngram" and getattr(c, "draft_sample_method", "greedy") != "greedy",
+        lambda c: c.method == "ngram" and c.draft_sample_method != "greedy",
     ),
     _option("parallel_drafting", False, "each draft is computed from the one before"),
     _option("enable_adaptive_verification", False, "the number of drafts is part of a bucket"),

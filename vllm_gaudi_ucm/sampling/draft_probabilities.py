@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +26,25 @@ class ProposedRows(NamedTuple):
     tokens: NDArray[np.int64]
     places: NDArray[np.int64]
     probabilities: torch.Tensor
+
+
+class VerifiedSlots:
+    """Holds the drafts that the sampler's next tokens verify.
+
+    rows: None if these are drawn without drafts.
+    """
+
+    def __init__(self) -> None:
+        self.rows: ProposedRows | None = None
+
+    @contextmanager
+    def of(self, rows: ProposedRows | None) -> Iterator[None]:
+        """Inside of it, tokens that are drawn verify these drafts."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
 
 
 class DraftProbabilities:

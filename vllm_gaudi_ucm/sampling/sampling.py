@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
+from vllm_gaudi_ucm.sampling.draft_probabilities import VerifiedSlots
 from vllm_gaudi_ucm.sampling.slot_noise import SlotNoise, noise_seed
 from vllm_gaudi_ucm.sampling.thinking_budget import ThinkingBudget, thinking_markers
 from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens, TokensInFlight
@@ -35,7 +36,6 @@ from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsTensors, Schedu
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
-    from vllm_gaudi_ucm.sampling.draft_probabilities import ProposedRows
     from vllm_gaudi_ucm.vllm_api.worker import InputBatch
 
 
@@ -70,7 +70,7 @@ class SamplingBatch:
         self._vllm_metadata: SamplingMetadata | None = None
         self._is_likeliest = False
         self._held_back: list[LiveRequest] = []
-        self.proposed: ProposedRows | None = None
+        self.verified = VerifiedSlots()
 
     @property
     def wants_likeliest(self) -> bool:
@@ -325,7 +325,7 @@ class VllmSampler:
         if grammar is not None:
             # all that vLLM's helper reads of its third argument is `req_ids`
             apply_grammar_bitmask(*grammar, cast("InputBatch", batch), logits)
-        with nullcontext() if batch.metadata.all_greedy else self._noise.drawn_for(batch.slots, batch.proposed):
+        with nullcontext() if batch.metadata.all_greedy else self._noise.drawn_for(batch.slots, batch.verified.rows):
             sampled = self._sampler(logits, batch.vllm_metadata)
         tokens, scores = sampled.sampled_token_ids, sampled.logprobs_tensors
         if scores is None:

@@ -256,8 +256,5 @@ class Verification:
         allowed = None if grammar is None else grammar_at(grammar, position, self._batch.req_ids)
         if self._kept is None or self._batch.metadata.all_greedy:
             return self._sampler.sample(rows, allowed)
-        self._batch.proposed = self._kept.proposed(self._batch.req_ids, drafts.tokens, position)
-        try:
+        with self._batch.verified.of(self._kept.proposed(self._batch.req_ids, drafts.tokens, position)):
             return self._sampler.sample(rows, allowed)
-        finally:
-            self._batch.proposed = None

@@ -131,9 +131,10 @@ class TokenChoice:
             return drawn
 
     def _stage_drafts(self, batch: SamplingBatch, rows: int) -> VerifiedRows | None:
-        if batch.proposed is None:
+        proposed = batch.verified.rows
+        if proposed is None:
             return None
-        return self._staged_drafts(batch.proposed, slot_uniforms(batch.slots), rows)
+        return self._staged_drafts(proposed, slot_uniforms(batch.slots), rows)
 
     def _staged_drafts(self, proposed: ProposedRows, uniforms: NDArray[np.float32], rows: int) -> VerifiedRows:
         return VerifiedRows(
