@@ -44,6 +44,7 @@ from vllm_gaudi_ucm.runner.step_sampler import LogitsSource, NoSampler, StepSamp
 from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
 from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
+from vllm_gaudi_ucm.speculation.draft_choice import RandomDrafts
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import DraftProposer, NgramProposer
 from vllm_gaudi_ucm.speculation.verification import Verification
@@ -83,7 +84,9 @@ def make_steps(
     slots = SlotSampler(sampling, token_sampler, requests, nans.count)
     ahead = _make_ahead(allocated, static)
     drafts = _make_drafts(allocated, static)
-    verification = None if model.vllm_config.speculative_config is None else Verification(slots, host)
+    verification = None
+    if model.vllm_config.speculative_config is not None:
+        verification = Verification(slots, host, model.draft_probabilities)
     sampler = NoSampler(samples=not is_pooling(model.vllm_config))
     if model.decoder.has_logits:
         sampler = StepSampler(slots, nans, _logits_source(allocated, execution, static), drafts, verification)
@@ -297,8 +300,15 @@ def make_proposer(
             carried=allocated.carried,
             groups=allocated.draft_groups,
         )
-        groups = allocated.draft_groups.kv
-        return DraftModelProposer(execution, table, groups, longest, ahead=allocated.drafts_ahead)
+        kept, max_rows = model.draft_probabilities, model.vllm_config.scheduler_config.max_num_seqs
+        return DraftModelProposer(
+            execution,
+            table,
+            allocated.draft_groups.kv,
+            longest,
+            choice=None if kept is None else RandomDrafts(kept, max_rows),
+            ahead=allocated.drafts_ahead,
+        )
     assert config.prompt_lookup_min is not None
     assert config.prompt_lookup_max is not None
     num_drafts, lengths = config.num_speculative_tokens, (config.prompt_lookup_min, config.prompt_lookup_max)
@@ -319,7 +329,7 @@ def _draft_model_at_static_shapes(
         allocated.requests,
         allocated.draft_groups.kv,
         max_model_len,
-        likeliest=graphs.likeliest,
+        choice=graphs.choice,
         divided=divided,
         host=allocated.host,
         ahead=allocated.drafts_ahead,
