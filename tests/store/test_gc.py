@@ -78,13 +78,13 @@ def test_bad_options_are_named(path: Path, capsys: pytest.CaptureFixture[str], g
 
 
 OTHER = """
-import random, sys, time
+import os, random, sys
 from tests.store.blocks import block, key, loaded
 from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 store = open_store(resolve_store_options({"kind": "file", "path": sys.argv[1], "fsync": False, "deadline": 20.0}), 4096)
 print("ready", flush=True)
-end, hits, draws = time.monotonic() + 1.5, 0, random.Random(0)
-while time.monotonic() < end:
+hits, draws = 0, random.Random(0)
+while not os.path.exists(sys.argv[2]):
     number = draws.randrange(40)
     assert store.save(key(number), block(number))
     found = loaded(store, draws.randrange(40))
@@ -97,16 +97,19 @@ print(hits, stats.errors + stats.timeouts + stats.corrupt, flush=True)
 """
 
 
-def test_while_another_process_reads_and_writes(path: Path) -> None:
+def test_while_another_process_reads_and_writes(path: Path, tmp_path: Path) -> None:
     """covers: C5"""
-    command = [sys.executable, "-c", OTHER, str(path)]
+    end = tmp_path / "end"
+    command = [sys.executable, "-c", OTHER, str(path), str(end)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
         medium = open_medium(resolve_store_options(options(path)), create=False)
         removed = 0
-        while other.poll() is None:
+        deadline = time.monotonic() + 60
+        while removed <= 30 and other.poll() is None and time.monotonic() < deadline:
             removed += medium.collect(10 * BLOCK_BYTES, None).blocks
+        end.touch()
         hits, faults = map(int, other.stdout.read().split())
     assert other.returncode == 0
     assert removed > 30

@@ -188,7 +188,7 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
             # of the last layer with an indexer
             return None if all_seen else self.choices[:rows, :count]
         assert isinstance(kv_cache, IndexedLatents)
-        keys = write_rows(index.key[:, None], kv_cache.index, attn_metadata.slots)[:, 0]
+        keys = write_rows(index.key[:, None], kv_cache.index_key, attn_metadata.slots)[:, 0]
         if all_seen:
             return None
         places = TokenPlaces(parts, attn_metadata.slots, attn_metadata.parts.block_size)

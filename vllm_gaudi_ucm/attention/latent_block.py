@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.attention.indexer import TokenIndexer
 from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentAttentionImpl, LatentSizes
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.attention import MLAModules, MultiHeadLatentAttentionWrapper, PluggableLayer
-from vllm_gaudi_ucm.vllm_api.indexer import register_no_kernels
+from vllm_gaudi_ucm.vllm_api.indexer import IndexerModules, register_no_kernels
 from vllm_gaudi_ucm.vllm_api.model import op_registry_oot, shares_chosen_tokens, tokens_to_choose
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
         if chosen and not skip_topk:
             assert mla_modules.indexer is not None, "vLLM's model makes it"
             assert mla_modules.indexer_rotary_emb is not None, "vLLM's model makes it"
-            self.indexer = TokenIndexer(mla_modules.indexer, mla_modules.indexer_rotary_emb)
+            modules = cast(IndexerModules, mla_modules.indexer)
+            self.indexer = TokenIndexer(modules, mla_modules.indexer_rotary_emb)
         self.sizes = LatentSizes(num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, chosen)
         self.q_lora_rank = q_lora_rank
         self.fused_qkv_a_proj = mla_modules.fused_qkv_a_proj

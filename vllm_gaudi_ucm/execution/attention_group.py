@@ -196,9 +196,9 @@ def attention_tensors(number: int, group: KvGroup) -> tuple[StepTensor, ...]:
         entry("unique_lo", get("unique.lo"), room.unique_lo, 0, *unique, dtype=np.int32, by_block=leads),
         entry("unique_hi", get("unique.hi"), room.unique, 0, *unique, dtype=np.int32, by_block=leads),
     )
-    if group.chooses_tokens:
-        common = (*common, entry("unique_places", _places(number), room.unique, 0, *unique, by_block=leads))
-    return (*common, *_OF_FIRST) if leads else common
+    places = entry("unique_places", _places(number), room.unique, 0, *unique, by_block=leads)
+    chosen = (places,) if group.chooses_tokens else ()
+    return (*common, *chosen, *_OF_FIRST) if leads else (*common, *chosen)
 
 
 def _values(number: int) -> Callable[[str], Callable[[StepArrays], NDArray[np.int64]]]:

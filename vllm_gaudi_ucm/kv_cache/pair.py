@@ -30,12 +30,12 @@ class LatentRows(NamedTuple):
 
 
 class IndexedLatents(NamedTuple):
-    """`LatentRows` of a layer whose rows choose tokens by themselves (DSA), and the keys of its indexer: index,
-    [num_blocks * block size, 1, index size]. The tensors are like those of a `KvPair`.
+    """`LatentRows` of a layer whose rows choose tokens by themselves (DSA), and the keys of its indexer:
+    index_key, [num_blocks * block size, 1, index size]. The tensors are like each of a `KvPair`.
     """
 
     key: torch.Tensor
-    index: torch.Tensor
+    index_key: torch.Tensor
 
 
 LayerCache = KvPair | LatentRows | IndexedLatents
@@ -44,8 +44,6 @@ LayerCache = KvPair | LatentRows | IndexedLatents
 
 @overload
 def in_blocks(cache: LatentRows, block_size: int) -> LatentRows: ...
-@overload
-def in_blocks(cache: IndexedLatents, block_size: int) -> IndexedLatents: ...
 @overload
 def in_blocks(cache: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPair: ...
 @overload

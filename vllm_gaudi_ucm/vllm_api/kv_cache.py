@@ -74,7 +74,7 @@ class IndexedLatentSpec(MLAAttentionSpec):
         return self.head_size * self.dtype.itemsize + self.index_size * self.index_dtype.itemsize
 
     @classmethod
-    def merge(cls, specs: list["IndexedLatentSpec"]) -> "IndexedLatentSpec":  # type: ignore[override]
+    def merge(cls, specs: list["IndexedLatentSpec"]) -> "IndexedLatentSpec":
         """Returns the specification of a group, whose layers must be alike."""
         if any(spec != specs[0] for spec in specs):
             raise AssertionError("All layers in the same KV cache group must be the same.")

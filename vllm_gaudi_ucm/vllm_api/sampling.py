@@ -4,8 +4,8 @@ Extension point: custom logits processors. `LogitsProcessor` is their base class
 that vLLM accepts for either of its runners, and `AdapterLogitsProcessor` of those for single requests; `BatchUpdate`
 and `MoveDirectionality` are types of their methods.
 Internal: `BUILTIN_LOGITS_PROCESSORS`, `LogitsProcessors` and `build_logitsprocs`, which make the processors of a batch;
-`Sampler`, `SamplingMetadata` and `LogprobsMode`; `ThinkingBudgetStateHolder`; `apply_grammar_bitmask` and
-`strip_speculative_padding`.
+`Sampler`, `SamplingMetadata` and `LogprobsMode`; `ThinkingBudgetStateHolder`; `apply_grammar_bitmask`,
+`strip_speculative_padding` and `sample_with_exponential_noise`.
 """
 
 from __future__ import annotations

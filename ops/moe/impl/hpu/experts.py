@@ -94,8 +94,8 @@ class HpuMoe(MoeImplementation):
         return spec.form in ACTIVATIONS and spec.is_plain_gate and EXPERTS.resolve().call is not None
 
     def prepare(self, weights: ExpertWeights, spec: MoeSpec) -> Matrices:
-        whole = ExpertWeights(*(None if each is None else each.detach() for each in weights))
-        return Matrices(*([] if each is None else list(each.unbind(0)) for each in whole), whole=whole)
+        w13, w2, w13_bias, w2_bias = ([] if each is None else list(each.detach().unbind(0)) for each in weights)
+        return Matrices(w13, w2, w13_bias, w2_bias, weights)
 
     def prepare_codes(self, weights: CodedExperts, spec: MoeSpec) -> CodedMatrices:
         """Prepares codes for which `why_not_codes` is None, within the range of the card."""
@@ -107,7 +107,7 @@ class HpuMoe(MoeImplementation):
     def compute(self, x: Tensor, ids: Tensor, shares: Tensor, form: Matrices | CodedMatrices, spec: MoeSpec) -> Tensor:
         if isinstance(form, CodedMatrices):
             return _by_codes(x, ids, shares, form, ACTIVATIONS[spec.form])
-        if gathering_pays(*ids.shape, form.whole):
+        if gathering_pays(x.shape[0], ids.shape[1], form.whole):
             return compute_gathered(x, ids, shares, form.whole, spec)
         return self.fused(x, ids, shares, form, spec)
 
