@@ -14,6 +14,7 @@ from tests.engine.hpu_process import run_on_card
 from tests.engine.hybrids import HYBRIDS, hybrid_prompts, make_hybrid
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.swap import Poisoned, preemption
 from tests.engine.tensor_parallel import CHECKED
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -105,6 +106,31 @@ def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list
         assert engine.preemptions > 0
 
 
+SWAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "true shapes": ({}, {}),
+    "drafts in buckets": (BUCKETS, {"speculative_config": NGRAM}),
+    "ahead, with kept states": (
+        {"kv_cache": {"kept_states": 4}},
+        {"async_scheduling": True, "enable_prefix_caching": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
+def test_states_are_swapped_with_blocks(model: Path, served: list[Answer], kind: str) -> None:
+    """A preempted request goes on from its states, whatever of its drafts was rejected. covers: A7"""
+    ucm, options = SWAPS[kind]
+    with Poisoned(model, {**ucm, **preemption("swap")}, **OPTIONS, **FEW_BLOCKS, **options) as engine:
+        assert_same(engine.staggered(hybrid_prompts(), range(len(served)), LENGTH), served)
+        assert engine.preemptions > 0
+        assert engine.totals.swapped_in > 2
+        assert engine.totals.recomputed_tokens == 0
+        assert engine.swaps is not None
+        assert engine.swaps.cost.rates.are_known
+        engine.check_all_free()
+
+
 def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
     with EngineOfWorkers(model, CHECKED, **OPTIONS, tensor_parallel_size=2) as engine:
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
@@ -171,7 +197,7 @@ CONNECTOR = {
 }
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ucm.kv_cache.granularity", {"kv_cache": {"granularity": "token"}}, {}),
-    ("ucm.preemption.mode", {"preemption": {"mode": "swap"}}, {}),
+    ("ucm.kv_cache.compaction", {"kv_cache": {"compaction": True}}, {}),
     ("--kv-transfer-config", {}, {"kv_transfer_config": CONNECTOR}),
     ("--enable-lora", {}, {"enable_lora": True}),
 ]

@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.decisions.bucket_choice import choose_buckets, reads_own_blo
 from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+from vllm_gaudi_ucm.execution.state_group import StateGroup
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
 from vllm_gaudi_ucm.kv_cache.pair import LayerCache, distinct, in_blocks
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
@@ -297,7 +298,7 @@ def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
         summaries=summaries,
         followers=followers,
     )
-    memory.warm_up()
+    memory.warm_up(sum(group.bytes_of_request for group in allocated.groups.groups if isinstance(group, StateGroup)))
     return memory
 
 

@@ -14,7 +14,12 @@ from vllm_gaudi_ucm.config.exclusions import KEPT_STATES
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
 from vllm_gaudi_ucm.execution.recurrent_group import RecurrentGroup, RowsPlanner
+from vllm_gaudi_ucm.execution.state_group import StateGroup
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.kv_cache.allocation import GIB
+from vllm_gaudi_ucm.kv_cache.pair import alike
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.memory.swap_space import SwapSpace
 from vllm_gaudi_ucm.multimodal.item_encoder import item_encoder_of
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.adapter_steps import AdapterSteps
@@ -36,7 +41,7 @@ from vllm_gaudi_ucm.runner.parts import (
 from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.runner.profiled_steps import ProfiledSteps
 from vllm_gaudi_ucm.runner.prompt_embedding_steps import PromptEmbeddingSteps
-from vllm_gaudi_ucm.runner.state_steps import StateSteps
+from vllm_gaudi_ucm.runner.state_steps import StateSteps, SwappedStates
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -59,6 +64,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel, LoadedModel
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+
+
+logger = plugin_logger(__name__)
 
 
 class StepObjects(NamedTuple):
@@ -161,11 +169,24 @@ def _make_mrope(allocated: AllocatedModel) -> MropeSteps | None:
 
 
 def _make_states(allocated: AllocatedModel) -> StateSteps | None:
-    if not KEPT_STATES.is_on(allocated.model.config):
+    model, groups = allocated.model, allocated.groups.groups
+    keeps, swaps = KEPT_STATES.is_on(model.config), model.config.preemption.swaps
+    swapped = [_swapped_states(group, model) for group in groups if swaps and isinstance(group, StateGroup)]
+    if not (keeps or swapped):
         return None
-    groups = allocated.groups.groups
     planners = [cast(RowsPlanner, group.follows_requests) for group in groups if isinstance(group, RecurrentGroup)]
-    return StateSteps(allocated.requests, planners)
+    return StateSteps(allocated.requests, planners if keeps else (), swapped)
+
+
+def _swapped_states(group: StateGroup, model: LoadedModel) -> SwappedStates:
+    """Makes host memory for the states of preempted requests of a kind, a place for each row of a request."""
+    count = model.vllm_config.scheduler_config.max_num_seqs * group.follows_requests.places.rows_each
+    space = SwapSpace(alike(group.states), model.device, count)
+    logger.info(
+        "Preemption: states of preempted requests take up to %.2f GiB of host memory, in addition to blocks",
+        count * space.block_bytes / GIB,
+    )
+    return SwappedStates(group.follows_requests, space)
 
 
 def _make_multimodal(allocated: AllocatedModel, static: StaticShapes | None) -> MultimodalSteps | None:

@@ -56,8 +56,8 @@ class KeptStates(BlockPolicy):
         return next((count for count in range(blocks, 0, -1) if hashes[count - 1] in self._kept), 0)
 
     def given(self, turn: Turn) -> None:
-        """Has a request that begins behind other tokens read the state behind them."""
-        if turn.begins and turn.found:
+        """Has a request that begins behind blocks of the prefix cache read the state behind them."""
+        if turn.begins and turn.found and turn.computed == turn.found:
             key = turn.request.block_hashes[turn.found // self._size - 1]
             self._kept.move_to_end(key)
             self._reads[turn.request.request_id] = self._kept[key]
