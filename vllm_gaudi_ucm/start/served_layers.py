@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_gaudi_ucm.batch.window import Window
-from vllm_gaudi_ucm.execution.cache_group import served_layers
+from vllm_gaudi_ucm.execution.cache_group import is_served
 from vllm_gaudi_ucm.layers.experts import ServedMoeRunner
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.model import ChunkedLocalAttention
@@ -26,7 +26,7 @@ class ServedLayers(dict[str, Any]):
     """
 
     def __setitem__(self, name: str, layer: Any) -> None:
-        if type(layer) not in (*served_layers(), ServedMoeRunner):
+        if type(layer) is not ServedMoeRunner and not is_served(type(layer)):
             raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
         if isinstance(layer, ChunkedLocalAttention):
             window = cast("UnifiedAttentionImpl", layer.impl).window
