@@ -91,6 +91,11 @@ def test_kept_states_make_prefix_caching(model: Path, served: list[Answer], ucm:
         again = [engine.greedy(prompts[-1:], LENGTH)[0] for _ in range(2)]
         assert again[1].cached_tokens == 144
         assert_same(again, [served[-1]] * 2)
+        # a second turn begins behind the last block that the first answer has filled
+        asked, answer = prompts[-1], served[-1].tokens
+        (turn,) = engine.greedy([[*asked, *answer[:60]]], LENGTH - 60)
+        assert turn.cached_tokens == (len(asked) + 60 - 1) // 16 * 16 > len(asked)
+        assert turn.tokens == answer[60:]
         assert_same(engine.greedy(prompts, LENGTH), served)
         assert engine.core.scheduler.reset_prefix_cache()
         assert engine.greedy(prompts[-1:], LENGTH)[0].cached_tokens == 0
@@ -104,6 +109,8 @@ def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list
         for _ in range(2):
             assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
         assert engine.preemptions > 0
+        (turn,) = engine.greedy([[*hybrid_prompts()[-1], *served[-1].tokens[:60]]], 4)
+        assert turn.tokens == served[-1].tokens[60:]
 
 
 SWAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -148,7 +155,11 @@ def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path, level: in
         engine.llm.sleep(level)
         assert [state() for state in states] == [None, None]
         engine.llm.wake_up()
-        assert_same(engine.greedy(hybrid_prompts(), 8), before)
+        for _ in range(2):
+            assert_same(engine.greedy(hybrid_prompts(), 8), before)
+        engine.step()
+        # slots of requests that have ended are free again
+        assert [len(planner._slots) for planner in engine.runner.parts.steps._planner._others] == [0]
 
 
 def test_two_stages_have_states_of_their_own(tmp_path: Path) -> None:

@@ -283,6 +283,13 @@ class StatePlanner:
         self._begin[slot], self._end[slot] = self._away.pop(number)
         return self._rows_of(slot)
 
+    def row_behind(self, row: int, tokens: int) -> int:
+        """Returns the row of the state behind so many tokens of a request; ValueError if its slot does not hold it."""
+        slot, computed = np.array([self._slots[row]]), np.array([tokens])
+        if not self._in_slots(slot, computed).all():
+            raise ValueError(f"a state behind {tokens} tokens: found none; report this as a defect of the plugin")
+        return int(self.places.of_tokens(slot, computed - 1)[0])
+
     def _rows_of(self, slot: int) -> NDArray[np.int64]:
         each = self.places.rows_each
         return self.places.num_blocks + slot * each + np.arange(each)

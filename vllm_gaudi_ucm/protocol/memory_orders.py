@@ -91,6 +91,8 @@ class MemoryOrders(msgspec.Struct):
     swap_outs: (block, slot in host memory) to copy. swap_ins: (slot, block), behind these.
     state_outs: (request id, number): the states of a preempted request leave for this place in host memory.
     state_ins: (number, request id): the states of a request that resumes come back, behind these.
+    state_copies: (request id, tokens, number): the state behind so many tokens, which the request has in its slot, is
+        kept under this number from now on.
     state_reads: the number of the kept state with which a request begins, by request id.
     state_keeps: (request id, tokens, number): the state behind so many tokens is kept under this number in this step.
     """
@@ -102,6 +104,7 @@ class MemoryOrders(msgspec.Struct):
     swap_ins: list[tuple[int, int]] = []
     state_outs: list[tuple[str, int]] = []
     state_ins: list[tuple[int, str]] = []
+    state_copies: list[tuple[str, int, int]] = []
     state_reads: dict[str, int] = {}
     state_keeps: list[tuple[str, int, int]] = []
 

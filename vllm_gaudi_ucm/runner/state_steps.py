@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
+
+from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks
 from vllm_gaudi_ucm.protocol.memory_orders import memory_orders_of
 from vllm_gaudi_ucm.runner.parts import WorkerPart
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.memory.swap_space import SwapSpace
     from vllm_gaudi_ucm.observability.step_clock import StepClock
     from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
@@ -21,6 +25,10 @@ if TYPE_CHECKING:
 
 class KeepsStates(Protocol):
     """Plans steps of layers with a state, some of which are kept for requests that begin alike."""
+
+    def row_behind(self, row: int, tokens: int) -> int:
+        """Returns the row of the state behind so many tokens of a request."""
+        ...
 
     def begin_step(self, reads: Mapping[int, int], keeps: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Takes the orders of a step, by rows of the request table.
@@ -61,14 +69,28 @@ class SwappedStates(NamedTuple):
         return [(number * len(rows) + index, row) for index, row in enumerate(rows.tolist())]
 
 
-class StateSteps(WorkerPart):
-    """Carries out the orders. planners: of each kind whose states are kept. swapped: each kind that can be swapped."""
+class KeptStates(NamedTuple):
+    """States of one kind, some of which are kept. states: tensors [rows, ...], grouped by equal shape."""
 
-    def __init__(
-        self, requests: RequestTable, planners: Sequence[KeepsStates], swapped: Sequence[SwappedStates]
-    ) -> None:
+    planner: KeepsStates
+    states: Sequence[Sequence[torch.Tensor]]
+    device: Device
+
+    def copy(self, row: int, tokens: int, number: int) -> None:
+        """Keeps the state behind so many tokens of a request under a number."""
+        source, target = torch.tensor([self.planner.row_behind(row, tokens)]), torch.tensor([number])
+        self.device.end_recipe()
+        for together in self.states:
+            copy_blocks(together, source, target)
+        self.device.end_recipe()
+
+
+class StateSteps(WorkerPart):
+    """Carries out the orders. kept: each kind whose states are kept. swapped: each kind that can be swapped."""
+
+    def __init__(self, requests: RequestTable, kept: Sequence[KeptStates], swapped: Sequence[SwappedStates]) -> None:
         self._requests = requests
-        self._planners = planners
+        self._kept = kept
         self._swapped = swapped
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -90,8 +112,10 @@ class StateSteps(WorkerPart):
         keeps: dict[int, list[tuple[int, int]]] = {}
         for request_id, tokens, number in orders.state_keeps:
             keeps.setdefault(rows[request_id].row, []).append((tokens, number))
-        for planner in self._planners:
-            planner.begin_step(reads, keeps)
+        for kind in self._kept:
+            for request_id, tokens, number in orders.state_copies:
+                kind.copy(rows[request_id].row, tokens, number)
+            kind.planner.begin_step(reads, keeps)
 
     def close(self) -> None:
         for one in self._swapped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_gaudi_ucm.batch.window import Window
-from vllm_gaudi_ucm.execution.cache_group import served_layers
+from vllm_gaudi_ucm.execution.cache_group import is_served
 from vllm_gaudi_ucm.layers.experts import ServedMoeRunner
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.indexer import is_indexer_cache
@@ -30,7 +30,7 @@ class ServedLayers(dict[str, Any]):
         if is_indexer_cache(layer):
             # the layer of attention keeps the keys
             return
-        if type(layer) not in (*served_layers(), ServedMoeRunner):
+        if type(layer) is not ServedMoeRunner and not is_served(type(layer)):
             raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
         if isinstance(layer, ChunkedLocalAttention):
             window = cast("UnifiedAttentionImpl", layer.impl).window

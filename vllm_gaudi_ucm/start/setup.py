@@ -149,6 +149,7 @@ def _make_allocated(
     allocate_others(groups, vllm_config, kv_cache_config.num_blocks, model.tensors_on)
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     requests = _make_table(model, groups, draft_groups) if kept is None else kept.requests
+    requests.follow(one for one in (group.follows_requests for group in groups.groups) if one is not None)
     sparse = make_sparse_worker(
         model.config,
         vllm_config,
@@ -197,7 +198,6 @@ def _make_table(model: LoadedModel, groups: LayerGroups, draft_groups: LayerGrou
         groups=groups.kv,
         inputs=model.decoder.inputs,
         draft=DraftModelRows(draft_groups.kv, inputs, reads_next),
-        keepers=[one for one in (group.follows_requests for group in groups.groups) if one is not None],
     )
 
 

@@ -41,7 +41,7 @@ from vllm_gaudi_ucm.runner.parts import (
 from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.runner.profiled_steps import ProfiledSteps
 from vllm_gaudi_ucm.runner.prompt_embedding_steps import PromptEmbeddingSteps
-from vllm_gaudi_ucm.runner.state_steps import StateSteps, SwappedStates
+from vllm_gaudi_ucm.runner.state_steps import KeptStates, StateSteps, SwappedStates
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -174,8 +174,12 @@ def _make_states(allocated: AllocatedModel) -> StateSteps | None:
     swapped = [_swapped_states(group, model) for group in groups if swaps and isinstance(group, StateGroup)]
     if not (keeps or swapped):
         return None
-    planners = [cast(RowsPlanner, group.follows_requests) for group in groups if isinstance(group, RecurrentGroup)]
-    return StateSteps(allocated.requests, planners if keeps else (), swapped)
+    kept = [
+        KeptStates(cast(RowsPlanner, group.follows_requests), alike(group.states), model.device)
+        for group in groups
+        if keeps and isinstance(group, RecurrentGroup)
+    ]
+    return StateSteps(allocated.requests, kept, swapped)
 
 
 def _swapped_states(group: StateGroup, model: LoadedModel) -> SwappedStates:

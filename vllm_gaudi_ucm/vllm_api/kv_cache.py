@@ -3,9 +3,9 @@
 Extension point: `KVCacheSpec`, `AttentionSpec`, `FullAttentionSpec`, `SlidingWindowSpec`, `KVCacheConfig`,
 `KVCacheGroupSpec` and `KVCacheLayout` are what a platform plugin's worker and attention backend are given and return.
 Internal: specifications of a group whose layers differ (`UniformTypeKVCacheSpecs`), of keys which hold their values
-(`MLAAttentionSpec`), of layers with chunks (`ChunkedLocalAttentionSpec`) and without a cache
-(`EncoderOnlyAttentionSpec`); `get_kv_cache_groups`, which makes the groups, and its parts: in `kv_cache_utils` of vLLM
-0.32, in `kv_cache_planning` of vLLM 0.33.
+(`MLAAttentionSpec`), of layers with chunks (`ChunkedLocalAttentionSpec`), with a state (`MambaSpec`) and without a
+cache (`EncoderOnlyAttentionSpec`); `get_kv_cache_groups`, which makes the groups, and its parts: in `kv_cache_utils` of
+vLLM 0.32, in `kv_cache_planning` of vLLM 0.33.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -40,6 +41,7 @@ __all__ = [
     "KVCacheLayout",
     "KVCacheSpec",
     "MLAAttentionSpec",
+    "MambaSpec",
     "SlidingWindowSpec",
     "buffers",
     "expected_groups",
