@@ -140,7 +140,7 @@ class Swaps(BlockPolicy):
         places = {} if states is None else self._take(held)
         if self._states is not None and states:
             if places:
-                self._state_outs.append((request.request_id, *states))
+                self._state_outs.append((request.request_id, states[0]))
             else:
                 self._states.give(states)
                 states = ()
