@@ -76,6 +76,7 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         "--max-lora-cls-labels",
         {"enable_lora": True, "max_lora_cls_labels": 3},
     ),
+    ("adapters (LoRA) with a model that pools", "--enable-lora", {"enable_lora": True, "runner": "pooling"}),
     (
         "the KV connector OffloadingConnector with adapters (LoRA)",
         "--enable-lora with --kv-transfer-config or --kv-offloading-size",
