@@ -12,6 +12,7 @@ import transformers
 
 from tests.engine.connector import file_store, transfer
 from tests.engine.families import prompts
+from tests.engine.hpu_engine import run_on_hpu
 from tests.engine.latent_attention import STATIC
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
@@ -128,3 +129,15 @@ def test_short_contexts_are_dense(model: Path) -> None:
         assert all(isinstance(cache, LatentRows) for cache in engine.runner.parts.kv_caches.values())
         found = engine.greedy([prompts()[1][:10]], 8)
     _reference(model, "deepseek_v32").assert_greedy([prompts()[1][:10]], found)
+
+
+def test_on_the_card(model: Path, answers: list[Answer], tmp_path: Path) -> None:
+    """Through torch.compile, the default there; the simulated card checks what a graph may write."""
+    graphs = {"warm_up": "skeleton", "skeleton": 1, "max_graphs": 4}
+    options = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20, "dtype": "float32"}
+    run = run_on_hpu(model, tmp_path, {"graphs": graphs}, 1, prompts(), **options)
+    expected = [Answer(one.tokens[:8], one.logprobs[:8], one.gaps[:8], 0) for one in answers]
+    assert_same(run.rounds[0], expected, near_ties=0)
+    assert "each row attends to the 24 tokens that it chooses" in run.log
+    assert run.card["compilations"] == run.started["compilations"]
+    assert run.broken == {}

@@ -43,7 +43,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.parameter import BasevLLMParameter
-from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -86,7 +85,6 @@ __all__ = [
     "set_forward_context",
     "shares_chosen_tokens",
     "text_model",
-    "tokens_chosen",
     "tokens_to_choose",
 ]
 
@@ -203,35 +201,22 @@ def text_model(model: nn.Module) -> nn.Module:
     return model if found is None else cast("nn.Module", found())
 
 
-def tokens_chosen(model_config: "ModelConfig") -> int | None:
-    """Returns how many tokens each row of the model chooses by itself (DSA); None for every other family.
+def tokens_to_choose(vllm_config: "VllmConfig") -> int:
+    """Returns how many tokens each row of the model chooses by itself (DSA); 0 for every other family, and if no
+    context has more.
 
     Reason: only the configurations of those families have `index_topk`, and vLLM has no property that says it.
     Remove when: `ModelConfig` has one.
     """
-    try:
-        return cast("int", model_config.hf_text_config.index_topk)
-    except AttributeError:
-        return None
-
-
-def tokens_to_choose(vllm_config: "VllmConfig") -> int:
-    """Returns the same for an engine; 0 if all rows attend to all tokens, because no context is longer, or on a Gaudi.
-
-    Reason: as for `tokens_chosen`. On a Gaudi compiled layers choose other tokens, for a reason that is not known.
-    Remove when: as for `tokens_chosen`.
-    """
-    found = tokens_chosen(vllm_config.model_config)
-    if found is None or vllm_config.model_config.max_model_len <= found or current_platform.device_type == "hpu":
-        return 0
-    return found
+    found = cast("int | None", getattr(vllm_config.model_config.hf_text_config, "index_topk", None))
+    return found if found is not None and found < vllm_config.model_config.max_model_len else 0
 
 
 def shares_chosen_tokens(model_config: "ModelConfig") -> bool:
     """Returns whether some layers of such a model take the choices of an earlier layer.
 
     Reason: only the configuration of the model tells it, by a pattern or by how many layers share a choice.
-    Remove when: as for `tokens_chosen`.
+    Remove when: as for `tokens_to_choose`.
     """
     config = model_config.hf_text_config
     pattern = getattr(config, "index_topk_pattern", None)

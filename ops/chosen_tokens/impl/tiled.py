@@ -88,9 +88,12 @@ class _Candidates(NamedTuple):
         # float32 has every integer up to 16 million
         order = torch.arange(tokens, 0, -1, dtype=torch.float32, device=scores.device)
         ranks = torch.where(chosen, order, 0.0).topk(kept, 1, sorted=True).values
-        at = (tokens - ranks).clamp(max=tokens - 1).long()
-        slots = torch.cat([one.expand(rows, -1) for one in self.slots], 1).gather(1, at)
-        slots = torch.where(ranks > 0, slots, -1)
+        taken = (ranks > 0).to(torch.int64)
+        at = (tokens - ranks).clamp(max=tokens - 1).to(torch.int64)
+        at = at + torch.arange(rows, device=at.device)[:, None] * tokens
+        slots = torch.cat([one.expand(rows, -1) for one in self.slots], 1).flatten()
+        # no `where`: Gaudi's compiler is known to get it wrong for integers
+        slots = slots.index_select(0, at.flatten()).view(rows, kept) * taken + taken - 1
         if kept == count:
             return slots
         return torch.cat((slots, slots.new_full((rows, count - kept), -1)), 1)
@@ -143,7 +146,9 @@ class _Unique(NamedTuple):
         seen = (offsets >= part.lo[:, None]) & (offsets < part.hi[:, None])
         scores = torch.cat(pieces).masked_fill(~seen, NEG_INF)
         # blocks that no row sees go to one more place
-        at = torch.where(part.hi > part.lo, part.rows * width + part.places, rows * width)
+        is_seen, nowhere = (part.hi > part.lo).to(torch.int64), rows * width
+        # no `where`: Gaudi's compiler is known to get it wrong for integers
+        at = nowhere + is_seen * (part.rows * width + part.places - nowhere)
         table = scores.new_full((rows * width + 1, size), NEG_INF).index_copy(0, at, scores)
         of_place = blocks.new_zeros(rows * width + 1).index_copy(0, at, blocks)
         slots = (of_place[:-1, None] * size + offsets).view(rows, width * size)
