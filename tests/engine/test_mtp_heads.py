@@ -35,7 +35,7 @@ def test_layers_of_multi_token_prediction(family: str, tmp_path: Path, monkeypat
             assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
         check_proposals(proposals, plain, NUM_DRAFTS)
         engine.check_idle()
-    options = {**OPTIONS, "num_gpu_blocks_override": 18}
+    options = {**OPTIONS, "max_model_len": 144, "num_gpu_blocks_override": 12}
     with Engine(pair.target, **options, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
         with monkeypatch.context() as patch:
             proposals = Proposals(engine, patch)
