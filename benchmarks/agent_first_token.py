@@ -67,7 +67,7 @@ def engine_options(side: str, folder: str, store_bytes: int) -> dict[str, Any]:
 
 
 def prompts_of(log: TrafficLog, vocabulary: int, round_: int) -> Iterator[list[int]]:
-    """Yields the tokens of each prompt: those of each block id are random, other ones in each round."""
+    """Yields the tokens of each prompt: each block id has random ones, others in each round."""
     for request in log.requests:
         blocks = [
             np.random.default_rng([round_, int(number)]).integers(3, vocabulary, log.unit_tokens)

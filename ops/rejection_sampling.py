@@ -9,7 +9,7 @@ def accept_or_draw(
     """Accepts the draft d of a row with probability min(1, p(d) / q(d)), and otherwise draws from max(p - q, 0).
 
     So the token of each row has distribution p, whatever q is. Nothing is read on the host, and all shapes depend only
-    on those of the arguments. If rounding leaves nothing of max(p - q, 0), a row draws from p, which is q then.
+    on the shapes of the arguments. If rounding leaves nothing of max(p - q, 0), a row draws from p, which is q then.
 
     Source: Leviathan et al., https://arxiv.org/abs/2211.17192, theorem 1.
 

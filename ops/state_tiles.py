@@ -48,7 +48,7 @@ def inverse_of_unit_lower(lower: Tensor) -> Tensor:
 
 
 class TileChange(NamedTuple):
-    """How tiles change a state: the one after a tile is decay * state + added - replaced @ state.
+    """Says how tiles change a state: the one after a tile is decay * state + added - replaced @ state.
 
     added: [tiles, heads, rows, columns]. decay: [tiles, heads, 1, 1]. replaced: [tiles, heads, rows, rows]; None: zero.
     All of one dtype.

@@ -12,9 +12,6 @@ from vllm_gaudi_ucm.ops.chosen_tokens.implementation import CHOSEN_TOKENS, Index
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 
-NO_TOKEN = -1
-"""In place of a slot, if a row sees fewer tokens than it may choose."""
-
 
 def most_seen(parts: AttentionParts, block_size: int) -> int:
     """Returns a bound, known on the host, of the tokens that a row sees."""
@@ -38,7 +35,7 @@ def choose_tokens(
     places: what the rows see. Tokens come in the order of shared blocks, unique blocks, new tokens, which is the order
         of positions.
 
-    Returns int64 [rows, min(count, most_seen)], slots in the order of tokens; the rest is NO_TOKEN. Scores are float32,
+    Returns int64 [rows, min(count, most_seen)], slots in the order of tokens; the rest is -1. Scores are float32,
     or float64 for float64.
     Raises ValueError if shapes do not match (not while compiling).
     """
@@ -55,7 +52,7 @@ def attend_tokens(
     row without tokens is zeros.
 
     query: [rows, heads, dim]. cache: [slots, dim]; the first `value_size` elements of a key are its value.
-    slots: [rows, chosen], NO_TOKEN for none.
+    slots: [rows, chosen], -1 for none.
     Raises ValueError if shapes do not match (not while compiling).
     """
     if not torch.compiler.is_compiling() and (query.shape[0], query.shape[2]) != (slots.shape[0], cache.shape[1]):

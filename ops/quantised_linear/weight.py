@@ -42,7 +42,7 @@ class RowNarrowing(NamedTuple):
     largest: float
 
     def pair(self) -> Tensor:
-        """float32 [2], scale and inverse."""
+        """Returns float32 [2], scale and inverse."""
         return torch.stack((self.scale.reshape(()), self.inverse.reshape(()))).float()
 
 

@@ -111,7 +111,7 @@ class UniquePart(NamedTuple):
     from_first: on the host; lo is 0 everywhere.
     num_tokens: on the host; tokens of all ranges, each of which lies inside its block. None: not known on the host.
     most_of_row: on the host; no row sees more blocks, which a window guarantees. None: not known on the host.
-    places: int64 [unique], for layers that choose tokens: the block's place among those of its row. None: not known.
+    places: int64 [unique], for layers that choose tokens: the block's place among its row's blocks. None: not known.
     """
 
     blocks: Tensor | None

@@ -96,7 +96,7 @@ def test_a_variable_for_serving(
 
 
 class RowParallelLinear(nn.Linear):
-    """Of the name by which layers are known."""
+    """Has the name by which layers are known."""
 
 
 def test_the_largest_of_all_calls_is_kept() -> None:

@@ -1,4 +1,4 @@
-"""What heads propose in an engine, and its comparison with a plain computation."""
+"""Notes what heads propose in an engine, and compares it with a plain computation."""
 
 from __future__ import annotations
 

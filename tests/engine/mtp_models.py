@@ -30,7 +30,7 @@ _LIKE_LAYER = 1
 
 
 class Family(NamedTuple):
-    """How a checkpoint names the parts of its layer.
+    """Says how a checkpoint names the parts of its layer.
 
     prefix: of the layer. embedding_norm, state_norm, norm, join: names of the parts around it. feeds_normed: whether
     the next pass reads the state after the last norm. skips_first: whether the row at position 0 reads no token.

@@ -1,4 +1,4 @@
-"""`--quantization inc`: tokens are those of a plain computation that rounds rows and weights by the same scales."""
+"""`--quantization inc`: tokens equal a plain computation that rounds rows and weights by the same scales."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_tokens(
 def test_a_cache_with_measured_scales(
     model: Path, nodes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values of the first layer are those of a float32 cache, rounded in units of the scales."""
+    """Keys and values of the first layer equal a float32 cache's, rounded in units of the scales."""
     names = {f"model.layers.{i}.self_attn.attn.impl.{kind}_cache": kind for i in range(2) for kind in "kv"}
     maxima = {"k": 6.5, "v": 28.0}
     caches = {name: {"inputs": [[[maxima[kind]]]]} for name, kind in names.items()}

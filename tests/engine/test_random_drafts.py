@@ -100,7 +100,7 @@ def test_random_drafts(pair: Pair, method: str, ucm: dict[str, Any], ahead: bool
 
 
 def test_workers_draw_the_same_drafts(pair: Pair) -> None:
-    """Each rank draws and verifies by itself, from the same noise: tokens are those of one worker."""
+    """Each rank draws and verifies by itself, from the same noise: tokens equal one worker's."""
     params = [
         SamplingParams(temperature=TEMPERATURE * (number % 3), seed=number, max_tokens=6, ignore_eos=True)
         for number in range(6)

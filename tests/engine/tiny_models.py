@@ -121,7 +121,7 @@ LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"}
 
 def make_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     values = {**COMMON, **FAMILIES[model_type], **changes}
-    # once vLLM has read such a model, the automatic class is that of DeepSeek V3, without an indexer
+    # once vLLM has read such a model, the automatic class is DeepSeek V3's, without an indexer
     return DeepseekV32Config(**values) if model_type == "deepseek_v32" else AutoConfig.for_model(model_type, **values)
 
 

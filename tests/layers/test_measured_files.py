@@ -63,7 +63,7 @@ def test_older_keys_and_an_allowlist(tmp_path: Path) -> None:
 
 
 def test_ranks_become_their_maximum(tmp_path: Path) -> None:
-    """Also if a unified set of fewer ranks is there, too; lists of modules beside them are other files."""
+    """The smallest complete set counts, such as a unified one of fewer ranks; lists of modules are other files."""
     path = write_files(tmp_path, ranks=4)
     rank = {"Mode": "DynamicRange", "Nodes": {DOWN: {"inputs": [[[9.0]]], "params": {"weight": [[0.5]]}}, "b": {}}}
     (tmp_path / "g3" / "inc_output_hooks_maxabs_2_4.json").write_text(json.dumps(rank))

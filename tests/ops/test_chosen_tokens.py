@@ -1,4 +1,4 @@
-"""Tokens that rows choose are those of the highest scores, and attention over them is exact."""
+"""Rows choose the tokens of the highest scores, and attention over them is exact."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_floats_of_eight_bits(dtype: torch.dtype) -> None:
 
 
 def test_rows_with_a_measured_scale() -> None:
-    """The product is that of the rounded rows, but for the order of sums; numbers beyond the card's range saturate."""
+    """The product equals the rounded rows' one, but for the order of sums; numbers beyond the card's range saturate."""
     weight = random_weight(24, 64, (1, 64), torch.float8_e4m3fn)
     weight = weight._replace(narrowing=RowNarrowing(torch.tensor(0.25), torch.tensor(4.0), 448.0))
     product = product_of(weight, torch.float32, 448.0)

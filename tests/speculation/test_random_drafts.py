@@ -120,7 +120,7 @@ def test_both_samplers_and_every_run_give_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("static", [False, True], ids=["true_shapes", "static"])
 def test_a_draft_without_a_distribution_is_compared(static: bool) -> None:
-    """The drafts of a request that was not in the step since: its tokens are those without drafts."""
+    """The drafts of a request that was not in the step since: its tokens equal the ones without drafts."""
     params = SamplingParams(temperature=0.9, seed=11)
     plain = World()
     plain.add("a", PROMPT, params)

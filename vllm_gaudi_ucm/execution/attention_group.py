@@ -217,7 +217,7 @@ def _values(number: int) -> Callable[[str], Callable[[StepArrays], NDArray[np.in
 
 
 def _places(number: int) -> Callable[[StepArrays], NDArray[np.int64]]:
-    """Returns a getter of the place of each unique block among those of its row."""
+    """Returns a getter of the place of each unique block among its row's."""
 
     def values(step: StepArrays) -> NDArray[np.int64]:
         unique = cast(GroupPlan, step.plan.groups[number]).unique

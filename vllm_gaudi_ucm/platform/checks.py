@@ -44,7 +44,7 @@ class RequestLimits(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig, before: RequestLimits) -> RequestLimits:
-        """Returns the limits of a model. before: those of models that the process has configured already.
+        """Returns the limits of a model. before: limits of models that the process has configured already.
 
         Raises ValueError if the configuration of the pooler asks for columns that there are not.
         """

@@ -28,12 +28,12 @@ _WHILE_LOADING = (
 
 
 def measured_ranges(config: ModelConfig) -> str | None:
-    """The file with measured ranges that `QUANT_CONFIG` names, if the model is not served with them."""
+    """Returns the file with measured ranges that `QUANT_CONFIG` names, if the model is not served with them."""
     return observed("QUANT_CONFIG") if config.quantization not in ("inc", "fp8") else None
 
 
 def take_measured_cache(config: VllmConfig) -> None:
-    """Takes the vendor's name of an 8-bit KV cache with measured scales, whose numbers are those of `fp8`."""
+    """Takes the vendor's name of an 8-bit KV cache with measured scales, whose numbers are like `fp8`."""
     model = config.model_config
     if config.cache_config.cache_dtype != "fp8_inc" or model is None:
         return
@@ -42,7 +42,7 @@ def take_measured_cache(config: VllmConfig) -> None:
 
 
 def auto_round(config: ModelConfig) -> str | None:
-    """The format of a checkpoint by Intel's AutoRound, whose method vLLM calls `inc`, too."""
+    """Returns the format of a checkpoint by Intel's AutoRound, whose method vLLM calls `inc`, too."""
     found = config.model_arch_config.quantization_config
     return None if found is None or config.quantization not in ("inc", "auto-round") else found["quant_method"]
 

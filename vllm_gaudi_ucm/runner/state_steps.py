@@ -52,7 +52,7 @@ class MovesStates(Protocol):
 
 
 class SwappedStates(NamedTuple):
-    """States of one kind, and host memory for those of preempted requests. A place there is for one row."""
+    """Holds the states of one kind, and host memory for preempted requests' states. A place there is for one row."""
 
     planner: MovesStates
     space: SwapSpace

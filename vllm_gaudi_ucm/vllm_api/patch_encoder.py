@@ -20,8 +20,8 @@ __all__ = ["PatchEncoder"]
 class PatchEncoder:
     """Runs Pixtral's encoder on a picture that is padded to a number of tokens.
 
-    The pads are a second sequence, which nothing reads. The host cuts pictures into patches, those of a token next to
-    each other, so shapes on the device depend only on the number of tokens.
+    The pads are a second sequence, which nothing reads. The host cuts pictures into patches, with a token's patches
+    next to each other, so shapes on the device depend only on the number of tokens.
 
     Reason: the encoder's forward takes pictures in their own sizes.
     Remove when: it implements `SupportsEncoderCudaGraph`, whose buffers are filled from the host.

@@ -1,7 +1,7 @@
 """`gaudi-ucm calibrate`: measures the ranges of a model's layers on any device, for `--quantization inc`.
 
-The files are those of Intel Neural Compressor (INC): `maxabs_quant_<card>.json`, which `QUANT_CONFIG` names, and the
-measured maxima in a folder next to it.
+The files have the form of Intel Neural Compressor (INC): `maxabs_quant_<card>.json`, which `QUANT_CONFIG` names, and
+the measured maxima in a folder next to it.
 """
 
 from __future__ import annotations

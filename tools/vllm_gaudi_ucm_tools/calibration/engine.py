@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, cast
+
+from vllm_gaudi_ucm_tools.observed_engine import ObservedEngine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,34 +32,15 @@ class CalibrationSettings:
     log_level: str = "ERROR"
 
 
-class CalibrationEngine:
-    """vLLM's engine with our platform; a context manager."""
+class CalibrationEngine(ObservedEngine):
+    """An engine that calls every layer in each step."""
 
     def __init__(self, settings: CalibrationSettings) -> None:
-        """Raises ValueError if the engine does not start with this model."""
-        from vllm_gaudi_ucm.vllm_api.engine import Executor, LLMEngine
-
-        try:
-            config = _engine_args(settings).create_engine_config()
-            executor = Executor.get_class(config)
-            self._engine: Any = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
-        except RuntimeError as error:
-            raise ValueError(f"MODEL: the engine did not start with {settings.model} ({error})") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Ends the engine and vLLM's process groups."""
-        self._engine.engine_core.shutdown()
-        del self._engine
-        # model and cache are parts of cycles
-        gc.collect()
+        super().__init__(settings.model, partial(_engine_args, settings))
 
     @property
     def model(self) -> nn.Module:
-        runner = self._engine.model_executor.driver_worker.worker.model_runner
-        return cast("nn.Module", runner.decoder.model)
+        return cast("nn.Module", self.runner.decoder.model)
 
     def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, on_answer: Callable[[], None]) -> None:
         """Answers prompts of token ids greedily; calls `on_answer` after each answer."""

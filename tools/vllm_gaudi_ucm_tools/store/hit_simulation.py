@@ -76,7 +76,7 @@ class BlockChains:
 
     @property
     def sees_inside(self) -> bool:
-        """True if the log tells of two different blocks how far they agree."""
+        """Returns whether the log says of two different blocks how far they agree."""
         return self.block_size > self.log.unit_tokens
 
     @cached_property

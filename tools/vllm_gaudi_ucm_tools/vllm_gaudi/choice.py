@@ -72,7 +72,7 @@ def choose(
         prepared = prepare_from_file(entries, settings)
         if prepared.num_graphs <= most:
             break
-        # the server adds buckets for drafts to those of the file, and ranks form shapes together
+        # the server adds buckets for drafts to the file's, and ranks form shapes together
         budget = min(budget - 1, budget * most // prepared.num_graphs)
     return Choice(entries, prepared, replay(traffic.steps, prepared, settings))
 

@@ -31,7 +31,7 @@ MOST_GRAPHS = 4096
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Chooses buckets for a log, writes them, and compares them with those of the server's strategies.
+    """Chooses buckets for a log, writes them, and compares them with the server's strategies.
 
     Raises:
         ValueError: an option or the log cannot be used; the message names it.

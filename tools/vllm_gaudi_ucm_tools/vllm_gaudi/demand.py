@@ -18,7 +18,7 @@ LARGER = (1.25, 1.6, 2.0, 4.0)
 @dataclass(frozen=True)
 class Points:
     """Runs by size. singles: (query, context blocks). merged: (prompts, longest query). decodes: (requests, blocks),
-    blocks without those of drafts, or the highest one with contiguous reading.
+    blocks without the blocks of drafts, or the highest one with contiguous reading.
     """
 
     singles: Sizes = field(default_factory=lambda: defaultdict(float))

@@ -1,4 +1,4 @@
-"""A picture of a traffic and the buckets around it: those of the server's own strategy, and the chosen ones."""
+"""A picture of a traffic and the buckets around it: the server's own strategy's, and the chosen ones."""
 
 from __future__ import annotations
 

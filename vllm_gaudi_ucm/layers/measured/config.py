@@ -230,7 +230,7 @@ class UcmIncConfig(QuantizationConfig):
 
     @property
     def _card(self) -> CardRange:
-        """The range that scales have. Raises QuantConfigError for scales that this card does not take."""
+        """Returns the range that scales have. Raises QuantConfigError for scales that this card does not take."""
         if self._device is None:
             self._device = _device_of_scales(self._needed().config)
         return RANGES[self._device]

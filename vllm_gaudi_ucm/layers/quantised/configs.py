@@ -102,7 +102,7 @@ class UcmFp8Config(ScaleOfLatents, Fp8Config):
         """Makes the method of a checkpoint. Raises QuantConfigError for measured ranges that cannot be used."""
         found = cast(UcmFp8Config, super().from_config(config))
         # files are read now, and not while a model is built
-        assert found._measured is None or found._measured.get_name() == "inc"
+        _ = found._measured
         return found
 
     @classmethod

@@ -211,7 +211,7 @@ def top_tokens(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -
 
 
 def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Returns logits divided by the temperature of their row, float32 [rows]; those of greedy rows are unchanged."""
+    """Returns logits divided by the temperature of their row, float32 [rows]; greedy rows are unchanged."""
     return logits / torch.where(temperature < _GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from vllm_gaudi_ucm.ops.cuda.early_start import follows, starts_early
 from vllm_gaudi_ucm.ops.cuda.side_streams import side_streams
 from vllm_gaudi_ucm.ops.lora.impl.cuda.tiles import RowTiles, Sizes, choose_second, choose_sizes, group_rows
-from vllm_gaudi_ucm.ops.lora.impl.cuda.ways import Way, fastest_way, is_measured, set_times
+from vllm_gaudi_ucm.ops.lora.impl.cuda.ways import Way, fastest_way, is_measured, leave_to_rule, set_times
 from vllm_gaudi_ucm.ops.lora.impl.stacked import StackedLora
 from vllm_gaudi_ucm.ops.lora.implementation import LoraImplementation
 from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
@@ -64,6 +64,7 @@ class CudaLora(LoraImplementation):
             set_times(measure_ways(weights, self.layer))
         except Exception as error:
             # an engine serves without, only slower
+            leave_to_rule()
             logger.warning("The ways of adapters cannot be measured, so a rule chooses: %s", error)
         torch.cuda.empty_cache()
 

@@ -4,7 +4,7 @@ Codes are 8-bit floats with a scale per output. The operator for them takes rows
 input of its second product too, each row with a scale of its own. Its results are bfloat16. Outside of compiled
 regions, the vendor's source omits one of the scales and has no scales per output, so weights are dequantised there.
 
-Few rows of a layer with many small experts gather those that they chose (`gathered.py`), unless these are codes.
+Few rows of a layer with many small experts gather the ones that they chose (`gathered.py`), unless these are codes.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ MOST_BYTES = 256 << 20
 
 
 def gathering_pays(rows: int, chosen: int, weights: ExpertWeights) -> bool:
-    """True if gathering the experts of so many rows is modelled to take less time than visiting all of them. Never true
-    for more copies than experts.
+    """Returns whether gathering the experts of so many rows is modelled to take less time than visiting all of them;
+    false for more copies than experts.
 
     chosen: experts of a row.
     """
