@@ -1,4 +1,5 @@
-"""Shapes of the graphs for prompt remainders: up to a block of rows of one partly loaded prompt.
+"""Shapes of the graphs for prompts that choose blocks: up to a block of rows of one partly loaded prompt, the remainder,
+or a chunk whose rows choose in tiles.
 
 In an ordinary graph every selection has room for the rows of a verification, since all selected blocks are multiplied
 with the same number of rows. A prompt remainder has many more rows, but a single selection. So it runs in a step of its
@@ -14,7 +15,9 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 # Contexts of up to a quarter of the longest have a graph of their own: most are far shorter than --max-model-len.
 SHORT_SHARE = 4
 MOST_REMAINDERS = 3
-"""The most shapes of a server."""
+"""The most shapes of a server; twice as many if chunks of prompts choose."""
+# Chunks of up to a quarter of the largest have graphs of their own: the last one of a prompt is mostly shorter.
+SHORT_ROWS = 4
 
 
 def remainder_rows(block_size: int, max_num_batched_tokens: int, most_rows: int) -> int:
@@ -39,23 +42,34 @@ class RemainderShapes:
     Args:
         rows: rows of the longest prompt remainder.
         live_blocks: most blocks of a request that are always attended.
-        most_selected: selected blocks of the longest request.
+        most_selected: selected blocks of the longest request, or of a tile.
+        tile_rows: rows of a tile; 0: all rows choose together.
     """
 
-    def __init__(self, limits: Limits, rows: int, live_blocks: int, most_selected: int) -> None:
+    def __init__(
+        self, limits: Limits, rows: int, live_blocks: int, most_selected: int, tile_rows: int = 0
+    ) -> None:
+        def tiles(count: int) -> int:
+            return -(-count // tile_rows) if tile_rows else 1
+
         self.limits = replace(
             limits,
             max_num_batched_tokens=rows,
             max_num_seqs=1,
             max_shared_blocks=None,
-            max_selected_blocks=most_selected,
+            max_selected_blocks=most_selected * tiles(rows),
         )
-        """Returns the shape of a step that is one prompt remainder."""
+        """The limits of a step that is one prompt."""
         every = self.limits.most_shared_blocks
         live = min(every, live_blocks)
         # the last one is for blocks that wait for their summaries: these are attended without being selected
         sizes = (live, -(-most_selected // SHORT_SHARE)), (live, most_selected), (every, most_selected)
-        found = (ForwardShape.from_sizes(True, rows, shared, 0, selected) for shared, selected in sizes)
+        lengths = (-(-rows // SHORT_ROWS), rows) if tile_rows else (rows,)
+        found = (
+            ForwardShape.from_sizes(True, length, shared, 0, selected * tiles(length))
+            for length in lengths
+            for shared, selected in sizes
+        )
         self.keys = tuple(map(RemainderShape, dict.fromkeys(found)))
 
     def lookup(self, step: Bucket) -> ForwardShape:

@@ -23,6 +23,8 @@ class SelectionInput(NamedTuple):
     absent: bool [requests, table width] logical blocks that are not on the device: they neither compete nor are ever
         attended. None if there are none.
     num_drafts: int64 [requests] number of last rows of the request that may be rejected. None if there are none.
+    tile_rows: int64 [requests] rows of the request that choose together, 0 if all do. None if all of all requests do.
+    row_step: step from one row of a tile that scores blocks to the next one.
     """
 
     modes: NDArray[np.int64]
@@ -34,6 +36,8 @@ class SelectionInput(NamedTuple):
     most: int
     absent: NDArray[np.bool_] | None = None
     num_drafts: NDArray[np.int64] | None = None
+    tile_rows: NDArray[np.int64] | None = None
+    row_step: int = 1
 
     def take(self, index: NDArray[np.int64]) -> SelectionInput:
         """Returns the entries of these requests."""
@@ -45,7 +49,16 @@ class SelectionInput(NamedTuple):
             candidates=self.candidates[index],
             absent=None if self.absent is None else self.absent[index],
             num_drafts=None if self.num_drafts is None else self.num_drafts[index],
+            tile_rows=None if self.tile_rows is None else self.tile_rows[index],
         )
+
+    def in_tiles(
+        self, index: NDArray[np.int64], tile_rows: NDArray[np.int64], row_step: int
+    ) -> SelectionInput:
+        """Returns the same input with the tiles of these requests."""
+        every = np.zeros(len(self.modes), np.int64)
+        every[index] = tile_rows
+        return self._replace(tile_rows=every, row_step=row_step)
 
     def left_out(self) -> NDArray[np.bool_] | None:
         """Returns bool [requests, table width]: blocks attended by choice or never; None if every block is attended."""
@@ -55,14 +68,15 @@ class SelectionInput(NamedTuple):
 
 
 class SelectionPlan(NamedTuple):
-    """A step's choices, as arrays that later become tensors. A span is a request with a choice; spans are in flat
-    order.
+    """A step's choices, as arrays that later become tensors. A span is a request with a choice, or a tile of a prompt's
+    rows; spans are in flat order.
 
     A block of a span has a place: span * width + logical block number. A rank also has a place: span * most + rank.
 
     first_rows, num_rows: int64 [spans] its rows in the flat batch.
     scored_rows: int64 [spans] the last of them that is not a draft: in memory mode all blocks are scored by its query.
     ranked_rows: int64 [spans] number of rows by which its candidates are ranked: 0 if the stored choice is reused.
+    row_steps: int64 [spans] step from one row that scores its candidates to the next one.
     modes, counts, thresholds, choice_slots: int64 [spans], as in SelectionInput.
     candidate_blocks: int64 [candidates] physical block ids. candidate_spans: int64 [candidates].
     candidate_places: int64 [candidates].
@@ -74,6 +88,7 @@ class SelectionPlan(NamedTuple):
     num_rows: NDArray[np.int64]
     scored_rows: NDArray[np.int64]
     ranked_rows: NDArray[np.int64]
+    row_steps: NDArray[np.int64]
     modes: NDArray[np.int64]
     counts: NDArray[np.int64]
     thresholds: NDArray[np.int64]
@@ -104,7 +119,11 @@ def plan_selection(
     flat = np.flatnonzero(selection.modes[requests] != DENSE)
     if not len(flat):
         return None
+    first_rows, num_rows = query_start[flat], query_start[flat + 1] - query_start[flat]
+    if selection.tile_rows is not None:
+        flat, first_rows, num_rows = _tiles(flat, first_rows, num_rows, selection.tile_rows[requests[flat]])
     sparse = requests[flat]
+    is_tile = np.zeros(len(sparse), np.bool_) if selection.tile_rows is None else selection.tile_rows[sparse] > 0
     # from a flat array: in two dimensions numpy takes ten times as long
     candidates = selection.candidates[sparse]
     places, table_width = np.flatnonzero(candidates), candidates.shape[1]
@@ -117,12 +136,13 @@ def plan_selection(
     num_drafts = 0 if selection.num_drafts is None else selection.num_drafts[sparse]
     choice_spans = np.arange(len(sparse)).repeat(counts)
     ranks = np.arange(len(choice_spans)) - (ends - counts).repeat(counts)
-    modes, num_rows = selection.modes[sparse], query_start[flat + 1] - query_start[flat]
+    modes = selection.modes[sparse]
     return SelectionPlan(
-        first_rows=query_start[flat],
+        first_rows=first_rows,
         num_rows=num_rows,
-        scored_rows=query_start[flat + 1] - 1 - num_drafts,
+        scored_rows=first_rows + num_rows - 1 - num_drafts,
         ranked_rows=num_rows * (modes != REUSE),
+        row_steps=np.where(is_tile, selection.row_step, 1),
         modes=modes,
         counts=counts,
         thresholds=selection.thresholds[sparse],
@@ -134,3 +154,14 @@ def plan_selection(
         choice_spans=choice_spans,
         choice_hi=np.full(len(choice_spans), block_size, np.int64),
     )
+
+
+def _tiles(
+    flat: NDArray[np.int64], first_rows: NDArray[np.int64], num_rows: NDArray[np.int64], tile_rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Divides the rows of each request into tiles; returns the request, first row and number of rows of each."""
+    sizes = np.where(tile_rows > 0, tile_rows, num_rows)
+    counts = -(-num_rows // sizes)
+    sizes, number = sizes.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+    begin = number * sizes
+    return flat.repeat(counts), first_rows.repeat(counts) + begin, np.minimum(sizes, num_rows.repeat(counts) - begin)

@@ -51,6 +51,9 @@ def remainder_shapes(limits: Limits, choices: SelectionLimits | None) -> Remaind
     """
     if choices is None or not choices.remainder_rows:
         return None
+    if choices.tiles is not None:
+        tiles = choices.tiles.most, choices.tiles.rows
+        return RemainderShapes(limits, choices.remainder_rows, choices.live_blocks, *tiles)
     return RemainderShapes(limits, choices.remainder_rows, choices.live_blocks, choices.most)
 
 

@@ -28,6 +28,7 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
         blocks [sink_blocks, window_start) are the candidates.
     num_selected: candidates to attend, at most as many as there are.
     update_threshold: of CHECK: |added| + |removed| up to which the stored selection is kept.
+    tile_rows: rows of a prompt that choose together, and store nothing; 0: all rows of the request do, and store.
     """
 
     mode: SelectionMode
@@ -35,6 +36,7 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
     window_start: int
     num_selected: int
     update_threshold: int = 0
+    tile_rows: int = 0
 
 
 class SparseMeta(msgspec.Struct):

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from vllm_gaudi_ucm.sparse.budget import Budget, HasGaps, block_budget, decode_rows, no_gaps
+from vllm_gaudi_ucm.sparse.budget import (
+    Budget,
+    HasGaps,
+    block_budget,
+    decode_rows,
+    no_gaps,
+    prompt_budget,
+    prompt_chunks,
+)
 from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 from vllm_gaudi_ucm.sparse.step_sizes import StepSeconds, step_sizes
 
@@ -17,6 +25,10 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
+
+
+# Fewer rows of a prompt are dense: they would be a step of their own, which reads all weights.
+LEAST_ROWS = 64
 
 
 @dataclass
@@ -127,6 +139,7 @@ class BlockSparse(UcmSparseBase):
         if self._stays_dense(scheduler_output):
             self.dense_steps += 1
             return SparseMeta(dense_steps=self.dense_steps)
+        prompts = self._select_for_prompts(scheduler_output, requests)
         budgets: dict[str, Budget] = {}
         left = self._known_block_size()
         for row in decode_rows(scheduler_output, requests, self.has_gaps):
@@ -141,17 +154,37 @@ class BlockSparse(UcmSparseBase):
             drafts = scheduler_output.scheduled_spec_decode_tokens
             is_dense = not drafts and budgets.keys() == scheduler_output.num_scheduled_tokens.keys()
             budgets.clear()
-        meta = SparseMeta(dense_steps=self.dense_steps)
+        meta = SparseMeta(prompts, dense_steps=self.dense_steps)
         for request_id, budget in budgets.items():
             meta.requests[request_id] = self._select(request_id, budget)
         for request_id in scheduler_output.num_scheduled_tokens:
             # a dense step in between makes the next selection a new one
-            if request_id not in meta.requests:
+            if request_id not in budgets:
                 self.request_preempted(request_id)
         # until a block is full or another one begins
         self._dense_left = max(0, left - 1) if is_dense else 0
         self._dense = dict(scheduler_output.num_scheduled_tokens) if self._dense_left else {}
         return meta
+
+    def _select_for_prompts(
+        self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> dict[str, RequestSelection]:
+        """Returns the selections of prompts' chunks, each of which pays off by itself, because it runs by itself."""
+        options, found = self.block_options, dict[str, RequestSelection]()
+        if options.prompt_ratio is None:
+            return found
+        for request_id, cached, rows in prompt_chunks(scheduler_output, requests):
+            budget = prompt_budget(cached, self._known_block_size(), options) if request_id in self._held else None
+            if budget is None:
+                continue
+            if rows < LEAST_ROWS:
+                continue
+            if self.choice_cost is not None and not self.choice_cost.pays_for_prompt(budget, rows, options.prompt_tile):
+                self.dense_steps += 1
+                continue
+            selection = RequestSelection(SelectionMode.SELECT, *budget, tile_rows=options.prompt_tile)
+            found[request_id] = selection
+        return found
 
     def _stays_dense(self, scheduler_output: SchedulerOutput) -> bool:
         """Returns whether a step repeats the requests of the previous one, each with one more token in the same block,

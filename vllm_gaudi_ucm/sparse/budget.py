@@ -36,9 +36,24 @@ def block_budget(context_tokens: int, block_size: int, options: BlockOptions) ->
         options: ratio, windows and minima. `min_blocks` and the ratio count full blocks, including sinks and window;
             the tail block is attended in addition.
     """
-    if context_tokens < options.min_tokens:
+    return _budget(context_tokens, block_size, options, options.sparse_ratio)
+
+
+def prompt_budget(cached_tokens: int, block_size: int, options: BlockOptions) -> Budget | None:
+    """Returns the budget of each tile of a prompt's chunk; None if it is dense.
+
+    Args:
+        cached_tokens: tokens before the chunk. Rows always attend to the chunk itself, and to the block in which it
+            begins.
+    """
+    ratio = options.prompt_ratio
+    return None if ratio is None else _budget(cached_tokens, block_size, options, ratio)
+
+
+def _budget(tokens: int, block_size: int, options: BlockOptions, ratio: float) -> Budget | None:
+    if tokens < options.min_tokens:
         return None
-    full = context_tokens // block_size
+    full = tokens // block_size
     sinks = min(options.init_window_sz, full)
     window_start = max(sinks, full - options.local_window_sz)
     candidates = window_start - sinks
@@ -46,7 +61,7 @@ def block_budget(context_tokens: int, block_size: int, options: BlockOptions) ->
         return None
     live = full - candidates
     # 0.7 * 10 is 7.000000000000001 in binary: a tiny excess must not cost a block
-    wanted = max(options.min_blocks, math.ceil(options.sparse_ratio * full - 1e-9))
+    wanted = max(options.min_blocks, math.ceil(ratio * full - 1e-9))
     # at least one: if sinks and window are the whole budget, no block would be chosen at all
     return Budget(sinks, window_start, min(max(1, wanted - live), candidates))
 
@@ -54,6 +69,22 @@ def block_budget(context_tokens: int, block_size: int, options: BlockOptions) ->
 def shortest_sparse_context(block_size: int, options: BlockOptions) -> int:
     """Returns the tokens of the shortest context that has a budget."""
     return max(options.min_tokens, (options.init_window_sz + options.local_window_sz + 1) * block_size)
+
+
+def prompt_chunks(
+    scheduler_output: SchedulerOutput, requests: Mapping[str, Request]
+) -> Iterator[tuple[str, int, int]]:
+    """Yields the chunks of prompts of a step: the request, the tokens before the chunk, and its tokens.
+
+    A decode is none, nor a verification; a request that computes its tokens again after a preemption has chunks.
+    """
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    for request_id, computed in computed_tokens(scheduler_output):
+        request, count = requests.get(request_id), scheduler_output.num_scheduled_tokens[request_id]
+        if request is None or drafts.get(request_id):
+            continue
+        if count > 1 or computed + count < request.num_tokens:
+            yield request_id, computed, count
 
 
 class DecodeRow(NamedTuple):

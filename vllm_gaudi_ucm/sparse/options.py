@@ -50,6 +50,14 @@ class BlockOptions(MethodOptions):
     min_tokens: Annotated[int, Field(ge=1)] = Field(
         default=2048, description="Shortest context that is sparse, in tokens; below it a request is dense."
     )
+    prompt_ratio: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Part of the full blocks before a prompt's chunk that its rows attend to, sinks and local window "
+        "included; None: prompts are dense.",
+    )
+    prompt_tile: Annotated[int, Field(ge=16)] = Field(
+        default=256, description="Rows of a prompt that choose blocks together, with `prompt_ratio`."
+    )
     summary: Literal["mean", "minmax", "box_mean", "hash"] = Field(
         # measured by attention mass at blocks of 16 to 128 tokens, no other summary came as close to the exact choice
         default="box_mean",

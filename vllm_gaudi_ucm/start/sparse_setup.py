@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.kv_cache.pair import LayerCache, in_blocks
 from vllm_gaudi_ucm.memory_mode.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.memory_mode.worker_side import OffloadWorker, StoredCopies
 from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics, SparseMetrics
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
@@ -165,6 +165,8 @@ def make_sparse_worker(
         # with windows, a connector loads prompts as a whole
         remainder_rows=0 if place.numbers else _remainder_rows(config, vllm_config, block_size),
     )
+    if place.numbers and choosing.block_options.prompt_ratio is not None:
+        raise UnsupportedFeatureError("sparse prompts of a model with windows", "prompt_ratio")
 
     on = next(iter(kv_caches.values())).key.device
 
@@ -247,11 +249,17 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
         block_size=block_size,
         num_blocks=num_blocks,
         static=static,
+        batch_rows=vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
 
 def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Returns the rows of a prompt remainder that choose together after a partial load; 0 without such loads."""
+    """Returns the rows of a prompt that choose in a separate graph: those of a remainder after a partial load, or of a
+    chunk with `prompt_ratio`; 0 without either.
+    """
+    options = block_options(config)
+    if options is not None and options.prompt_ratio is not None:
+        return vllm_config.scheduler_config.max_num_batched_tokens
     if not config.memory_mode.enabled or not loads_partly(vllm_config):
         return 0
     max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens

@@ -291,6 +291,11 @@ class KVStar(WrappingSparse):
         drafts = scheduler_output.scheduled_spec_decode_tokens
         meta = SparseMeta(dense_steps=base.dense_steps)
         for request_id, selection in offered.items():
+            if selection.tile_rows:
+                # rows of a prompt choose for themselves, and nothing is locked
+                self.unlock_selection(request_id)
+                meta.requests[request_id] = selection
+                continue
             meta.requests[request_id] = self._decide(request_id, selection, requests[request_id].num_tokens)
             if request_id in drafts:
                 self.speculative.begin_speculation(request_id, len(drafts[request_id]))

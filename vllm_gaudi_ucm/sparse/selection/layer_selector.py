@@ -103,11 +103,18 @@ class LayerSelection:
     measured: RankedSpans = field(init=False)
     """Same as `spans`, for the layer whose choices are measured, which also ranks reused ones."""
     native: NativeSelection | None = field(init=False, default=None)
+    scored: SelectionTensors = field(init=False)
+    """The tensors for the rows that score blocks, which `queries` returns."""
+    _rows: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         t = self.tensors
         self.block_table = t.block_table()
         self.first_places = t.choice_spans * t.width
+        self.scored, self._rows = t, None
+        if not self.reused:
+            self.scored, self._rows = t.scored()
+            t = self.scored
         self.spans = self.measured = RankedSpans(t.num_rows, None)
         if not self.reused and not self.at_once:
             self.spans = self.measured = RankedSpans.from_tensors(t, t.num_rows, self.implementation)
@@ -122,6 +129,10 @@ class LayerSelection:
             self.native = NativeSelection(
                 StepCandidates(*candidates, *spans, *choices, self.block_table, t.width, t.most), self.room
             )
+
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Returns the rows that score blocks: those that `scored` speaks of. query: [rows, heads, dim]."""
+        return query if self._rows is None else query.index_select(0, self._rows)
 
 
 Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]
@@ -260,6 +271,7 @@ class ChoosingLayer(LayerSelector):
         t = selection.tensors
         if self._queries is not None:
             keep_queries(self._queries, query, t)
+        rows, query = query.shape[0], selection.queries(query)
         if selection.native is not None and self.chooses_at_once:
             layer = query, self.summaries, self.stored, self._scale, self.kind
             found = selection.native.choose(*layer, self._checks, self._recall)
@@ -269,7 +281,7 @@ class ChoosingLayer(LayerSelector):
             # kernels do not support these tensors, and `begin` has left the reading to them
             self.before = self.stored.index_select(0, t.choice_slots)
         if self.hands_over and not selection.reused:
-            self._hand_over(query, selection)
+            self._hand_over(query, selection, rows)
             return
         ranking = self.before if selection.reused else self._rank(query, selection)
         numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
@@ -288,15 +300,17 @@ class ChoosingLayer(LayerSelector):
         selection.scores, selection.ranking = scores, ranking
         return ranking
 
-    def _hand_over(self, query: torch.Tensor, selection: LayerSelection) -> None:
-        """Sets `selection.chosen`, and stores the choice, with fewer operations than one for each of its steps."""
+    def _hand_over(self, query: torch.Tensor, selection: LayerSelection, rows: int) -> None:
+        """Sets `selection.chosen`, and stores the choice, with fewer operations than one for each of its steps. rows:
+        of the step, some of which `query` has.
+        """
         t, name = selection.tensors, self._implementation
         of_spans = t.choice_slots, t.counts, t.modes, t.thresholds
         selected = t.choice_spans.shape[0]
         spans = ChoosingSpans(self.stored, *of_spans, t.width, selection.block_table, selected, self._checks)
         if self._at_once:
             scores = self._scores_over_ranks(query, selection)
-            target = None if selection.parts is None else selection.parts.selected_list(query.shape[0])
+            target = None if selection.parts is None else selection.parts.selected_list(rows)
             prepared = self._ranked(selection).prepared
             found = rank_and_take(
                 scores, t.candidate_places, spans, implementation=name, prepared=prepared, target=target
@@ -321,7 +335,7 @@ class ChoosingLayer(LayerSelector):
         return scores if self._over_ranks is None else self._over_ranks(scores)
 
     def _scores(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
-        t, ranked = selection.tensors, self._ranked(selection)
+        t, ranked = selection.scored, self._ranked(selection)
         spans = t.candidate_blocks, t.candidate_spans, t.first_rows, ranked.num_rows, t.max_rows
         if self._score is not None:
             asked = CandidateBlocks(self._layer_idx, self.summaries, *spans, t.candidate_places, t.width)

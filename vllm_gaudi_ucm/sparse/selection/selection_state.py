@@ -31,8 +31,9 @@ class ChoiceSlots:
 
     def __init__(self, num_slots: int, width: int) -> None:
         # bool [slots, width]: the blocks that competed; int64 [slots]: how many ranks are stored, 0 without a choice
-        self.candidates = np.zeros((num_slots, width), np.bool_)
-        self.num_stored = np.zeros(num_slots, np.int64)
+        # and a last slot for choices that nobody stores
+        self.candidates = np.zeros((num_slots + 1, width), np.bool_)
+        self.num_stored = np.zeros(num_slots + 1, np.int64)
         self._slots: dict[str, int] = {}
         self._free = list(range(num_slots))[::-1]
 
@@ -56,7 +57,7 @@ class ChoiceSlots:
 
     def check_integrity(self) -> None:
         """Checks that every slot is free or owned by exactly one request."""
-        if sorted([*self._slots.values(), *self._free]) != list(range(len(self.num_stored))):
+        if sorted([*self._slots.values(), *self._free]) != list(range(len(self.num_stored) - 1)):
             raise AssertionError(f"choice slots: owned {self._slots}, free {self._free}")
 
 
@@ -70,7 +71,7 @@ class StepSelection(NamedTuple):
     summary_blocks: NDArray[np.int64]
 
 
-_DECISION = attrgetter("mode", "sink_blocks", "window_start", "num_selected", "update_threshold")
+_DECISION = attrgetter("mode", "sink_blocks", "window_start", "num_selected", "update_threshold", "tile_rows")
 DENSE_STEP = StepSelection(None, np.zeros(0, np.int64))
 
 
@@ -138,8 +139,18 @@ class SelectionState:
             # entries of a table beyond the request's tokens are undefined: only full blocks count
             open_blocks = is_full[index] & is_ready[index]
             asked = [request_ids[one] for one in sparse]
-            slots = np.array([self.slots.slot(request_id, request_ids) for request_id in asked], np.int64)
-            counts = self._decide(selection, index, slots, [decisions[one] for one in asked], open_blocks)
+            told = np.array([_DECISION(decisions[one]) for one in asked], np.int64)
+            tiles, no_slot = told[:, 5], self._limits.max_num_seqs
+            if tiles.any():
+                selection = selection.in_tiles(index, tiles, self._limits.row_step)
+            slots = np.array(
+                [
+                    no_slot if tile else self.slots.slot(one, request_ids)
+                    for one, tile in zip(asked, tiles.tolist(), strict=True)
+                ],
+                np.int64,
+            )
+            counts = self._decide(selection, index, slots, told, open_blocks)
             self._count(batch, num_drafts, selection, asked, index=index, slots=slots, counts=counts)
         if absent is None and (selection.modes == DENSE).all():
             return StepSelection(None, summary_blocks)
@@ -166,16 +177,22 @@ class SelectionState:
         block_size = self._limits.block_size
         end = (batch.num_computed + batch.num_scheduled)[index].astype(np.int64)
         num_full, context_blocks = (end - num_drafts[index]) // block_size, -(-end // block_size)
-        chose = counts > 0
-        entries = zip(asked, slots.tolist(), num_full.tolist(), chose.tolist(), strict=True)
+        chose, keeps = counts > 0, slots < self._limits.max_num_seqs
+        entries = zip(asked, slots.tolist(), num_full.tolist(), (chose & keeps).tolist(), strict=True)
         self.chosen.update({one: (slot, full) for one, slot, full, has_chosen in entries if has_chosen})
+        # a tile counts as a request
+        spans = np.ones(len(index), np.int64)
+        if selection.tile_rows is not None:
+            rows, tile = batch.num_scheduled[index].astype(np.int64), selection.tile_rows[index]
+            spans = np.where(tile > 0, -(-rows // np.maximum(tile, 1)), 1)
         # one call for all modes: each call costs more than its counting
-        modes = np.bincount(selection.modes[index[chose]], minlength=len(SelectionMode))
-        for mode, count in zip(SelectionMode, modes.tolist(), strict=True):
+        modes = np.bincount(selection.modes[index[chose]], weights=spans[chose], minlength=len(SelectionMode))
+        for mode, count in zip(SelectionMode, modes.astype(np.int64).tolist(), strict=True):
             self.totals.modes[mode] += count
-        seen, candidates = int(context_blocks[chose].sum()), int(np.count_nonzero(selection.candidates))
+        seen = int((context_blocks * spans)[chose].sum())
+        candidates = np.count_nonzero(selection.candidates[index], axis=1)
         self.totals.context_blocks += seen
-        self.totals.attended_blocks += seen - candidates + int(counts.sum())
+        self.totals.attended_blocks += seen + int(((counts - candidates) * spans).sum())
 
     def _all_dense(
         self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
@@ -235,14 +252,14 @@ class SelectionState:
         selection: SelectionInput,
         index: NDArray[np.int64],
         slots: NDArray[np.int64],
-        decisions: Sequence[RequestSelection],
+        told: NDArray[np.int64],
         open_blocks: NDArray[np.bool_],
     ) -> NDArray[np.int64]:
         """Fills in the entries of the sparse requests; returns how many blocks each chooses, 0 if it is dense.
 
-        index, slots: int64 [sparse]. open_blocks: bool [sparse, width] full blocks with a summary.
+        index, slots: int64 [sparse]. told: int64 [sparse, 6], the scheduler's decisions. open_blocks: bool [sparse,
+        width] full blocks with a summary.
         """
-        told = np.array([_DECISION(one) for one in decisions], np.int64)
         modes, wanted, thresholds = told[:, 0], told[:, 3], told[:, 4]
         width, stored = open_blocks.shape[1], self.slots.num_stored[slots]
         modes = np.where(stored == 0, SelectionMode.SELECT, modes)
@@ -255,7 +272,7 @@ class SelectionState:
             candidates[reuse] = self.slots.candidates[slots[reuse], :width]
         competing = np.count_nonzero(candidates, axis=1)
         counts = np.minimum(wanted, np.where(reuse, stored, np.minimum(competing, self._limits.most)))
-        counts[~self._fit(counts, competing)] = 0
+        counts[~self._fit(counts, competing, told[:, 5] > 0)] = 0
         chose = counts > 0
         self.slots.num_stored[slots[~chose]] = 0
         self._store(slots, modes, candidates, competing, counts, stored)
@@ -266,13 +283,19 @@ class SelectionState:
         selection.thresholds[index], selection.slots[index] = thresholds * chose, slots * chose
         return counts
 
-    def _fit(self, counts: NDArray[np.int64], competing: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns bool [sparse]: which requests can be sparse in this step, in order as long as there is room."""
+    def _fit(
+        self, counts: NDArray[np.int64], competing: NDArray[np.int64], is_prompt: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Returns bool [sparse]: which requests can be sparse in this step, in order as long as there is room. A prompt
+        has room of its own.
+        """
         most = self._limits.most_candidates(counts)
+        if is_prompt.any():
+            most = np.where(is_prompt, self._limits.of_tiles().most_candidates(counts), most)
         fits = (counts > 0) & (competing <= most)
         room = self._limits.max_selected_blocks
-        if int(counts[fits].sum()) > room:
-            for one in fits.nonzero()[0].tolist():
+        if int(counts[fits & ~is_prompt].sum()) > room:
+            for one in (fits & ~is_prompt).nonzero()[0].tolist():
                 fits[one] = counts[one] <= room
                 room -= int(counts[one]) * bool(fits[one])
         # without candidates the whole context is attended anyway
@@ -289,7 +312,7 @@ class SelectionState:
         stored: NDArray[np.int64],
     ) -> None:
         """Records what the device will have stored after the step; [sparse] each, candidates [sparse, width]."""
-        fresh = (counts > 0) & (modes != SelectionMode.REUSE)
+        fresh = (counts > 0) & (modes != SelectionMode.REUSE) & (slots < self._limits.max_num_seqs)
         if not fresh.any():
             return
         now = np.minimum(competing, self._limits.most)

@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.protocol.attachments import attach_buckets, attach_report, attach_sparse_meta, sparse_meta_of
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.budget import block_budget
+from vllm_gaudi_ucm.sparse.budget import block_budget, prompt_budget
 from vllm_gaudi_ucm.sparse.selection.block_scorer import OverRanks
 from vllm_gaudi_ucm.sparse.selection.block_selector import (
     BlockSelector,
@@ -27,7 +27,7 @@ from vllm_gaudi_ucm.sparse.selection.block_selector import (
     SelectionLayer,
 )
 from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, Scoring
-from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import PromptTiles, SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionState, StepSelection
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ServerSizes(NamedTuple):
     """The sizes that determine the tensors of a choice.
 
     max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
-    some_offloaded: whether KV offload is on. remainder_rows: see SelectionLimits.
+    some_offloaded: whether KV offload is on. remainder_rows: see SelectionLimits. batch_rows: the most rows of a step.
     """
 
     max_model_len: int
@@ -69,6 +69,7 @@ class ServerSizes(NamedTuple):
     static: bool
     some_offloaded: bool = False
     remainder_rows: int = 0
+    batch_rows: int = 0
 
 
 class LayerPlace(NamedTuple):
@@ -350,8 +351,16 @@ class SparseWorker:
 def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimits:
     """Returns how large the choices of a server can be."""
     longest = block_budget(sizes.max_model_len, sizes.block_size, options)
-    most = max(1, 0 if longest is None else longest.num_selected)
+    most, tiles = max(1, 0 if longest is None else longest.num_selected), None
     room = sizes.max_num_seqs * most
+    if options.prompt_ratio is not None:
+        longest = prompt_budget(sizes.max_model_len, sizes.block_size, options)
+        chosen = max(1, 0 if longest is None else longest.num_selected)
+        tiles = PromptTiles(options.prompt_tile, options.prompt_ratio, chosen)
+        most = max(most, chosen)
+        if not sizes.static:
+            # every request of a step may end in the middle of a tile
+            room += (sizes.batch_rows // tiles.rows + sizes.max_num_seqs) * chosen
     if sizes.static:
         # requests that share blocks may choose more than there are; a graph for that many would hardly ever be used
         room = max(most, min(room, sizes.num_blocks))
@@ -366,6 +375,7 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
         max_selected_blocks=room,
         block_size=sizes.block_size,
         remainder_rows=sizes.remainder_rows if sizes.static else 0,
+        tiles=tiles,
     )
 
 
