@@ -224,16 +224,23 @@ def test_what_is_not_covered_is_said_once_and_computed_by_the_reference(
     assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("drafts", [20, 70])
-def test_spans_of_many_rows(caplog: pytest.LogCaptureFixture, drafts: int) -> None:
-    """covers: C15. As many as a program holds, and more, which the reference computes."""
+@pytest.mark.parametrize(("rows", "heads", "kv_heads"), [(20, 8, 2), (200, 8, 2), (70, 4, 4)])
+def test_spans_of_many_rows(caplog: pytest.LogCaptureFixture, rows: int, heads: int, kv_heads: int) -> None:
+    """Rows of a prompt choose together, next to a decode that chooses and requests that do not; also in a bucket."""
     from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
 
     cuda_attend._told.clear()
-    requests = [Request(21, drafts + 1, chosen=frozenset({0, 2})), Request(9, 1, chosen=frozenset({0}))]
+    requests = [
+        Request(9, 1, chosen=frozenset({0})),
+        Request(21, rows, chosen=frozenset({0, 2}), dropped=frozenset({1})),
+        Request(40, rows - 7, chosen=frozenset({1, 3, 4, 8})),
+        Request(30, 12),
+    ]
+    batch = build(requests, Shape(heads=heads, kv_heads=kv_heads, dim=16))
     with caplog.at_level(logging.WARNING):
-        assert_matches(build(requests, Shape()), "cuda")
-    assert bool(caplog.records) == (2 * (drafts + 1) > cuda_attend.LARGEST_SPAN)
+        assert_matches(batch, "cuda", prepared=True)
+        assert_matches(pad(batch, Pads(rows=5, shared=2, spans=3), math.nan), "cuda", prepared=True)
+    assert not caplog.messages, "the reference has computed it"
 
 
 def test_a_broken_element_is_nan_in_all_of_a_row() -> None:

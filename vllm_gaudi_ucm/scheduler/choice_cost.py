@@ -9,7 +9,8 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import LimitsError
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost, PromptCost
 from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import summary_share
 
@@ -68,8 +69,17 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
             bandwidth=device_spec(device).bandwidth,
             layer_seconds=CHOICES[device].layer_seconds,
             step_seconds=CHOICES[device].step_seconds,
+            prompts=_prompt_cost(scheduler, choosing, spec, device_spec(device).flops),
         )
     )
+
+
+def _prompt_cost(scheduler: Scheduler, method: BlockSparse, spec: AttentionSpec, flops: float) -> PromptCost:
+    config, size = scheduler.vllm_config, scheduler.block_size
+    heads = config.model_config.get_num_attention_heads(config.parallel_config)
+    kind = SummaryKind(method.block_options.summary)
+    attended = 2 * heads * size * (spec.head_size + spec.head_size_v)
+    return PromptCost(attended, 2 * heads * kind.vectors(size) * kind.width(spec.head_size), flops)
 
 
 def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:

@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.chosen_tiles import chosen_tiles
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.latent import attend_latent, why_not_latent
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.layer import Layer, why_not
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.merge import merge, saved_sums
@@ -159,7 +160,10 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
     if has_shared and parts.shared is not None:
         work += _shared(layer, plan, parts.shared, beside=bool(work))
     if parts.selected is not None and plan.selected is not None:
-        work.append(selected(layer, plan, parts.selected, plan.selected, selected_blocks))
+        if parts.selected.max_rows * layer.group > LARGEST_SPAN:
+            work.append(chosen_tiles(layer, plan, parts.selected, selected_blocks))
+        else:
+            work.append(selected(layer, plan, parts.selected, plan.selected, selected_blocks))
     return work
 
 
@@ -187,7 +191,8 @@ def _too_large(layer: Layer, plan: CudaPlan) -> str | None:
     if listed > MOST_LISTED:
         return f"{listed} pairs of a tile of rows and a shared block, expected at most {MOST_LISTED}"
     chosen = plan.parts.selected
-    if chosen is not None and chosen.max_rows * layer.group > LARGEST_SPAN:
+    in_tiles = not plan.joined_own and layer.slopes is None
+    if chosen is not None and chosen.max_rows * layer.group > LARGEST_SPAN and not in_tiles:
         return f"spans of {chosen.max_rows} rows with {layer.group} heads each, expected at most {LARGEST_SPAN} in all"
     return None
 

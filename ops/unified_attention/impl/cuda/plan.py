@@ -144,15 +144,20 @@ def _joins(parts: AttentionParts, block_size: int) -> bool:
     return _has_room(selected) and selected.max_rows == 1 and _reads_blocks(unique, block_size)
 
 
+# Rows of a span whose chosen blocks and own blocks are one list.
+MOST_JOINED = 16
+
+
 def _joins_own(parts: AttentionParts, selected: SelectedPart) -> bool:
     """True if there are choices for several rows, and other blocks that may be these rows' own.
 
-    False under a window, whose rows see different tokens, and with slopes, which need the distance of every block.
+    False under a window, whose rows see different tokens, with slopes, which need the distance of every block, and for
+    more rows than a verification has, whose choices are read in tiles of rows (`chosen_tiles.py`).
     """
     shared = parts.shared
     if parts.causal is None or shared is None or not shared.blocks.numel():
         return False
-    return selected.max_rows > 1 and shared.rise is None and parts.positions is None
+    return 1 < selected.max_rows <= MOST_JOINED and shared.rise is None and parts.positions is None
 
 
 def _token_lists(part: UniquePart, unique: Lists, block_size: int) -> Lists | None:
