@@ -243,7 +243,7 @@ def test_products_joined_with_the_layers_own_cuda() -> None:
             begun = begin_adapters(x, routes, weights)
             assert begun is not None
             assert begun.own is not None
-            torch.testing.assert_close(begun.own, own)
+            torch.testing.assert_close(begun.own, own, atol=0.02, rtol=1e-3)
             case = case._replace(y=begun.own.cpu().clone())
             assert_near(case, add_adapters(begun.own, x, routes, weights, begun).cpu())
             apart = on_device(case.weights)
