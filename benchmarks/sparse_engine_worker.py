@@ -17,16 +17,16 @@ WARM, PROFILED = 4, 4
 
 def main() -> None:
     """Starts the engine, prints `ready`, then answers one order per line until stdin closes."""
-    answers = _claim_stdout()
+    answers = claim_stdout()
     import vllm
 
     # registers its loader of weights
     import benchmarks.known_drafts  # noqa: F401
 
     served = Served(vllm.LLM(**json.loads(sys.argv[1])))
-    _answer(answers, {"ready": True, "device": served.device})
+    answer(answers, {"ready": True, "device": served.device})
     for line in sys.stdin:
-        _answer(answers, served.measure(**json.loads(line)))
+        answer(answers, served.measure(**json.loads(line)))
 
 
 class Served:
@@ -191,14 +191,14 @@ class Served:
         }
 
 
-def _claim_stdout() -> IO[str]:
+def claim_stdout() -> IO[str]:
     """Keeps the real stdout for answers; the engine's output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
-def _answer(answers: IO[str], value: dict[str, Any]) -> None:
+def answer(answers: IO[str], value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()
 
