@@ -1,4 +1,4 @@
-"""Shapes of the graphs for prompts that choose blocks: up to a block of rows of one partly loaded prompt, the remainder,
+"""Shapes of the graphs for prompts that choose blocks: the remainder of a partly loaded prompt, up to a block of rows,
 or a chunk whose rows choose in tiles.
 
 In an ordinary graph every selection has room for the rows of a verification, since all selected blocks are multiplied
@@ -46,9 +46,7 @@ class RemainderShapes:
         tile_rows: rows of a tile; 0: all rows choose together.
     """
 
-    def __init__(
-        self, limits: Limits, rows: int, live_blocks: int, most_selected: int, tile_rows: int = 0
-    ) -> None:
+    def __init__(self, limits: Limits, rows: int, live_blocks: int, most_selected: int, tile_rows: int = 0) -> None:
         def tiles(count: int) -> int:
             return -(-count // tile_rows) if tile_rows else 1
 

@@ -39,6 +39,8 @@ BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
     "init_window_sz": ([0, 4], [-1, "1", None], "integer, at least 0"),
     "min_blocks": ([1, 64], [0, 4.0], "integer, at least 1"),
     "min_tokens": ([1, 4096], [0, None, "1k"], "integer, at least 1"),
+    "prompt_ratio": ([None, 0.2, 1.0], [0.0, 1.5, "0.3"], "number, above 0 and at most 1 or null"),
+    "prompt_tile": ([16, 256], [15, None, 32.5], "integer, at least 16"),
     "summary": (
         ["mean", "minmax", "box_mean", "hash"],
         ["max", "MEAN", None],

@@ -114,6 +114,8 @@ def test_every_problem_of_every_section() -> None:
                 "local_window_sz",
                 "min_blocks",
                 "min_tokens",
+                "prompt_ratio",
+                "prompt_tile",
                 "scores_over_ranks",
                 "sparse_ratio",
                 "sparse_steps",

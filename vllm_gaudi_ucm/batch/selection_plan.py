@@ -52,9 +52,7 @@ class SelectionInput(NamedTuple):
             tile_rows=None if self.tile_rows is None else self.tile_rows[index],
         )
 
-    def in_tiles(
-        self, index: NDArray[np.int64], tile_rows: NDArray[np.int64], row_step: int
-    ) -> SelectionInput:
+    def in_tiles(self, index: NDArray[np.int64], tile_rows: NDArray[np.int64], row_step: int) -> SelectionInput:
         """Returns the same input with the tiles of these requests."""
         every = np.zeros(len(self.modes), np.int64)
         every[index] = tile_rows
@@ -133,7 +131,7 @@ def plan_selection(
     places += spans * (selection.width - table_width)
     counts = selection.counts[sparse]
     ends = counts.cumsum()
-    num_drafts = 0 if selection.num_drafts is None else selection.num_drafts[sparse]
+    num_drafts = np.int64(0) if selection.num_drafts is None else selection.num_drafts[sparse]
     choice_spans = np.arange(len(sparse)).repeat(counts)
     ranks = np.arange(len(choice_spans)) - (ends - counts).repeat(counts)
     modes = selection.modes[sparse]

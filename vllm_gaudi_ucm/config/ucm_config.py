@@ -64,7 +64,9 @@ def block_options(config: UcmConfig) -> BlockOptions | None:
 def check_memory_mode(
     memory_mode: MemoryModeOptions, method: str | None, sparse_config: SparseConfig, key: str
 ) -> None:
-    """Raises `UcmConfigError` for memory mode without a method that chooses blocks, or with less room than it needs."""
+    """Raises `UcmConfigError` for memory mode without a method that chooses blocks, with less room than it needs, or
+    with prompts that choose.
+    """
     if method is None:
         raise UcmConfigError([Problem(f"{key}.enabled", "true", "false without ucm.ucm_sparse_method")])
     options = sparse_config.options(method).selecting
@@ -74,6 +76,9 @@ def check_memory_mode(
     if memory_mode.on_device_ratio < options.sparse_ratio:
         wanted = f"at least the method's sparse_ratio {options.sparse_ratio}"
         raise UcmConfigError([Problem(f"{key}.on_device_ratio", str(memory_mode.on_device_ratio), wanted)])
+    if options.prompt_ratio is not None:
+        wanted = f"false with {method}'s prompt_ratio, because blocks that a prompt leaves out would leave the device"
+        raise UcmConfigError([Problem(f"{key}.enabled", "true", wanted)])
 
 
 ROOT = "ucm"

@@ -8,8 +8,8 @@ from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEFAULT_SPECS, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import LimitsError
-from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost, PromptCost
 from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import summary_share

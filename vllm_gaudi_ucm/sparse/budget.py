@@ -71,9 +71,7 @@ def shortest_sparse_context(block_size: int, options: BlockOptions) -> int:
     return max(options.min_tokens, (options.init_window_sz + options.local_window_sz + 1) * block_size)
 
 
-def prompt_chunks(
-    scheduler_output: SchedulerOutput, requests: Mapping[str, Request]
-) -> Iterator[tuple[str, int, int]]:
+def prompt_chunks(scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> Iterator[tuple[str, int, int]]:
     """Yields the chunks of prompts of a step: the request, the tokens before the chunk, and its tokens.
 
     A decode is none, nor a verification; a request that computes its tokens again after a preemption has chunks.

@@ -9,15 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-
 # Rows of a tile whose queries score blocks, evenly spread over the tile. Scores of all rows would cost as much as the
 # attention to the blocks that a choice leaves out. A verification has at most as many rows, which all score.
 SCORED_ROWS = 32
 
 
 class PromptTiles(NamedTuple):
-    """Prompts whose rows choose in tiles. rows: of a tile. ratio: part of the full blocks that is attended. most: blocks
-    that a tile chooses in the longest context.
+    """Prompts whose rows choose in tiles. rows: of a tile. ratio: part of the full blocks that is attended. most:
+    blocks that a tile chooses in the longest context.
     """
 
     rows: int

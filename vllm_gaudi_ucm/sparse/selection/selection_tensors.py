@@ -41,8 +41,8 @@ class SelectionTensors(NamedTuple):
         and spans * width for pads.
     choice_places: [selected] span * most + rank. choice_spans: [selected]. choice_hi: [selected] tokens of the block
         that are seen: all, or none for pads.
-    max_rows: the most rows of a span. most_scored: the most that score its candidates. width: the most logical blocks of
-        a request. most: ranks stored of a request.
+    max_rows: the most rows of a span. most_scored: the most that score its candidates. width: the most logical blocks
+        of a request. most: ranks stored of a request.
     """
 
     first_rows: torch.Tensor
@@ -69,8 +69,8 @@ class SelectionTensors(NamedTuple):
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], limits: SelectionLimits) -> SelectionTensors:
         """Makes the tensors. tensors: by the names of SelectionPlan."""
         arrays = {name: tensors[name] for name in SelectionPlan._fields}
-        rows = {"max_rows": limits.max_rows, "most_scored": limits.scored_rows}
-        return cls(**arrays, **rows, width=limits.width, most=limits.most)
+        rows, scored = limits.max_rows, limits.scored_rows
+        return cls(**arrays, max_rows=rows, most_scored=scored, width=limits.width, most=limits.most)
 
     @property
     def num_spans(self) -> int:

@@ -14,7 +14,13 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.layer import Layer
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.own import own_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.parts import tiled
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import CudaPlan, Lists, SharedTiles, programs_of, selected_place
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.plan import (
+    CudaPlan,
+    Lists,
+    SharedTiles,
+    programs_of,
+    selected_place,
+)
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.own import attend_own
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Work
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
