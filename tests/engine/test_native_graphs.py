@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.model_executor.layers import rotary_embedding
 
+from tests.engine.head_models import make_pair
 from tests.engine.serving import Answer, Engine, greedy_params
 from tests.engine.tiny_models import FAMILIES, LATENT, MIXTURES, VOCAB, make_config, make_model
 from vllm_gaudi_ucm.execution.cpu.native_graphs import MOST_ROWS, NativeGraphs
@@ -39,6 +40,11 @@ def counts(engine: Engine) -> dict[str, int]:
     graphs = graphs_of(engine)
     found = {} if graphs is None else {way: getattr(graphs._metrics, f"_{way}") for way in WAYS}
     return {way: int(series._cells[series._index]) for way, series in found.items()}
+
+
+def replays(graphs: NativeGraphs) -> int:
+    series = graphs._metrics._replayed
+    return int(series._cells[series._index])
 
 
 def served(model: Path, ucm: dict[str, Any], rounds: int = 2, **options: Any) -> tuple[list[Answer], dict[str, int]]:
@@ -140,6 +146,33 @@ def test_a_draft_model_has_graphs_of_its_own(tiny_llama: Path) -> None:
                 assert any(graph.checked for graph in proposer._execution._graphs._graphs.values())
                 assert counts(engine)["replayed"] > 0
     assert found["on"] == found["off"]
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_and_its_model_have_graphs(method: str, tmp_path: Path) -> None:
+    """Drafts too are the same to the bit, or a step would accept another number of them."""
+    pair = make_pair(tmp_path, method, quiet=method == "eagle")
+    found, steps = [], []
+    for ucm in ({}, OFF):
+        options = {"max_num_seqs": 4, "max_model_len": 256}
+        with Engine(pair.target, ucm, **options, speculative_config=pair.speculation(3)) as engine:
+            proposer: Any = engine.runner.parts.drafts.proposer
+            drafts, propose = [], proposer.propose
+
+            def kept(step: Any, drafts: Any = drafts, propose: Any = propose) -> Any:
+                drafts.append(propose(step))
+                return drafts[-1]
+
+            proposer.propose = kept
+            found.append([answer for prompt in PROMPTS[:4] for answer in engine.greedy([prompt], 24)])
+            steps.append(drafts)
+            if ucm != OFF:
+                of_head = replays(proposer._execution._graphs)
+                assert of_head > len(drafts)
+                assert counts(engine)["replayed"] > len(drafts) / 2
+            engine.check_idle()
+    assert steps[0] == steps[1]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

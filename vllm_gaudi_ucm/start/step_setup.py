@@ -290,8 +290,8 @@ def _native_graphs(allocated: AllocatedModel, decoder: Decoder | None) -> Native
     # encoders
     if model.ranks.size > 1 or decoder.lockstep is not None or decoder.latent is not None or decoder.is_encoder:
         return None
-    # a step's embeddings are made in two ways, and hidden states are copied by no native call
-    if decoder.embeddings is not None or decoder.states is not None:
+    # a step's embeddings are made in two ways
+    if decoder.embeddings is not None:
         return None
     from vllm_gaudi_ucm.execution.cpu.native_graphs import NativeGraphs
 

@@ -142,10 +142,13 @@ class NativeGraphs:
         """Runs a step both ways, the ordinary one last, whose result is used. Storing a choice twice does not change
         it.
         """
-        before = [counter.clone() for counter in counters]
+        states = self._decoder.states
+        # a draft head reads the places behind which it writes
+        changed = counters if states is None else (*counters, states.values)
+        before = [tensor.clone() for tensor in changed]
         replayed = graph.graph.result.clone() if self._replay(graph, step, metadata) else None
-        for counter, value in zip(counters, before, strict=True):
-            counter.copy_(value)
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
         hidden = self._run(step, metadata)
         if replayed is not None:
             graph.checked = torch.equal(_bits(replayed), _bits(hidden))
