@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny, field_validator
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.options.errors import WORDS, Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import WORDS, Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.store.base import StoreOptions
@@ -88,10 +89,12 @@ class ConnectorOptions(Section):
 
 logger = plugin_logger(__name__)
 
-OURS, OFFLOADING = "UcmConnector", "OffloadingConnector"
+OURS, OFFLOADING, NIXL = "UcmConnector", "OffloadingConnector", "NixlConnector"
 _MULTI = "MultiConnector"
 _VLLMS, _OF_ANY_LAYER = "vllm.distributed.kv_transfer.", (".base", ".multi_connector", ".offloading_connector")
 _MODULE, _OFFLOADING_MODULE = "kv_connector_module_path", "vllm_gaudi_ucm.connector.offloading_connector"
+_NIXL_MODULE = "vllm_gaudi_ucm.connector.nixl_connector"
+_OUR_FORMS = {OFFLOADING: _OFFLOADING_MODULE, NIXL: _NIXL_MODULE}
 _OFFLOADING_SPEC = {"spec_name": "UcmOffloadingSpec", "spec_module_path": _OFFLOADING_MODULE}
 
 
@@ -110,11 +113,13 @@ class ConfiguredConnector(NamedTuple):
 
     @property
     def needs_one_tensor(self) -> bool:
-        """True if it is one of vLLM's own that reads a layer's keys and values from one tensor: all except one, for
+        """True if it is one of vLLM's own that reads a layer's keys and values from one tensor: all except two, for
         which we have our own form. A connector from outside that inherits what they do with a layer does so, too.
         """
         if self.module is None:
-            return self.name not in (None, OURS, OFFLOADING)
+            return self.name not in (None, OURS, *_OUR_FORMS)
+        if self.module in _OUR_FORMS.values():
+            return False
         saves_in = _saves_in(self.module, self.name or "")
         return saves_in.startswith(_VLLMS) and not saves_in.endswith(_OF_ANY_LAYER)
 
@@ -178,9 +183,9 @@ def loads_partly(vllm_config: VllmConfig) -> bool:
 
 
 def complete_transfer_config(vllm_config: VllmConfig) -> None:
-    """Checks the options of our connector, and makes vLLM use our form of its offloading connector.
+    """Checks the options of our connector, and makes vLLM use our forms of its own connectors.
 
-    Raises UcmConfigError for options that cannot be used.
+    Raises UcmConfigError for options that cannot be used, UnsupportedFeatureError for NIXL without its package.
     """
     if vllm_config.kv_transfer_config is None and vllm_config.cache_config.kv_offloading_size is not None:
         from vllm.config import KVTransferConfig
@@ -204,9 +209,10 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
             logger.info("kv_load_failure_policy is %r: it is set by the option load_failure of %s", policy, OURS)
             config.kv_load_failure_policy = policy
     for one in found:
-        if one.name != OFFLOADING:
-            continue
-        if one.module is None:
-            one.set_module(_OFFLOADING_MODULE)
-        if "spec_name" not in one.extra:
+        if one.module is None and one.name in _OUR_FORMS:
+            one.set_module(_OUR_FORMS[one.name])
+        if one.name == OFFLOADING and "spec_name" not in one.extra:
             one.extra.update(_OFFLOADING_SPEC)
+        if one.name == NIXL and find_spec("nixl") is None:
+            without = "without the package nixl (pip install 'vllm-gaudi-ucm[nixl]')"
+            raise UnsupportedFeatureError(f"the KV connector {NIXL} {without}", "--kv-transfer-config")

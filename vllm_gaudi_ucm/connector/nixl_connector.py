@@ -1,0 +1,85 @@
+"""vLLM's NixlConnector for keys and values in separate tensors: one engine computes prompts, another one reads their
+blocks from its memory and decodes.
+
+vLLM registers one tensor for each layer, with keys and values next to each other in every head. Here keys and values
+are two regions with names of their own, so both engines need this plugin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_gaudi_ucm.kv_cache.pair import in_blocks
+from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
+from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorRole
+from vllm_gaudi_ucm.vllm_api.nixl import NixlPullConnector, NixlPullConnectorWorker, describe_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
+
+
+class PairWorker(NixlPullConnectorWorker):
+    """The worker's side: two regions of memory for each layer, of the device or, on a Gaudi, of buffers on the host."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:  # type: ignore[override]
+        parts = {name: [f"{name}.{part}" for part in cache._fields] for name, cache in kv_caches.items()}
+        describe_parts(self, self.kv_cache_config, parts)
+        regions: dict[str, torch.Tensor] = {}
+        for name, cache in kv_caches.items():
+            blocks = in_blocks(cache, self.block_size)
+            regions.update(zip(parts[name], map(_by_head, blocks), strict=True))
+        super().register_kv_caches(regions)
+
+
+class NixlConnector(NixlPullConnector):
+    """The connector under vLLM's name, by which other parts of vLLM look it up."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_buffer_device == "hpu":
+            # vLLM's default is the device, whose memory NIXL is not known to register
+            transfer.kv_buffer_device = "cpu"
+        if role == KVConnectorRole.SCHEDULER:
+            super().__init__(vllm_config, role, kv_cache_config)
+            return
+        # not by NixlPullConnector, which would make a worker and an agent of its own
+        super(NixlPullConnector, self).__init__(vllm_config, role, kv_cache_config)
+        self.connector_worker = PairWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Returns None: rows of tokens, the only layout here, are as good a region as any."""
+        return None
+
+    def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
+        """Ignores the runner's copies, which take pairs: the host's buffers are the regions of PairWorker."""
+        assert self.connector_worker is not None
+        self.connector_worker.set_host_xfer_buffer_ops(copy_regions)
+
+
+def _by_head(blocks: torch.Tensor) -> torch.Tensor:
+    """Returns vLLM's view of blocks, [blocks, kv heads, block size, head size], or the reverse of it."""
+    return blocks.transpose(1, 2)
+
+
+def copy_regions(
+    sources: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    direction: str,
+) -> None:
+    """Copies blocks between the regions of the device and those of the host, in either direction.
+
+    sources, targets: regions by name, [blocks, kv heads, block size, head size].
+    """
+    pairs = torch.tensor([source_ids, target_ids], dtype=torch.int64).T
+    for name, source in sources.items():
+        swap_blocks([_by_head(source)], [_by_head(targets[name])], pairs)
