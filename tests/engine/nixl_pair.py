@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from vllm import RequestOutput, SamplingParams
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.envs import disable_envs_cache
 
 from tests.engine.serving import Answer, Engine, answer_of
 from tests.ports import free_port
@@ -22,6 +23,8 @@ def nixl(role: str = "kv_both", **options: Any) -> KVTransferConfig:
 
 def new_side_channel(patch: pytest.MonkeyPatch) -> None:
     """The next engine listens for the handshake on a port of its own."""
+    # an engine that runs has made vLLM read its environment once
+    disable_envs_cache()
     patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
 
 
@@ -59,6 +62,3 @@ def finish_steps(engine: Engine) -> None:
         engine.core.step_fn()
         engine.step()
     engine.check_idle()
-
-
-__all__ = ["RequestOutput", "decode", "finish_steps", "new_side_channel", "nixl", "params", "prefill"]

@@ -7,6 +7,7 @@ are two regions with names of their own, so both engines need this plugin.
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
+    from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
 
 
 class PairWorker(NixlPullConnectorWorker):
@@ -57,6 +59,22 @@ class NixlConnector(NixlPullConnector):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Returns None: rows of tokens, the only layout here, are as good a region as any."""
         return None
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Starts to answer handshakes. Raises RuntimeError if the port is in use: vLLM would wait for ever."""
+        assert self.connector_scheduler is not None
+        host, port = self.connector_scheduler.side_channel_host, self.connector_scheduler.side_channel_port
+        try:
+            with socket.create_server((host, port)):
+                pass
+        except OSError as error:
+            raise RuntimeError(
+                f"NixlConnector cannot listen on {host}:{port} ({error}); "
+                "set VLLM_NIXL_SIDE_CHANNEL_PORT to a free port, another one for each engine of a machine"
+            ) from error
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
         """Ignores the runner's copies, which take pairs: the host's buffers are the regions of PairWorker."""
