@@ -18,7 +18,12 @@ PATIENCE = 30.0
 
 
 def nixl(role: str = "kv_both", **options: Any) -> KVTransferConfig:
-    return KVTransferConfig(kv_connector="NixlConnector", kv_role=role, **options)
+    return KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_connector_module_path="vllm_gaudi_ucm.connector.nixl_connector",
+        kv_role=role,
+        **options,
+    )
 
 
 def new_side_channel(patch: pytest.MonkeyPatch) -> None:

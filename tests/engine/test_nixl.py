@@ -77,7 +77,8 @@ def test_as_a_child_of_multi_connector(
     tiny_llama: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Prompts come from the other engine first, then from our store, in which they were kept on arrival."""
-    child = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    module = "vllm_gaudi_ucm.connector.nixl_connector"
+    child = {"kv_connector": "NixlConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
     new_side_channel(monkeypatch)
     with Engine(tiny_llama, kv_transfer_config=nixl("kv_producer"), **OPTIONS) as first:
         new_side_channel(monkeypatch)

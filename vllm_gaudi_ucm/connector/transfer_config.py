@@ -113,11 +113,12 @@ class ConfiguredConnector(NamedTuple):
 
     @property
     def needs_one_tensor(self) -> bool:
-        """True if it is one of vLLM's own that reads a layer's keys and values from one tensor: all except two, for
+        """True if it is one of vLLM's own that reads a layer's keys and values from one tensor: all except one, for
         which we have our own form. A connector from outside that inherits what they do with a layer does so, too.
+        Our form of NIXL's is unfinished, so its name alone is refused; name its module to try it.
         """
         if self.module is None:
-            return self.name not in (None, OURS, *_OUR_FORMS)
+            return self.name not in (None, OURS, OFFLOADING)
         if self.module in _OUR_FORMS.values():
             return False
         saves_in = _saves_in(self.module, self.name or "")
@@ -214,5 +215,5 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
         if one.name == OFFLOADING and "spec_name" not in one.extra:
             one.extra.update(_OFFLOADING_SPEC)
         if one.name == NIXL and find_spec("nixl") is None:
-            without = "without the package nixl (pip install 'vllm-gaudi-ucm[nixl]')"
+            without = "without the package nixl (pip install nixl==1.5.0)"
             raise UnsupportedFeatureError(f"the KV connector {NIXL} {without}", "--kv-transfer-config")
