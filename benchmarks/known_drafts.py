@@ -47,7 +47,11 @@ class SuccessorLoader(DummyModelLoader):
         embeddings = weights["model.embed_tokens.weight"].data
         generator = torch.Generator(embeddings.device).manual_seed(0)
         embeddings.normal_(generator=generator)
-        weights["lm_head.weight"].data[:vocabulary] = embeddings[:vocabulary].roll(1, 0)
+        if "lm_head.weight" in weights:
+            weights["lm_head.weight"].data[:vocabulary] = embeddings[:vocabulary].roll(1, 0)
+        if "model.fc.weight" in weights:
+            # a head of EAGLE, which shares the output layer, reads the next token alone
+            weights["model.fc.weight"].data.zero_().fill_diagonal_(1)
 
 
 class KnownDrafts:
@@ -195,10 +199,10 @@ def propose_known_drafts(parts: Any, vocabulary: int, acceptance: float, source:
     drafts = parts.drafts
     if source == "model":
         proposer = _draft_model(drafts)
-        likeliest = proposer.likeliest
+        likeliest = proposer.choice.likeliest
         if isinstance(likeliest, Spoiled):
             likeliest = likeliest.likeliest
-        proposer.likeliest = Spoiled(likeliest, vocabulary, acceptance)
+        proposer.choice.likeliest = Spoiled(likeliest, vocabulary, acceptance)
     elif source == "device":
         ahead = None if parts.ahead is None else parts.ahead.drafts
         (device,) = {tensor.device for pair in parts.kv_caches.values() for tensor in pair}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,19 +47,37 @@ def inverse_of_unit_lower(lower: Tensor) -> Tensor:
     return torch.cat((upper, torch.cat((corner, second), -1)), -2)
 
 
-def states_before_tiles(
-    step: StateRows, states: Tensor, wide: torch.dtype, advance: Callable[[int, Tensor], Tensor]
-) -> Tensor:
+class TileChange(NamedTuple):
+    """Says how tiles change a state: the one after a tile is decay * state + added - replaced @ state.
+
+    added: [tiles, heads, rows, columns]. decay: [tiles, heads, 1, 1]. replaced: [tiles, heads, rows, rows]; None: zero.
+    All of one dtype.
+    """
+
+    added: Tensor
+    decay: Tensor
+    replaced: Tensor | None = None
+
+
+Carry = Callable[[StateRows, Tensor, TileChange], Tensor]
+"""Computes the state after each tile from the one before it; see `carry_states`."""
+
+
+def carry_states(step: StateRows, states: Tensor, change: TileChange) -> Tensor:
     """Computes the state after each tile from the one before it, and writes them to `states`, in place.
 
-    states: [slots, ...]. wide: dtype to compute in. advance(tile, state): returns the state after a tile, [1, ...].
-    Returns the states before the tiles, [tiles, ...].
+    states: [slots, heads, rows, columns]. Returns the states before the tiles, [tiles, heads, rows, columns], in the
+    dtype of the change.
     """
-    loaded = states.index_select(0, step.tile_sources.clamp(min=0)).to(wide)
-    is_same = (step.tile_sources == SAME_REQUEST).view(-1, *(1,) * (states.dim() - 1))
+    added, decay, replaced = change
+    loaded = states.index_select(0, step.tile_sources.clamp(min=0)).to(added.dtype)
+    is_same = (step.tile_sources == SAME_REQUEST).view(-1, 1, 1, 1)
     before, after = [], [loaded[:1]]
     for tile in range(len(loaded)):
-        before.append(torch.where(is_same[tile : tile + 1], after[-1], loaded[tile : tile + 1]))
-        after.append(advance(tile, before[-1]))
+        part = slice(tile, tile + 1)
+        state = torch.where(is_same[part], after[-1], loaded[part])
+        before.append(state)
+        new = torch.addcmul(added[part], state, decay[part])
+        after.append(new if replaced is None else new - torch.matmul(replaced[part], state))
     put(states, 0, step.tile_targets, torch.cat(after[1:]).to(states.dtype))
     return torch.cat(before)

@@ -25,7 +25,7 @@ OBSERVED: Mapping[str, str] = {
     "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",
     "HABANA_VISIBLE_MODULES": "Gaudi cards that this process may use; unset: all",
     "PT_HPU_LAZY_MODE": "`1`: Gaudi's lazy mode, on the vendor's torch only; unset or `0`: eager with torch.compile",
-    "QUANT_CONFIG": "ranges that Intel Neural Compressor measured; refused where it is set",
+    "QUANT_CONFIG": "how --quantization inc quantises by ranges that were measured: a file of Intel Neural Compressor",
     "XDG_CACHE_HOME": "folder of the user's caches, ours (kernels, fits of attention) among them; unset: ~/.cache",
     "PROMETHEUS_MULTIPROC_DIR": "folder of files from which /metrics is answered; vLLM sets it for several API servers",
 }

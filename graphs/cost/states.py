@@ -51,10 +51,13 @@ class StateSpec:
         layers, attending = -(-self.layers // pipeline), -(-self.attending // pipeline)
         return StateSpec(layers, attending, -(-self.bytes_each // tensor), -(-self.weights // tensor))
 
-    def bytes_of(self, requests: int, drafts: int = 0) -> int:
-        """Returns the bytes of so many running requests, a state for each of their drafts and one more."""
+    def bytes_of(self, requests: int, drafts: int = 0, kept: int = 0) -> int:
+        """Returns the bytes of so many running requests, a state for each of their drafts and one more.
+
+        kept: states that are kept for prefix caching.
+        """
         # a state for pads, and one of zeros
-        return self.layers * self.bytes_each * (requests * (1 + drafts) + 2)
+        return self.layers * self.bytes_each * (requests * (1 + drafts) + kept + 2)
 
 
 def kinds_of_layers(config: Mapping[str, Any]) -> list[str] | None:

@@ -31,6 +31,21 @@ class RowRounding(NamedTuple):
         return torch.stack((self.scale.reshape(()), zero.reshape(()))).float()
 
 
+class RowNarrowing(NamedTuple):
+    """The rounding of rows to 8-bit floats, measured before; see `narrowed_rows.py`.
+
+    scale, inverse: float32, of all rows. largest: the largest magnitude of a code.
+    """
+
+    scale: Tensor
+    inverse: Tensor
+    largest: float
+
+    def pair(self) -> Tensor:
+        """Returns float32 [2], scale and inverse."""
+        return torch.stack((self.scale.reshape(()), self.inverse.reshape(()))).float()
+
+
 class QuantisedWeight(NamedTuple):
     """Element (o, i) is (codes[o, i] - zeros[r, c]) * scales[r, c], with r = o // block[0], c = i // block[1].
 
@@ -40,6 +55,7 @@ class QuantisedWeight(NamedTuple):
     zeros: like `scales`, integers; None: all zero.
     rounding: how the checkpoint rounds rows before they are multiplied; None: not at all. On a device without products
         of integers, rows are not rounded either, which is more exact.
+    narrowing: how rows are rounded to 8-bit floats on every device; None: not at all, or as a product likes.
     """
 
     codes: Tensor
@@ -47,6 +63,7 @@ class QuantisedWeight(NamedTuple):
     block: tuple[int, int]
     zeros: Tensor | None = None
     rounding: RowRounding | None = None
+    narrowing: RowNarrowing | None = None
 
     @property
     def outputs(self) -> int:

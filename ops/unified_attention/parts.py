@@ -111,6 +111,7 @@ class UniquePart(NamedTuple):
     from_first: on the host; lo is 0 everywhere.
     num_tokens: on the host; tokens of all ranges, each of which lies inside its block. None: not known on the host.
     most_of_row: on the host; no row sees more blocks, which a window guarantees. None: not known on the host.
+    places: int64 [unique], for layers that choose tokens: the block's place among its row's blocks. None: not known.
     """
 
     blocks: Tensor | None
@@ -121,6 +122,7 @@ class UniquePart(NamedTuple):
     from_first: bool = False
     num_tokens: int | None = None
     most_of_row: int | None = None
+    places: Tensor | None = None
 
 
 class SelectedPart(NamedTuple):

@@ -1,4 +1,4 @@
-"""Docstrings, comments and messages of the code are sentences, in the words of docs/glossary.md."""
+"""Docstrings, comments and messages of the code are sentences, in the words of docs/reference/glossary.md."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Engine:
         self.requests: dict[str, Any] = {}
         self.policy = KeptStates(self.requests, SIZE, COUNT, FEW)
         self.kept: dict[int, str] = {}
-        self.hits = 0
+        self.copies = self.hits = 0
 
     def step(self, running: dict[str, tuple[str, int, int]]) -> None:
         """running: text of each request, its computed tokens (-1: it begins, with all of its blocks found), and new
@@ -42,7 +42,9 @@ class Engine:
             if computed < 0:
                 hit = self.policy.find(cast(Any, None), cast(Any, request), hit_of((len(text) - 1) // SIZE))
                 assert [len(group) * SIZE for group in hit.blocks.blocks] == [hit.tokens]
-                self.policy.given(cast(Any, SimpleNamespace(begins=True, found=hit.tokens, request=request)))
+                self.policy.given(
+                    cast(Any, SimpleNamespace(begins=True, found=hit.tokens, computed=hit.tokens, request=request))
+                )
                 computed = hit.tokens
                 count = min(count, len(text) - computed)
             scheduled[name] = count
@@ -50,11 +52,16 @@ class Engine:
         cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
         output = SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
         orders = self.policy.orders(cast(Any, output))
-        written = [number for *_, number in orders["state_keeps"]]
+        written = [number for *_, number in (*orders["state_copies"], *orders["state_keeps"])]
         assert len(set(written)) == len(written)
         assert set(written) <= set(range(1, COUNT + 1))
         assert not set(written) & set(orders["state_reads"].values())
         computed_of = {request.req_id: request.num_computed_tokens for request in new}
+        for name, tokens, number in orders["state_copies"]:
+            # the worker has the states behind the last step's tokens
+            assert computed_of[name] - FEW < tokens <= computed_of[name]
+            self.kept[number] = running[name][0][:tokens]
+            self.copies += 1
         for name, number in orders["state_reads"].items():
             assert self.kept[number] == running[name][0][: computed_of[name]]
             self.hits += 1
@@ -73,6 +80,15 @@ def test_a_request_reads_the_state_behind_its_tokens(rng: random.Random) -> None
             text = "".join(rng.choice("ab") for _ in range(rng.randrange(3))) + "c" * rng.randrange(1, 14)
             running[f"{number}.{index}"] = (text, -1, rng.randrange(1, 14))
         engine.step(running)
+        name = rng.choice(sorted(running))
+        text, end = running[name][0], engine.policy._steps[name]
+        computed = end.computed + end.rows
+        for _ in range(rng.randrange(8)):
+            count, accepted = FEW, rng.randrange(1, FEW + 1)
+            text = text[:computed].ljust(computed, "c") + "c" * count
+            engine.step({name: (text, computed, count)})
+            computed += accepted
+        engine.policy.ended(engine.requests[name])
 
 
 def test_a_prompt_that_comes_again_is_found_until_the_cache_is_reset() -> None:
@@ -85,7 +101,16 @@ def test_a_prompt_that_comes_again_is_found_until_the_cache_is_reset() -> None:
     assert engine.hits == 1
 
 
-def test_a_decode_keeps_no_state() -> None:
+def test_a_decode_keeps_the_state_behind_its_last_full_block() -> None:
+    """In the place of the one behind the block before, so that long answers leave the states of prompts."""
     engine = Engine()
-    engine.step({"0": ("a" * 8, 6, 2)})
-    assert not engine.kept
+    for name in ("b", "c"):
+        engine.step({name: (name * 4, -1, 4)})
+    text = "a" * 40
+    engine.step({"0": (text, 6, 1)})
+    for computed in range(7, 21):
+        engine.step({"0": (text[: computed + 1], computed, 1)})
+    assert engine.copies == 4
+    assert sorted(engine.kept.values()) == ["a" * 20, "bbbb", "cccc"]
+    engine.step({"1": (text, -1, 3)})
+    assert engine.hits == 1

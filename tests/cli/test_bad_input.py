@@ -58,6 +58,7 @@ OF_FILES = {
     "demo": "demo --model {}",
     "sparse-report": "sparse-report {} empty",
     "config --check": "config --check {}",
+    "calibrate": "calibrate {} --prompts empty -o x",
 }
 
 

@@ -139,7 +139,7 @@ for arguments in (["--help"], ["--version"], *([name, "--help"] for name in comm
 def test_help_keeps_names(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["op-cost", "--help"], "Count what attention's operators cost on Gaudi, modelled."),
-        (["store", "--help"], "Count, verify or clear the KV blocks in a file or Redis store."),
+        (["store", "--help"], "Count, verify or clear stored KV blocks, or model a store for logged traffic."),
     ):
         with pytest.raises(SystemExit):
             cli.main(arguments)

@@ -29,6 +29,7 @@ COMMANDS: dict[str, list[str]] = {
     "demo": ["demo", "--model", "none", "--plot"],
     "demo --phase-log": ["demo", "--model", "none", "--phase-log"],
     "sparse-report": ["sparse-report", "none", "none.txt", "-o"],
+    "calibrate": ["calibrate", "none", "--prompts", "none", "-o", "x", "--json"],
     "sparse-report --json": ["sparse-report", "none", "none.txt", "--json"],
 }
 

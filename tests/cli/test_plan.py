@@ -430,6 +430,8 @@ def test_what_is_said_of_graphs_for_remainders(log: Path, tmp_path: Path, capsys
         (["--partial-loads"], "--partial-loads needs --sparse"),
         (["--num-speculative-tokens", "2"], "--num-speculative-tokens needs --sparse"),
         (["--num-speculative-tokens", "-1"], "--num-speculative-tokens is -1, expected 0 or more"),
+        (["--kept-states", "2"], "--kept-states: no layer of the model keeps a state"),
+        (["--kept-states", "-1"], "--kept-states is -1, expected 0 or more"),
         (["--sparse", "{}"], "ucm_sparse_method is None"),
         (["--sparse", '{"ucm_sparse_method": "GSA"}', "--partial-loads"], "memory_mode.enabled of --sparse is false"),
         (["--sparse", json.dumps(PARTIAL_LOADS), "--max-selected-blocks", "9"], "leave one out"),
@@ -503,6 +505,18 @@ def test_encoder_of_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "encoder of pictures 1." in found
 
 
+def test_sizes_of_tiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """InternVL pads to whole tiles of 256 tokens: 1, 2, 4, 7 and 13 of them."""
+    vision = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+    vision |= {"model_type": "internvl_vision", "patch_size": [14, 14], "image_size": [448, 448]}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**QWEN_VL, "model_type": "internvl", "vision_config": vision}))
+    found = plan(capsys, "--model", file, "--device", "gaudi3", "--picture-tokens", 13 * 256)
+    assert found["picture_graphs"] == 5
+    layers = 24 * (4 * 1024**2 + 2 * 1024 * 4096)
+    assert found["memory_bytes"]["encoder"] >= 2 * (layers + 13 * 256 * 576)
+
+
 def test_pictures_without_an_encoder_are_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["plan", "--picture-tokens", "64"]) != 0
     assert "--picture-tokens needs --model" in capsys.readouterr().err
@@ -535,3 +549,21 @@ def test_slots_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     assert "slots for adapters 0." in capsys.readouterr().out
     assert cli.main(["plan", "--max-loras", "1", "--max-lora-rank", "0"]) != 0
     assert "--max-lora-rank is 0, expected at least 1" in capsys.readouterr().err
+
+
+def test_states_of_requests_and_kept_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each running request has a state for each draft and one more; blocks get what is left."""
+    lfm2 = {**SMALL_MODEL, "model_type": "lfm2", "conv_L_cache": 3}
+    lfm2["layer_types"] = ["conv", "conv", "full_attention"] * 10
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(lfm2))
+    argv = ("--model", file, "--max-num-seqs", 8)
+    running, kept, drafted = (
+        plan(capsys, *argv, *more) for more in ((), ("--kept-states", 1000), ("--num-speculative-tokens", 3))
+    )
+    each = 20 * 2 * 576 * 4
+    found = [one["memory_bytes"]["states"] for one in (running, kept, drafted)]
+    assert found == [each * (8 + 2), each * (1000 + 8 + 2), each * (8 * 4 + 2)]
+    assert kept["limits"]["num_blocks"] < running["limits"]["num_blocks"]
+    assert cli.main(["plan", *map(str, argv), "--kept-states", "1000"]) == 0
+    assert "states of requests 0." in capsys.readouterr().out

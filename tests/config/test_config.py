@@ -146,7 +146,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.memory_mode.store": (
         [None],
         [3],
-        'a mapping with the key kind ("memory" or "file" or "redis"), or a file\'s path',
+        'a mapping with the key kind ("memory" or "file" or "redis" or "tiered"), or a file\'s path',
     ),
     "ucm.ucm_sparse_method": ([None, "GSA", "ESA", "KVStar"], [3, True, ["GSA"]], "text or null"),
     **{f"ucm.ucm_sparse_config.GSA.{name}": values for name, values in BLOCK_OPTIONS.items()},

@@ -93,6 +93,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def described_traffic() -> str:
+    """Returns the traffic that the page about vllm-gaudi has its reader save."""
+    page = (ROOT / "docs" / "guides" / "vllm-gaudi.md").read_text(encoding="utf-8")
+    return page.split("```json\n")[1].split("```")[0]
+
+
 @pytest.fixture
 def folder(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the commands of a page run: with the files that a reader of the page has."""
@@ -105,6 +111,7 @@ def folder(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     assert store.save(bytes(32), memoryview(bytes(4096)))
     store.close()
     (tmp_path / "store.yaml").write_text(yaml.safe_dump(options))
+    (tmp_path / "traffic.json").write_text(described_traffic())
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""Prose of the documentation and help of the command line use the words of docs/glossary.md."""
+"""Prose of the documentation and help of the command line use the words of docs/reference/glossary.md."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ def test_descriptions_of_options() -> None:
 
 
 def test_words_of_the_glossary_are_the_ones_to_use() -> None:
-    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    glossary = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     for word in ("prompt remainder", "tail block", "max prompt tiles", "size levels", "token range", "offloaded"):
         assert word in glossary

@@ -134,7 +134,7 @@ def _add_mtp(target: Path) -> None:
     save_file({**tensors, **own}, path, metadata={"format": "pt"})
 
 
-def _with_experts(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def with_experts(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Joins the matrices of all experts, as Transformers' layer has them."""
     count = 1 + max(int(name.split(".")[2]) for name in own if name.startswith("mlp.experts."))
     of = {kind: [own[f"mlp.experts.{i}.{kind}_proj.weight"] for i in range(count)] for kind in ("gate", "up", "down")}
@@ -165,7 +165,7 @@ class PlainHead:
         if self.method == "eagle":
             self._layer.input_layernorm = nn.Identity()
         else:
-            own = _with_experts(own)
+            own = with_experts(own)
         known = self._layer.state_dict()
         self._layer.load_state_dict({name: own[name] for name in known})
 

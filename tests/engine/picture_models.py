@@ -85,6 +85,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "image_token_index": IMAGE,
         "spatial_merge_size": 2,
     },
+    # a picture is up to four tiles of the encoder's size, and a small copy of the whole
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {
+            **_VISION,
+            "image_size": [SIDE, SIDE],
+            "patch_size": [6, 6],
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+        "image_token_id": IMAGE,
+        "image_seq_length": 4,
+    },
 }
 
 
@@ -187,7 +200,18 @@ def _gemma3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     Gemma3Processor(pictures, tokenizer, image_seq_length=16).save_pretrained(folder)
 
 
-PROCESSORS = {"gemma3": _gemma3, "llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
+def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    from transformers import InternVLProcessor, InternVLVideoProcessor
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    size = {"height": SIDE, "width": SIDE}
+    pictures = GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
+    InternVLProcessor(pictures, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4).save_pretrained(
+        folder
+    )
+
+
+PROCESSORS = {"gemma3": _gemma3, "internvl": _internvl, "llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:

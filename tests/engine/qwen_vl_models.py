@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,6 +23,10 @@ from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB, make_model
 
 IMAGE, VIDEO, START, END = range(VOCAB - 4, VOCAB)
 """Tokens that stand for pictures, and before and behind one."""
+
+NAMES = [f"t{number:03}" for number in range(IMAGE)]
+NAMES += ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+"""The words of the tokenizer. None begins with another one, by which a special word would be cut in two."""
 
 PATCH = 4
 MERGED = 2
@@ -122,34 +127,55 @@ def _processor(model_type: str) -> Any:
         "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
         "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
     }
-    special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-    names = [*(f"t{number}" for number in range(IMAGE)), *special]
-    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="t3"))
+    pad, bos, eos, unknown = NAMES[:4]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(NAMES)}, unk_token=unknown))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0", additional_special_tokens=special
+        tokenizer_object=words, bos_token=bos, eos_token=eos, pad_token=pad, additional_special_tokens=NAMES[IMAGE:]
     )
     area = (PATCH * MERGED) ** 2
     sizes: dict[str, Any] = {
         "patch_size": PATCH,
         "merge_size": MERGED,
         "size": {"shortest_edge": 4 * area, "longest_edge": 40 * area},
+        # vLLM normalises videos as it does pictures
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
     }
     processor, videos = kinds[model_type]
     return processor(Qwen2VLImageProcessor(**sizes), tokenizer, videos(**sizes))
 
 
+Video = NDArray[np.uint8]
+"""[frames, pixels of a column, pixels of a row, colours]"""
+
+
 class PicturePrompt(NamedTuple):
-    """Tokens, with one IMAGE for each picture."""
+    """Tokens, with one IMAGE for each picture and one VIDEO for each video."""
 
     tokens: list[int]
     images: list[Image.Image]
+    videos: Sequence[Video] = ()
 
     @property
     def request(self) -> dict[str, Any]:
         """Returns the prompt in vLLM's form."""
-        pictures = {"multi_modal_data": {"image": self.images}} if self.images else {}
-        return {"prompt_token_ids": self.tokens, **pictures}
+        media: dict[str, Any] = {"image": self.images} if self.images else {}
+        if self.videos:
+            media["video"] = [(video, {**_frames_of(video), "do_sample_frames": False}) for video in self.videos]
+        return {"prompt_token_ids": self.tokens, **({"multi_modal_data": media} if media else {})}
+
+    @property
+    def text(self) -> str:
+        """Returns the prompt in words of the tokenizer."""
+        return " ".join(NAMES[token] for token in self.tokens)
+
+
+def _frames_of(video: Video) -> dict[str, Any]:
+    """Returns what is known of a video: all of its frames are read, two a second."""
+    count = len(video)
+    frames = list(range(count))
+    return {"fps": 2.0, "duration": count / 2, "total_num_frames": count, "frames_indices": frames}
 
 
 def picture(seed: int, height: int, width: int) -> Image.Image:
@@ -157,15 +183,20 @@ def picture(seed: int, height: int, width: int) -> Image.Image:
     return Image.fromarray(np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def picture_prompt(seed: int, lengths: Sequence[int], images: Sequence[Image.Image]) -> PicturePrompt:
-    """lengths: words before each picture and behind the last one."""
+def film(seed: int, frames: int, height: int, width: int) -> Video:
+    """height, width: pixels."""
+    return np.random.RandomState(seed).randint(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+def picture_prompt(seed: int, lengths: Sequence[int], media: Sequence[Image.Image | Video]) -> PicturePrompt:
+    """lengths: words before each picture or video and behind the last one."""
     rng = random.Random(seed)
     texts = [[rng.randrange(3, IMAGE) for _ in range(length)] for length in lengths]
     tokens = texts[0]
-    for text in texts[1:]:
-        tokens = [*tokens, START, IMAGE, END, *text]
-    assert len(texts) == len(images) + 1
-    return PicturePrompt(tokens, list(images))
+    for item, text in zip(media, texts[1:], strict=True):
+        tokens = [*tokens, START, VIDEO if isinstance(item, np.ndarray) else IMAGE, END, *text]
+    videos = [item for item in media if isinstance(item, np.ndarray)]
+    return PicturePrompt(tokens, [item for item in media if not isinstance(item, np.ndarray)], videos)
 
 
 class PictureReference(ReferenceModel):
@@ -181,19 +212,25 @@ class PictureReference(ReferenceModel):
     def expanded(self, prompt: PicturePrompt) -> list[int]:
         """The tokens, with as many of each picture as the decoder has; the next forwards have its pictures."""
         self._pictures = {}
-        if not prompt.images:
+        if not prompt.images and not prompt.videos:
             return prompt.tokens
-        self._pictures = dict(self._processor.image_processor(prompt.images, return_tensors="pt"))
-        counts = (self._pictures["image_grid_thw"].prod(-1) // MERGED**2).tolist()
-        found: list[int] = []
-        for token in prompt.tokens:
-            found += [token] * (counts.pop(0) if token == IMAGE else 1)
-        return found
+        videos = {"videos": list(prompt.videos), "video_metadata": [_frames_of(video) for video in prompt.videos]}
+        found = dict(
+            self._processor(
+                text=prompt.text,
+                return_tensors="pt",
+                **({"images": prompt.images} if prompt.images else {}),
+                **({**videos, "do_sample_frames": False} if prompt.videos else {}),
+            )
+        )
+        tokens: list[int] = found.pop("input_ids")[0].tolist()
+        self._pictures = {name: found[name] for name in found if name.startswith(("pixel", "image", "video", "second"))}
+        return tokens
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int], keep: int) -> torch.Tensor:
         ids = torch.tensor([list(tokens)])
-        kinds = {"mm_token_type_ids": (ids == IMAGE).int()} if self._pictures else {}
+        kinds = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()} if self._pictures else {}
         logits = self.model(ids, logits_to_keep=keep, **self._pictures, **kinds).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # starts engines on the simulated card
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": False,
-    "limit_mm_per_prompt": {"image": 3},
+    "limit_mm_per_prompt": {"image": 3, "video": 0},
     "max_model_len": 256,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 128,
@@ -56,7 +56,14 @@ def serve(model: str, ucm: dict[str, Any], in_regions: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "lazy"), [("llava", False), ("llava", True), ("gemma3", False)], ids=["compile", "lazy", "both ways"]
+    ("family", "lazy"),
+    [
+        ("llava", False),
+        ("llava", True),
+        ("gemma3", False),
+        ("internvl", False),
+        ("mistral3", True),
+    ],
 )
 def test_no_picture_compiles_anything(tmp_path: Path, family: str, lazy: bool) -> None:
     pytest.importorskip("torchvision", reason="vLLM's classes of models with pictures import it")

@@ -14,6 +14,7 @@ from tests.engine.hpu_process import run_on_card
 from tests.engine.hybrids import HYBRIDS, hybrid_prompts, make_hybrid
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.swap import Poisoned, preemption
 from tests.engine.tensor_parallel import CHECKED
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -90,6 +91,11 @@ def test_kept_states_make_prefix_caching(model: Path, served: list[Answer], ucm:
         again = [engine.greedy(prompts[-1:], LENGTH)[0] for _ in range(2)]
         assert again[1].cached_tokens == 144
         assert_same(again, [served[-1]] * 2)
+        # a second turn begins behind the last block that the first answer has filled
+        asked, answer = prompts[-1], served[-1].tokens
+        (turn,) = engine.greedy([[*asked, *answer[:60]]], LENGTH - 60)
+        assert turn.cached_tokens == (len(asked) + 60 - 1) // 16 * 16 > len(asked)
+        assert turn.tokens == answer[60:]
         assert_same(engine.greedy(prompts, LENGTH), served)
         assert engine.core.scheduler.reset_prefix_cache()
         assert engine.greedy(prompts[-1:], LENGTH)[0].cached_tokens == 0
@@ -103,6 +109,33 @@ def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list
         for _ in range(2):
             assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
         assert engine.preemptions > 0
+        (turn,) = engine.greedy([[*hybrid_prompts()[-1], *served[-1].tokens[:60]]], 4)
+        assert turn.tokens == served[-1].tokens[60:]
+
+
+SWAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "true shapes": ({}, {}),
+    "drafts in buckets": (BUCKETS, {"speculative_config": NGRAM}),
+    "ahead, with kept states": (
+        {"kv_cache": {"kept_states": 4}},
+        {"async_scheduling": True, "enable_prefix_caching": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
+def test_states_are_swapped_with_blocks(model: Path, served: list[Answer], kind: str) -> None:
+    """A preempted request goes on from its states, whatever of its drafts was rejected. covers: A7"""
+    ucm, options = SWAPS[kind]
+    with Poisoned(model, {**ucm, **preemption("swap")}, **OPTIONS, **FEW_BLOCKS, **options) as engine:
+        assert_same(engine.staggered(hybrid_prompts(), range(len(served)), LENGTH), served)
+        assert engine.preemptions > 0
+        assert engine.totals.swapped_in > 2
+        assert engine.totals.recomputed_tokens == 0
+        assert engine.swaps is not None
+        assert engine.swaps.cost.rates.are_known
+        engine.check_all_free()
 
 
 def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
@@ -122,7 +155,11 @@ def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path, level: in
         engine.llm.sleep(level)
         assert [state() for state in states] == [None, None]
         engine.llm.wake_up()
-        assert_same(engine.greedy(hybrid_prompts(), 8), before)
+        for _ in range(2):
+            assert_same(engine.greedy(hybrid_prompts(), 8), before)
+        engine.step()
+        # slots of requests that have ended are free again
+        assert [len(planner._slots) for planner in engine.runner.parts.steps._planner._others] == [0]
 
 
 def test_two_stages_have_states_of_their_own(tmp_path: Path) -> None:
@@ -171,7 +208,7 @@ CONNECTOR = {
 }
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ucm.kv_cache.granularity", {"kv_cache": {"granularity": "token"}}, {}),
-    ("ucm.preemption.mode", {"preemption": {"mode": "swap"}}, {}),
+    ("ucm.kv_cache.compaction", {"kv_cache": {"compaction": True}}, {}),
     ("--kv-transfer-config", {}, {"kv_transfer_config": CONNECTOR}),
     ("--enable-lora", {}, {"enable_lora": True}),
 ]

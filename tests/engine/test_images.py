@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -80,12 +81,17 @@ def test_a_prompt_is_cut_in_a_picture(llava: Pictured, ucm: dict[str, Any]) -> N
 
 
 @WAYS
-@pytest.mark.parametrize("family", ["pixtral", "mistral3"])
+@pytest.mark.parametrize("family", ["pixtral", "mistral3", "internvl"])
 def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) -> None:
-    """Encoders that keep the sizes of pictures, with placeholders for the ends of rows, which stay tokens."""
+    """Encoders that keep the sizes of pictures, with placeholders for the ends of rows, which stay tokens; or that cut
+    pictures into tiles. The second time, all pictures are found in the cache.
+    """
     pictured = Pictured(tmp_path, family)
-    with Engine(pictured.model, ucm, **OPTIONS, max_num_batched_tokens=96) as engine:
+    options = {**OPTIONS, "limit_mm_per_prompt": {"image": 3, "video": 0}}
+    with Engine(pictured.model, ucm, **options, max_num_batched_tokens=96) as engine:
         pictured.ask(engine)
+        again = pictured.ask(engine, max_tokens=4)
+        assert again[2].cached_tokens
 
 
 @pytest.fixture(scope="module")
@@ -286,8 +292,25 @@ def test_two_workers(llava: Pictured) -> None:
         ("pictures with pipeline stages", {"pipeline_parallel_size": 2}),
         ("adapters (LoRA) with pictures", {"enable_lora": True}),
         ("embeddings of pictures in requests", {"enable_mm_embeds": True}),
+        ("videos of which only a part is kept", {"video_pruning_rate": 0.5}),
     ],
 )
 def test_refused(llava: Pictured, named: str, options: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedFeatureError, match=re.escape(named)):
         Engine(llava.model, {}, **OPTIONS, **options)
+
+
+def test_videos_of_other_families_are_refused(tmp_path: Path) -> None:
+    model = make_picture_model(tmp_path / "internvl", "internvl")
+    with pytest.raises(UnsupportedFeatureError, match=r"videos in prompts.*--limit-mm-per-prompt"):
+        Engine(model, {}, **OPTIONS)
+
+
+def test_pictures_longer_than_the_window_are_refused(tmp_path: Path) -> None:
+    """A picture of 16 tokens, and layers that see 8."""
+    model = make_picture_model(tmp_path / "gemma3", "gemma3")
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["sliding_window"] = 8
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFeatureError, match="pictures of 16 tokens each that are longer than the model's"):
+        Engine(model, {}, **OPTIONS)

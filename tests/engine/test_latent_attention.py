@@ -11,8 +11,7 @@ from torch import nn
 
 from tests.engine.connector import file_store, transfer
 from tests.engine.families import prompts
-from tests.engine.hpu_engine import run_on_hpu
-from tests.engine.latent_attention import CHOICE, STATIC
+from tests.engine.latent_attention import CHOICE, STATIC, check_on_card
 from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same
@@ -153,12 +152,7 @@ def test_new_tokens_have_keys_of_their_own_where_they_are_many() -> None:
 
 def test_on_the_card(model: Path, answers: list[Answer], tmp_path: Path) -> None:
     """Through torch.compile, the default there; the simulated card checks what a graph may write."""
-    graphs = {"warm_up": "skeleton", "skeleton": 1, "max_graphs": 4}
-    options = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20, "dtype": "float32"}
-    run = run_on_hpu(model, tmp_path, {"graphs": graphs}, 1, prompts(), **options)
-    expected = [Answer(one.tokens[:8], one.logprobs[:8], one.gaps[:8], 0) for one in answers]
-    assert_same(run.rounds[0], expected, near_ties=0)
-    assert run.broken == {}
+    run = check_on_card(model, answers, tmp_path)
     assert "2 layers of DeepseekV2ForCausalLM are one compiled region" in run.log
 
 
@@ -169,15 +163,6 @@ def test_experts(tmp_path: Path) -> None:
         with Engine(model, ucm, max_num_batched_tokens=64, max_num_seqs=4) as engine:
             found = engine.greedy(prompts(), 16)
         ReferenceModel(model).assert_greedy(prompts(), found)
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
-def test_models_that_choose_tokens_are_dense(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With a warning; their tokens are in test_families.py, where they would choose all."""
-    model = make_model(tmp_path, make_config(family))
-    with Engine(model, max_num_batched_tokens=64, max_num_seqs=4) as engine:
-        assert len(engine.greedy(prompts()[:1], 2)[0].tokens) == 2
-    assert ("has each row choose 320 tokens (DSA)" in caplog.text) == (family != "deepseek_v3")
 
 
 def test_what_latents_are_not_kept_with(model: Path) -> None:

@@ -13,6 +13,7 @@ from vllm.exceptions import VLLMClientError
 
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import VOCAB
+from vllm_gaudi_ucm.platform.checks import RequestLimits
 from vllm_gaudi_ucm.platform.platform import UcmPlatform
 
 pytestmark = pytest.mark.slow  # starts engines
@@ -38,7 +39,7 @@ def engine(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Engine]
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64, "max_num_seqs": 8, "max_logprobs": -1}
     with pytest.MonkeyPatch.context() as patch:
         # engines of other tests, of which one may have a larger vocabulary
-        patch.setattr(UcmPlatform, "_vocab_size", 0)
+        patch.setattr(UcmPlatform, "_limits", RequestLimits())
         with Engine(tiny_llama, ucm, **sizes, **options) as engine:
             yield engine
 

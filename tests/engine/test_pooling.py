@@ -179,6 +179,27 @@ def test_bad_inputs_leave_the_engine_alive(
         check_embeddings(engine, decoder)
 
 
+def test_columns_of_steps_that_there_are_not(decoder: Path, classifier: Path) -> None:
+    """A request that asks for them gets an error, and the engine goes on; a configuration is refused at start."""
+    steps: dict[str, Any] = {**OPTIONS, "enable_prefix_caching": False, "enable_chunked_prefill": False}
+    steps |= {"max_num_batched_tokens": 192}
+    with Engine(
+        decoder, {}, **steps, pooler_config=PoolerConfig(task="token_embed", tok_pooling_type="STEP")
+    ) as engine:
+        for wrong in (64, -1):
+            params = PoolingParams(returned_token_ids=[3, wrong])
+            with pytest.raises(VLLMValidationError, match=f"returned_token_ids: found {wrong}, expected 0 to 63"):
+                engine.llm.encode(ids(PROMPTS[:1]), params, pooling_task="token_embed", use_tqdm=False)
+        params = PoolingParams(returned_token_ids=[3, 63], use_activation=False)
+        (found,) = engine.llm.encode(ids(PROMPTS[3:4]), params, pooling_task="token_embed", use_tqdm=False)
+        expected = Reference(decoder).hidden(PROMPTS[3])[:, [3, 63]]
+        torch.testing.assert_close(found.outputs.data.float(), expected, atol=1e-4, rtol=1e-4)
+    for model, expected_ids in ((decoder, "0 to 63"), (classifier, "none")):
+        wrong_config = PoolerConfig(tok_pooling_type="STEP", returned_token_ids=[64])
+        with pytest.raises(ValueError, match=f"--pooler-config: returned_token_ids: found 64, expected {expected_ids}"):
+            Engine(model, {}, **steps, pooler_config=wrong_config)
+
+
 @EXECUTIONS
 @pytest.mark.parametrize("size", ["tensor", "pipeline"])
 def test_several_workers(decoder: Path, ucm: dict[str, Any], size: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.engine.kv_groups import prompts
 from tests.engine.reference_model import ReferenceModel
@@ -114,3 +114,19 @@ def test_several_tables_are_refused_where_heads_differ(model: Path) -> None:
         pytest.skip("heads are of one size")
     with pytest.raises(UnsupportedFeatureError, match="heads of several sizes"):
         engine(model, "off", disable_hybrid_kv_cache_manager=False)
+
+
+def test_text_of_a_model_with_pictures(tmp_path: Path) -> None:
+    """Gemma 4 with an encoder, which is left out."""
+    pytest.importorskip("torchvision")  # vLLM's class imports it
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text, placeholders = {**COMMON, **MODELS["gemma4_text"]}, {"image_token_id": 250, "video_token_id": 251}
+    config = AutoConfig.for_model(
+        "gemma4", text_config=text, vision_config={**vision, "head_dim": 8}, audio_config=None, **placeholders
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    asked = [[min(token, 249) for token in prompt] for prompt in prompts()]
+    with engine(tmp_path, "eager", language_model_only=True) as serving:
+        answers = serving.greedy(asked, 16)
+    ReferenceModel(tmp_path, "eager", kind=AutoModelForImageTextToText).assert_greedy(asked, answers)

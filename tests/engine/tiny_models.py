@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV32Config, PreTrainedConfig
 
 VOCAB = 256
 MAX_POSITIONS = 512
@@ -50,8 +50,8 @@ _LATER: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "norm_topk_prob": True,
 }
-# each row chooses tokens by itself; here it would choose them all
-_CHOOSES = {"index_topk": 320, "index_head_dim": 16, "index_n_heads": 2}
+# each row chooses tokens by itself; here no context is longer than what a row may choose
+_CHOOSES = {"index_topk": MAX_POSITIONS, "index_head_dim": 16, "index_n_heads": 2}
 # model type -> what its configuration needs beyond the common values
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
@@ -110,7 +110,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "first_k_dense_replace": 2, "n_routed_experts": 1},
     "deepseek_v3": _LATER,
     "deepseek_v32": {**_LATER, **_CHOOSES},
-    "glm_moe_dsa": {**_LATER, **_CHOOSES},
+    "glm_moe_dsa": {**_LATER, **_CHOOSES, "indexer_rope_interleave": True},
     "gpt2": {"n_embd": 64, "n_inner": 128, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS},
 }
 
@@ -120,7 +120,9 @@ LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"}
 
 
 def make_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(model_type, **{**COMMON, **FAMILIES[model_type], **changes})
+    values = {**COMMON, **FAMILIES[model_type], **changes}
+    # once vLLM has read such a model, the automatic class is DeepSeek V3's, without an indexer
+    return DeepseekV32Config(**values) if model_type == "deepseek_v32" else AutoConfig.for_model(model_type, **values)
 
 
 def make_model(

@@ -32,7 +32,8 @@ def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(packed_weights, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
     runner = object.__new__(ModelRunner)
     compilation = SimpleNamespace(static_forward_context={})
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama"), runner_type="generate")
+    text = SimpleNamespace(model_type="llama")
+    model = SimpleNamespace(hf_text_config=text, runner_type="generate", is_hybrid=False)
     config = SimpleNamespace(compilation_config=compilation, model_config=model, lora_config=None)
     runner._vllm_config = config  # type: ignore[assignment]
     runner._config = resolve_config({"ucm": {"cpu": {"matrix_unit": wanted}}})

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.execution.step_sizes import Sizes
 from vllm_gaudi_ucm.execution.step_tensors import StepArrays
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.vllm_api.state_layers import MambaSpec
+from vllm_gaudi_ucm.vllm_api.kv_cache import MambaSpec
 
 BLOCK = 16
 SPEC = MambaSpec(block_size=BLOCK, shapes=((3, 8), (2, 4, 4)), dtypes=(torch.float32, torch.bfloat16))

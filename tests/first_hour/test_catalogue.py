@@ -18,7 +18,7 @@ ANYWHERE = {2, 3, 5, 9, 11, 12, 14, 16, 17, 18, 19, 23, 25, 26, 27, 28, 29}
 
 
 def test_numbers_are_in_order() -> None:
-    assert [probe.number for probe in PROBES] == list(range(1, 32))
+    assert [probe.number for probe in PROBES] == list(range(1, 33))
     assert {probe.number for probe in PROBES if "cpu" in probe.devices} == ANYWHERE
     assert {probe.number for probe in PROBES if "cuda" in probe.devices} == ANYWHERE
 
@@ -70,8 +70,8 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--only", "4,x"], "--only 4,x: expected numbers of 1 to 31"),
-        (["--only", "32"], "--only 32"),
+        (["--only", "4,x"], "--only 4,x: expected numbers of 1 to 32"),
+        (["--only", "33"], "--only 33"),
         (["--modes", "fast"], "--modes fast: found 'fast'"),
         (["--time-limit", "0"], "--time-limit 0.0"),
         (["--serve-minutes", "-1"], "--serve-minutes -1.0"),

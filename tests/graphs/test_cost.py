@@ -127,6 +127,7 @@ def test_blocks_and_states_of_a_hybrid() -> None:
     each = 2 * (3 * (48 * 64 + 2 * 128) + 48 * 64 * 128)
     assert spec.states is not None
     assert spec.states.bytes_of(10, drafts=2) == 36 * each * 32
+    assert spec.states.bytes_of(10, kept=5) == 36 * each * 17
     half = spec.shard(2, 2).states
     assert half is not None
     assert (half.layers, half.attending, half.bytes_each) == (18, 2, each // 2)

@@ -21,7 +21,7 @@ def test_figures_of_a_store(folder: Path) -> None:
     """covers: D4"""
     series = StoreMetrics(StepMetrics(folder).file, "file")
     counts = {"hits": 5, "misses": 4, "saves": 3, "evictions": 2, "corrupt": 1, "errors": 7, "timeouts": 8}
-    counts["untouched"] = 9
+    counts |= {"untouched": 9, "front_hits": 6}
     sums = {"bytes_loaded": 640, "bytes_saved": 320, "load_seconds": 0.5, "save_seconds": 0.25, "bytes": 192}
     series.set(StoreStats(kind="file", breaker="half_open", **counts, **sums))  # type: ignore[arg-type]
     seen = scrape(folder)

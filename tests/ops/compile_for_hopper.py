@@ -26,6 +26,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
+from vllm_gaudi_ucm.ops.cuda.state_tiles import carry_on_cuda
 from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.update import update_few as update_deltas
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
@@ -46,12 +47,13 @@ from vllm_gaudi_ucm.ops.selected_list import SelectedList
 from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import cuda_gate
 from vllm_gaudi_ucm.ops.state_space.impl.cuda.update import update_few as update_spaces
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
+from vllm_gaudi_ucm.ops.state_tiles import TileChange
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take", "update_deltas", "update_spaces")
+WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take", "update_deltas", "update_spaces", "carry_tiles")
 
 
 class Hopper:
@@ -268,6 +270,14 @@ def layers_with_states(dtype: torch.dtype) -> None:
         for bias in (None, weight[:, 0].contiguous()):
             convolution = CONVOLUTIONS.make("cuda")
             convolution.convolve(torch.empty(few, 8192, dtype=dtype), weight, bias, states, step, silu=True)
+    step = plan([StateRequest(130, 1, {0: 2})], width=64)
+    for heads, rows, columns, replaces in ((32, 128, 128, True), (128, 64, 128, False)):
+        change = TileChange(
+            torch.empty(3, heads, rows, columns),
+            torch.empty(3, heads, 1, 1),
+            torch.empty(3, heads, rows, rows) if replaces else None,
+        )
+        carry_on_cuda(step, torch.empty(3, heads, rows, columns), change)
 
 
 def main(dtype: torch.dtype) -> None:

@@ -28,6 +28,7 @@ ROOMS = (
     *modules_of("runners"),
     *modules_of("warm_up"),
     "vllm_gaudi_ucm.ops.causal_conv1d.api",
+    "vllm_gaudi_ucm.ops.chosen_tokens.api",
     "vllm_gaudi_ucm.ops.gated_delta.api",
     "vllm_gaudi_ucm.ops.kv_cache.api",
     "vllm_gaudi_ucm.ops.lora.api",

@@ -117,6 +117,7 @@ def test_gated_delta_cuda(dtype: torch.dtype, state: torch.dtype, requests: Sequ
         (4, 2, 5, 3, True),
         (2, 2, 200, 40, True),
         (2, 1, 5, 3, False),
+        (1, 1, 40, 72, True),
     ):
         q, k, v, log_decay, beta = delta_rows(count, heads, key_heads, key_dim, value_dim, random)
         k = k if normalise else k / 10

@@ -72,6 +72,7 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "choose",
         "update_deltas",
         "update_spaces",
+        "carry_tiles",
         "convolve_rows",
         *(NOT_IN_FLOAT32 if dtype == "bfloat16" else []),
     }

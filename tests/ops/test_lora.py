@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -261,6 +263,20 @@ def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls) == count
     finally:
         set_times({})
+
+
+def test_a_rule_decides_if_the_ways_cannot_be_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(measure, "measure_ways", fails)
+    down = SimpleNamespace(device=torch.device("cuda"))
+    with caplog.at_level(logging.WARNING):
+        CudaLora("cuda").measure(cast(AdapterWeights, SimpleNamespace(down=down, outputs=(8,))))
+    assert "out of memory" in caplog.text
+    assert [fastest_way(rows) for rows in (256, 257)] == [Way.PARALLEL, Way.IN_TURN]
 
 
 @cuda_only

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 COMMON = ("tests/engine/test_phases.py", "tests/scheduler/test_scheduler.py")
 NEEDS = {
     "tests/block_policies/test_admission.py": {"admission"},
+    "tests/block_policies/test_kept_states.py": {"kept_states"},
     "tests/block_policies/test_slot_strips.py": {"token_slots"},
     "tests/scheduler/test_copy_waits.py": {"admission", "partial_hits"},
     "tests/scheduler/test_longest_hit.py": {"partial_hits", "swap"},
@@ -28,6 +29,7 @@ OPTIONS = {
     "partial_hits": ("ucm.kv_cache.partial_hits", {"kv_cache": {"partial_hits": True}}),
     "swap": ("ucm.preemption.mode", {"preemption": {"mode": "swap"}}),
     "compaction": ("ucm.kv_cache.compaction", {"kv_cache": {"compaction": True}}),
+    "kept_states": ("ucm.kv_cache.kept_states", {"kv_cache": {"kept_states": 8}}),
 }
 MAKE = """
 from types import SimpleNamespace

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from tests.ops.quantised import exact, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Product, QuantisedWeight, Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl.hpu.products import GaudiFp8, GaudiUint4
+from vllm_gaudi_ucm.ops.quantised_linear.narrowed_rows import multiply_narrowed
+from vllm_gaudi_ucm.ops.quantised_linear.weight import RowNarrowing
 
 PT_HPU_LAZY_MODE = "0"
 
@@ -49,6 +51,18 @@ def test_floats_of_eight_bits(dtype: torch.dtype) -> None:
     budget = terms @ meant.abs().T + halved + oracle.abs() * torch.finfo(dtype).eps
     assert bool(((found.double() - oracle).abs() <= budget).all())
     assert torch.equal(found[3], bias), "a row of zeros has no scale"
+
+
+def test_rows_with_a_measured_scale() -> None:
+    """The product equals the rounded rows' one, but for the order of sums; numbers beyond the card's range saturate."""
+    weight = random_weight(24, 64, (1, 64), torch.float8_e4m3fn)
+    weight = weight._replace(narrowing=RowNarrowing(torch.tensor(0.25), torch.tensor(4.0), 448.0))
+    product = product_of(weight, torch.float32, 448.0)
+    assert isinstance(product, GaudiFp8)
+    x, bias = torch.randn(2, 3, 64) * 10, torch.randn(24)
+    x[0, 0, 0] = 1e4
+    found = multiply(product, weight, x, bias)
+    torch.testing.assert_close(found, multiply_narrowed(x, weight, bias), atol=1e-3, rtol=1e-5)
 
 
 def test_codes_within_the_range_are_kept() -> None:

@@ -16,6 +16,7 @@ from tests.batch.scheduling import Known, new_request, step_output
 from tests.sampling.sampling_twins import VOCAB, engine_config
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+from vllm_gaudi_ucm.sampling.draft_probabilities import DraftProbabilities
 from vllm_gaudi_ucm.sampling.sampling import (
     Grammar,
     SampledTokens,
@@ -70,6 +71,7 @@ class World:
         likeliest: steps of greedy requests alone are verified without logits, as an engine does.
         sampler: instead of vLLM's.
         seed: of the engine, which requests without one draw theirs by.
+        kept: distributions that drafts were drawn from.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class World:
         mode: str = "raw_logprobs",
         likeliest: bool = False,
         seed: int = 0,
+        kept: DraftProbabilities | None = None,
     ) -> None:
         self.table = RequestTable(8, MAX_MODEL_LEN, BLOCK_SIZE)
         self.batch = SamplingBatch(engine_config(mode, seed=seed), CPU)
@@ -86,7 +89,8 @@ class World:
         self._at_once = at_once
         self._likeliest = likeliest
         sampler = sampler or VllmSampler(cast(Any, mode), False)
-        self._verification = Verification(SlotSampler(self.batch, sampler, self.table, lambda logits: None))
+        slots = SlotSampler(self.batch, sampler, self.table, lambda logits: None)
+        self._verification = Verification(slots, kept=kept)
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> LiveRequest:
         self.table.update(step_output({name: len(prompt)}, [new_request(Known(name, prompt, params=params))]))

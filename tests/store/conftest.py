@@ -31,13 +31,16 @@ def redis_server(redis_session: RedisServer) -> RedisServer:
     return redis_session
 
 
-@pytest.fixture(params=["memory", "file", "redis"])
+@pytest.fixture(params=["memory", "file", "redis", "tiered"])
 def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Options of each kind, a new place for each test."""
     if request.param == "file":
         return {"kind": "file", "path": str(tmp_path / "store"), "deadline": 20.0}
     if request.param == "redis":
         return {"kind": "redis", "url": request.getfixturevalue("redis_server").url, "deadline": 20.0}
+    if request.param == "tiered":
+        behind = {"kind": "file", "path": str(tmp_path / "store"), "deadline": 20.0}
+        return {"kind": "tiered", "front": {"capacity": "64KiB", "pin": False}, "behind": behind}
     return {"kind": "memory"}
 
 

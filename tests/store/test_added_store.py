@@ -108,7 +108,7 @@ def test_its_kind_configures_connector_and_memory_mode() -> None:
         ({"kind": "shelf", "boards": 0}, "store.boards: found 0, expected integer, at least 1"),
         ({"kind": "shelf", "board": 2}, "store.board: found an unknown key, expected store.boards"),
         ({"kind": "shelve"}, "store.kind: found 'shelve', expected shelf (the nearest kind of store)"),
-        ({}, 'store.kind: found no value, expected "memory" or "file" or "redis" or "shelf"'),
+        ({}, 'store.kind: found no value, expected "memory" or "file" or "redis" or "tiered" or "shelf"'),
     ],
 )
 def test_mistakes_name_its_options(given: dict[str, object], message: str) -> None:
@@ -164,5 +164,5 @@ def test_a_store_that_cannot_be_loaded_is_named(thing: str) -> None:
 
 def test_a_name_is_enough_to_know_the_stores() -> None:
     """No store is imported before it is configured."""
-    assert STORES.names() == ["memory", "file", "redis", "shelf"]
+    assert STORES.names() == ["memory", "file", "redis", "tiered", "shelf"]
     assert "their_shelf" not in sys.modules

@@ -21,7 +21,10 @@ from hypothesis.stateful import (
 )
 
 from tests.store.redis_server import RedisServer
+from tests.store.refusing_store import RefusingStore
 from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
+from vllm_gaudi_ucm.store.memory import MemoryStore
+from vllm_gaudi_ucm.store.tiered import TieredStore
 
 SIZE = 64
 keys = st.integers(0, 5).map(lambda number: bytes([number * 40]) * 32)
@@ -110,6 +113,40 @@ class FileMachine(OutsideMachine):
         assert not self.store.load(key, memoryview(bytearray(SIZE)))
         del self.blocks[key]
         self.corrupt += 1
+
+
+class TieredMachine(Machine):
+    """The front has room for everything, so that nothing is lost while the store behind it refuses blocks."""
+
+    @initialize()
+    def open(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.corrupt = 0
+        self.behind = RefusingStore(SIZE, 1 << 20)
+        self.store: Any = TieredStore(MemoryStore(SIZE, 1 << 20), self.behind, SIZE)
+
+    @rule(refuses=st.booleans())
+    def change(self, refuses: bool) -> None:
+        self.behind.refuses = refuses
+
+    @rule(wanted=st.lists(keys))
+    def lend(self, wanted: list[bytes]) -> None:
+        for one, loan in zip(wanted, self.store.lend(wanted), strict=True):
+            assert (loan is not None) == (one in self.blocks)
+            if loan is not None:
+                with loan as content:
+                    assert content == self.blocks[one]
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.behind.refuses = False
+            self.behind.close = lambda: None  # type: ignore[method-assign]
+            self.store.close()
+            assert self.behind.lookup(list(self.blocks)) == [True] * len(self.blocks)
+
+
+def test_tiered_with_a_store_behind_that_refuses() -> None:
+    run_state_machine_as_test(TieredMachine, settings=SETTINGS)
 
 
 def test_memory() -> None:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek): replaces the layer of vLLM in vLLM's models.
+"""Multi-head latent attention (DeepSeek): the layer with the cache.
 
 The cache has one row per token: the latent and the rotary key, shared by all heads. With `uk` absorbed into queries and
 `uv` applied to results, attention over the cache has one KV head whose values are part of its keys, so parts, buckets
@@ -14,27 +14,30 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend, UnifiedAttentionImpl, UnifiedAttentionMetadata
 from vllm_gaudi_ucm.attention.cache_scales import CacheScales
-from vllm_gaudi_ucm.kv_cache.pair import LatentRows, in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import IndexedLatents, LatentRows, in_blocks
+from vllm_gaudi_ucm.ops.chosen_tokens.api import attend_tokens, choose_tokens, most_seen
+from vllm_gaudi_ucm.ops.chosen_tokens.implementation import IndexRows, TokenPlaces
 from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.attention import (
     AttentionBackend,
-    MLAModules,
-    MultiHeadLatentAttentionWrapper,
-    PluggableLayer,
     add_cache_scales,
     asks_for_narrow_cache,
     get_attn_backend,
     take_kv_b_proj,
 )
 from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES
-from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec, MLAAttentionSpec
-from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, get_forward_context, op_registry_oot
+from vllm_gaudi_ucm.vllm_api.kv_cache import IndexedLatentSpec, KVCacheSpec, MLAAttentionSpec
+from vllm_gaudi_ucm.vllm_api.model import (
+    AttentionLayerBase,
+    get_forward_context,
+)
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -48,7 +51,7 @@ class LatentSizes:
     """Sizes for one token and head, in elements.
 
     heads: heads on this device. latent: size of a latent. rotary, nope: rotary and other elements of a key. value: size
-    of a value.
+    of a value. chosen: most tokens that each row attends to, chosen by the model's indexer (DSA); 0: all of them.
     """
 
     heads: int
@@ -56,6 +59,7 @@ class LatentSizes:
     rotary: int
     nope: int
     value: int
+    chosen: int = 0
 
     @property
     def cached(self) -> int:
@@ -65,7 +69,7 @@ class LatentSizes:
         """Returns whether new tokens of a step with cached blocks get keys and values of their own, because making
         these costs less than they save.
         """
-        if parts.causal is None or parts.selected is not None or not _reads_cache(parts):
+        if self.chosen or parts.causal is None or parts.selected is not None or not _reads_cache(parts):
             return False
         pairs = 0
         for one in parts.causal.slices:
@@ -100,6 +104,15 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         # first the spec with the keys and values of each head, then the spec over the cache
         self._of_heads = self.spec
         self.spec = replace(self.spec, values_in_keys=True)
+        self.shares_choices = False
+        self.choices = torch.empty((0, 0), dtype=torch.int32)
+
+    def share_choices(self, choices: torch.Tensor) -> None:
+        """Makes a layer with an indexer write its choices for the next layers, and a layer without one read them.
+
+        choices: int32 [rows of the largest step, chosen].
+        """
+        self.shares_choices, self.choices = True, choices
 
     def join(self, group: GroupStep | None) -> None:
         """Refuses several groups, which windows in other layers of the model would cause."""
@@ -113,14 +126,17 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         latent: torch.Tensor,
         rotary: torch.Tensor,
         weights: LatentWeights,
-        kv_cache: LatentRows,
+        kv_cache: LatentRows | IndexedLatents,
         attn_metadata: UnifiedAttentionMetadata | None,
+        index: IndexRows | None = None,
     ) -> torch.Tensor:
         """Returns [rows, heads * value size]. query: [rows, heads, nope + rotary]; latent: [rows, latent size]; rotary:
         [rows, 1, rotary size], with positions applied. Without metadata (in a memory measurement) attention is skipped.
 
         Over a cache of 8-bit floats, absorbed attention is computed in the cache's units. New tokens with keys and
         values of their own are not rounded; their sums are over the same scores.
+
+        index: of a layer with an indexer. A step in which no row sees more tokens than it may choose is dense.
         """
         sizes, rows = self.sizes, query.shape[0]
         if attn_metadata is None:
@@ -132,6 +148,13 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         rounded = key if scales is None else narrow(key)
         written = LatentRows(write_rows(rounded, kv_cache.key, attn_metadata.slots))
         parts = attn_metadata.parts
+        chosen = self._chosen(kv_cache, attn_metadata, index) if sizes.chosen else None
+        if chosen is not None:
+            absorbed = weights.absorb(query, sizes.nope)
+            if scales is not None:
+                absorbed = absorbed * scales.key
+            found = attend_tokens(absorbed, written.key[:, 0], chosen, self.scale, sizes.latent)
+            return weights.values(found if scales is None else found * scales.value)
         if attn_metadata.sparse is None and not _reads_cache(parts.parts):
             return self._attend_expanded(query, latent, rotary, weights, parts).flatten(1)
         cache = in_blocks(written, attn_metadata.parts.block_size).key
@@ -151,6 +174,29 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
             found = found * scales.value
         share = torch.softmax(torch.stack((of_cached, of_new)), 0)[..., None]
         return (weights.values(found).view(new.shape) * share[0] + new * share[1]).to(query.dtype).flatten(1)
+
+    def _chosen(
+        self, kv_cache: LatentRows | IndexedLatents, attn_metadata: UnifiedAttentionMetadata, index: IndexRows | None
+    ) -> torch.Tensor | None:
+        """Returns [rows, chosen] slots of the tokens that rows attend to; None if they attend to all. Writes the new
+        keys of the indexer in any case.
+        """
+        parts, count = attn_metadata.parts.parts, self.sizes.chosen
+        all_seen = most_seen(parts, attn_metadata.parts.block_size) <= count
+        rows = len(attn_metadata.slots)
+        if index is None:
+            # of the last layer with an indexer
+            return None if all_seen else self.choices[:rows, :count]
+        assert isinstance(kv_cache, IndexedLatents)
+        keys = write_rows(index.key[:, None], kv_cache.index_key, attn_metadata.slots)[:, 0]
+        if all_seen:
+            return None
+        places = TokenPlaces(parts, attn_metadata.slots, attn_metadata.parts.block_size)
+        found = choose_tokens(index, keys, places, count)
+        if self.shares_choices:
+            numbers = torch.arange(rows, device=found.device)
+            self.choices.index_copy_(0, numbers, functional.pad(found, (0, self.choices.shape[1] - count)).int())
+        return found
 
     def _attend_expanded(
         self,
@@ -213,6 +259,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):
     Args:
         projection: `kv_b_proj`, from latents to keys and values; its weight moves to this layer once it is loaded.
         quant_config: the model's, which has the scale of a cache of 8-bit floats; if None, the scale is 1.
+        index_size: elements of a key of the layer's indexer; 0 without one.
     """
 
     weights: LatentWeights
@@ -227,9 +274,11 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         cache_config: CacheConfig | None,
         quant_config: Any,
         prefix: str,
+        index_size: int = 0,
     ) -> None:
         super().__init__()
         self.sizes = sizes
+        self.index_size = index_size
         self.num_kv_heads = 1
         self.layer_name = prefix
         self.kv_cache: Any = torch.tensor([])
@@ -251,14 +300,23 @@ class LatentAttention(nn.Module, AttentionLayerBase):
             raise UnsupportedFeatureError(str(error), "the model's quantization_config") from error
         self.weights = LatentWeights(uk, uv)
 
-    def forward(self, query: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor, index: IndexRows | None = None
+    ) -> torch.Tensor:
         """See `LatentAttentionImpl.attend`."""
         metadata: Any = get_forward_context().attn_metadata
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
         impl = cast(LatentAttentionImpl, self.impl)
         return impl.attend(
-            self, query, latent, rotary, weights=self.weights, kv_cache=self.kv_cache, attn_metadata=metadata
+            self,
+            query,
+            latent,
+            rotary,
+            weights=self.weights,
+            kv_cache=self.kv_cache,
+            attn_metadata=metadata,
+            index=index,
         )
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -269,14 +327,18 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         # vLLM's dtype of 8-bit floats
         named = torch.uint8 if name.startswith("fp8") else FLOAT_KV_DTYPES.get(name, getattr(torch, name, None))
         dtype = vllm_config.model_config.dtype if name == "auto" else named
-        return MLAAttentionSpec(
-            block_size=vllm_config.cache_config.block_size,
-            num_kv_heads=1,
-            max_tp_shards=1,
-            head_size=self.sizes.cached,
-            dtype=cast(torch.dtype, dtype),
-            cache_dtype_str=self.kv_cache_dtype,
-        )
+        fields: dict[str, Any] = {
+            "block_size": vllm_config.cache_config.block_size,
+            "num_kv_heads": 1,
+            "max_tp_shards": 1,
+            "head_size": self.sizes.cached,
+            "dtype": dtype,
+            "cache_dtype_str": self.kv_cache_dtype,
+        }
+        if not self.index_size:
+            return MLAAttentionSpec(**fields)
+        model_dtype = cast(torch.dtype, vllm_config.model_config.dtype)
+        return IndexedLatentSpec(**fields, index_size=self.index_size, index_dtype=model_dtype)
 
 
 def _cache_dtype(cache_config: CacheConfig | None, quant_config: Any) -> str:
@@ -290,100 +352,3 @@ def _cache_dtype(cache_config: CacheConfig | None, quant_config: Any) -> str:
     if cache_config.cache_dtype == "auto" and asks_for_narrow_cache(quant_config):
         return "fp8"
     return cache_config.cache_dtype
-
-
-class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
-    """Maps hidden states to hidden states: the projections that the model made, rotary embedding, and attention.
-
-    vLLM makes one of these, with the same arguments, when a model makes its wrapper. others: options by which vLLM's
-    own layer may fuse its operations.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        scale: float,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        mla_modules: MLAModules,
-        cache_config: CacheConfig | None = None,
-        quant_config: Any = None,
-        prefix: str = "",
-        skip_topk: bool = False,
-        non_causal_multi_token_decode: bool = False,
-        **others: Any,
-    ) -> None:
-        from vllm.config import get_current_vllm_config
-
-        nn.Module.__init__(self)
-        if mla_modules.is_sparse or skip_topk:
-            raise UnsupportedFeatureError(
-                "sparse attention that the model defines (DSA)", f"the model's layer {prefix}"
-            )
-        if non_causal_multi_token_decode:
-            raise UnsupportedFeatureError("latent attention in both directions", f"the model's layer {prefix}")
-        self.sizes = LatentSizes(num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
-        self.q_lora_rank = q_lora_rank
-        self.fused_qkv_a_proj = mla_modules.fused_qkv_a_proj
-        self.kv_a_proj_with_mqa = mla_modules.kv_a_proj_with_mqa
-        self.q_a_layernorm = mla_modules.q_a_layernorm
-        self.query_proj = mla_modules.q_proj if q_lora_rank is None else mla_modules.q_b_proj
-        self.kv_a_layernorm = mla_modules.kv_a_layernorm
-        self.rotary_emb = mla_modules.rotary_emb
-        self.g_proj = mla_modules.g_proj
-        self.o_proj = mla_modules.o_proj
-        self.mla_attn = LatentAttention(  # type: ignore[assignment]  # in place of vLLM's
-            self.sizes,
-            scale,
-            mla_modules.kv_b_proj,
-            get_current_vllm_config(),
-            cache_config=cache_config,
-            quant_config=quant_config,
-            prefix=f"{prefix}.attn",
-        )
-
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Runs the block. positions: [rows]; hidden_states: [rows, hidden size]; llama_4_scaling: [rows, 1, 1]."""
-        sizes = self.sizes
-        given, of_token = self._down(hidden_states)
-        latent = self.kv_a_layernorm(of_token[:, : sizes.latent].contiguous())
-        rotary = of_token[:, None, sizes.latent :]
-        query = _project(self.query_proj, given).unflatten(1, (sizes.heads, -1))
-        if self.rotary_emb is not None:
-            turned = query[..., sizes.nope :].contiguous()
-            turned, rotary = self.rotary_emb(positions, turned, rotary.contiguous())
-            query = torch.cat((query[..., : sizes.nope], turned), -1)
-        if llama_4_scaling is not None:
-            query = query * llama_4_scaling
-        found = self.mla_attn(query, latent, rotary)
-        if self.g_proj is not None:
-            found = found * _project(self.g_proj, hidden_states).sigmoid()
-        return _project(self.o_proj, found)
-
-    def _down(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the input of the query projection, and [rows, latent + rotary] before the norm and the positions."""
-        if self.q_lora_rank is None:
-            return hidden_states, _project(self.kv_a_proj_with_mqa, hidden_states)
-        both = _project(self.fused_qkv_a_proj, hidden_states)
-        assert self.q_a_layernorm is not None, "of models with a latent of queries"
-        query, of_token = both.split([self.q_lora_rank, self.sizes.cached], -1)
-        return self.q_a_layernorm(query.contiguous()), of_token
-
-
-def _project(projection: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
-    """Returns the product alone; vLLM's linear layers return (product, bias)."""
-    assert projection is not None, "vLLM's model makes it"
-    return cast(torch.Tensor, projection(x)[0])
-
-
-def register_latent_attention() -> None:
-    """Makes models that are built afterwards in this process use our layer. Safe to call more than once."""
-    name = MultiHeadLatentAttentionWrapper.__name__
-    if name not in op_registry_oot:
-        PluggableLayer.register_oot(LatentAttentionBlock, name=name)

@@ -13,12 +13,14 @@ class KvGroup(NamedTuple):
     number: number of vLLM's group whose block ids it reads. With `--disable-hybrid-kv-cache-manager`, layers of several
         windows share one table, and several groups have the same number.
     window: how far back its rows see; None for their whole context.
+    chooses_tokens: rows of some layers choose tokens by themselves, so steps know the order of each row's blocks.
     """
 
     number: int
     block_size: int
     window: Window | None = None
     layers: tuple[str, ...] = ()
+    chooses_tokens: bool = False
 
     @property
     def most_blocks(self) -> int | None:

@@ -96,7 +96,6 @@ class RequestTable:
         by_token: whether each token has its own slot; operations then read `block_size` slots as a block.
         groups: groups of the KV cache; the first one has `block_size`. Empty for one group with all layers.
         draft: groups and inputs of a draft model, whose blocks are in tables of the same requests.
-        keepers: are notified when requests lose their place on the device.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class RequestTable:
         groups: Sequence[KvGroup] = (),
         inputs: RowInputs = BUILT_IN_INPUTS,
         draft: DraftModelRows = NO_DRAFT_MODEL,
-        keepers: Sequence[KeepsOfRequests] = (),
     ) -> None:
         self._block_size = block_size
         self._tokens = TokenTable(max_num_seqs, block_size) if by_token else None
@@ -120,7 +118,7 @@ class RequestTable:
             for group in (*self._groups, *draft.groups)
         }
         self._first = next(iter(self._tables.values()))
-        self._keepers = tuple(keepers)
+        self._keepers: tuple[KeepsOfRequests, ...] = ()
         self.max_model_len = max_model_len
         kinds: tuple[type[RowInput], ...] = (TokenIds, *inputs, *draft.inputs)
         made = {kind: kind(max_num_seqs, max_model_len) for kind in dict.fromkeys(kinds)}
@@ -150,6 +148,10 @@ class RequestTable:
         """Returns [rows] the number of blocks of each row in the first group."""
         return self._first.num_blocks
 
+    def follow(self, keepers: Iterable[KeepsOfRequests]) -> None:
+        """Notifies these objects, and no others, when requests lose their place on the device."""
+        self._keepers = tuple(keepers)
+
     def input_of(self, kind: type[InputT]) -> InputT:
         """Returns the object of an input, which one of the models reads."""
         return cast(InputT, self._made[kind])
@@ -160,8 +162,7 @@ class RequestTable:
         Finished requests come first, because an id may be reused in the same step.
         """
         if self._keepers:
-            self._forget(scheduler_output.finished_req_ids)
-            self._forget(scheduler_output.preempted_req_ids or ())
+            self._forget((*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())))
         for request_id in scheduler_output.finished_req_ids:
             self._remove(request_id)
         for new in scheduler_output.scheduled_new_reqs:

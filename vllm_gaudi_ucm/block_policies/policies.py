@@ -21,8 +21,9 @@ _PLACES = {
     "admission": "vllm_gaudi_ucm.block_policies.admission.admission:make_admission",
     "slots for tokens": "vllm_gaudi_ucm.block_policies.token_slots.token_slots:make_token_slots",
     "partial hits": "vllm_gaudi_ucm.block_policies.partial_hits.partial_hits:make_partial_hits",
-    "swap": "vllm_gaudi_ucm.block_policies.swap.swaps:make_swap",
+    # shortens a hit, which swap may extend
     "kept states": "vllm_gaudi_ucm.block_policies.kept_states.kept_states:make_kept_states",
+    "swap": "vllm_gaudi_ucm.block_policies.swap.swaps:make_swap",
     "compaction": "vllm_gaudi_ucm.block_policies.compaction.compaction:make_compaction",
 }
 POLICIES: Registry[Make] = Registry("policy of the KV cache's blocks", **those_installed(**_PLACES))

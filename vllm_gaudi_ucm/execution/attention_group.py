@@ -148,6 +148,7 @@ def _true_parts(plan: UnifiedPlan, own: GroupPlan, tensors: Tensors, to_device: 
             plan.num_single,
             num_tokens=own.unique.num_tokens,
             most_of_row=int(np.bincount(own.unique.rows).max(initial=0)),
+            places=tensors.get("unique_places"),
         )
     return AttentionParts(causal, shared, unique, positions=tensors["positions"])
 
@@ -195,7 +196,9 @@ def attention_tensors(number: int, group: KvGroup) -> tuple[StepTensor, ...]:
         entry("unique_lo", get("unique.lo"), room.unique_lo, 0, *unique, dtype=np.int32, by_block=leads),
         entry("unique_hi", get("unique.hi"), room.unique, 0, *unique, dtype=np.int32, by_block=leads),
     )
-    return (*common, *_OF_FIRST) if leads else common
+    places = entry("unique_places", _places(number), room.unique, 0, *unique, by_block=leads)
+    chosen = (places,) if group.chooses_tokens else ()
+    return (*common, *chosen, *_OF_FIRST) if leads else (*common, *chosen)
 
 
 def _values(number: int) -> Callable[[str], Callable[[StepArrays], NDArray[np.int64]]]:
@@ -211,6 +214,19 @@ def _values(number: int) -> Callable[[str], Callable[[StepArrays], NDArray[np.in
         return values
 
     return get
+
+
+def _places(number: int) -> Callable[[StepArrays], NDArray[np.int64]]:
+    """Returns a getter of the place of each unique block among its row's."""
+
+    def values(step: StepArrays) -> NDArray[np.int64]:
+        unique = cast(GroupPlan, step.plan.groups[number]).unique
+        if unique is None:
+            return NO_BLOCKS
+        count = np.bincount(unique.rows)
+        return np.arange(len(unique.rows)) - (count.cumsum() - count)[unique.rows]
+
+    return values
 
 
 class _Room(NamedTuple):

@@ -118,8 +118,15 @@ class BucketParts:
             hi=hi,
             num_rows=min(shape.query_len, self._max_decode_rows),
             from_first="unique_lo" not in tensors,
-            most_of_row=self._most_blocks,
+            most_of_row=self._most_of_row(len(hi)),
+            places=tensors.get("unique_places"),
         )
+
+    def _most_of_row(self, blocks: int) -> int | None:
+        """Returns the most unique blocks of a row; None if nothing bounds them, or nothing reads the number."""
+        if self._group.chooses_tokens:
+            return min(blocks, self._limits.blocks_per_request)
+        return self._most_blocks
 
     @property
     def _most_blocks(self) -> int | None:

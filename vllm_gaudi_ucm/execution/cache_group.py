@@ -63,6 +63,13 @@ class CacheGroup(ABC):
         """Returns a group of this kind for an engine."""
         return cls(kv)
 
+    @classmethod
+    def serves(cls, layer_class: type) -> bool:
+        """Returns whether this is the exact class of a layer of this kind. A kind may not want to import its classes
+        for models without them.
+        """
+        return layer_class in cls.layer_classes
+
     @property
     def follows_requests(self) -> KeepsOfRequests | None:
         """Returns an object that must know which requests have ended or were preempted; None if there is none."""
@@ -140,6 +147,6 @@ def kind_of(spec: KVCacheSpec) -> type[CacheGroup] | None:
     return next((kind for kind in kinds if isinstance(spec, kind.spec)), None)
 
 
-def served_layers() -> tuple[type, ...]:
-    """Returns the layer classes of all registered kinds."""
-    return tuple(one for name in CACHE_GROUPS.names() for one in CACHE_GROUPS.get(name).layer_classes)
+def is_served(layer_class: type) -> bool:
+    """Returns whether a registered kind has layers of this class."""
+    return any(CACHE_GROUPS.get(name).serves(layer_class) for name in CACHE_GROUPS.names())

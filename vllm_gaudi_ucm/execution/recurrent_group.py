@@ -15,8 +15,8 @@ from vllm_gaudi_ucm.execution.step_sizes import Sizes, of_rows
 from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor, group_suffix
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.state_rows import NO_ROW, TILE_ROWS, StateRows, most_tiles, plan_state_rows
-from vllm_gaudi_ucm.state_layers.register import STATE_LAYERS
-from vllm_gaudi_ucm.vllm_api.state_layers import MambaSpec
+from vllm_gaudi_ucm.state_layers.register import is_registered
+from vllm_gaudi_ucm.vllm_api.kv_cache import MambaSpec
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +49,13 @@ class RecurrentGroup(StateGroup):
     """
 
     spec = MambaSpec
-    layer_classes = tuple(STATE_LAYERS.values())
+    layer_classes = ()
     of_blocks = False
     inputs = StateRows
+
+    @classmethod
+    def serves(cls, layer_class: type) -> bool:
+        return is_registered(layer_class)
 
     @classmethod
     def make(cls, kv: KvGroup, vllm_config: VllmConfig) -> RecurrentGroup:

@@ -170,6 +170,16 @@ class StateGroup(CacheGroup):
             )
         return dict(self._states)
 
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Returns the tensors of all layers; tensors of one shape follow each other."""
+        return [one for alike in zip(*self._states.values(), strict=True) for one in alike]
+
+    @property
+    def bytes_of_request(self) -> int:
+        """Returns the bytes of the states of one running request in all layers."""
+        return self._rows_each * sum(one[0].nbytes for one in self.states)
+
     def make_planner(self, places: StatePlaces) -> StatePlanner:
         """Returns the planner of an engine."""
         return StatePlanner(self.kv.block_size if self.of_blocks else None, places)
@@ -258,6 +268,31 @@ class StatePlanner:
         # for each slot, the tokens after which its rows hold states: positions [begin, end)
         self._begin = np.zeros(places.num_slots, np.int64)
         self._end = np.zeros(places.num_slots, np.int64)
+        # the same of requests whose states are elsewhere, by a number
+        self._away: dict[int, tuple[int, int]] = {}
+
+    def leave(self, row: int, number: int) -> NDArray[np.int64]:
+        """Returns the rows of the states of a request, which are copied away. number: says where; see `come_back`."""
+        slot = self._slots[row]
+        self._away[number] = int(self._begin[slot]), int(self._end[slot])
+        return self._rows_of(slot)
+
+    def come_back(self, row: int, number: int) -> NDArray[np.int64]:
+        """Gives a request a slot, and returns its rows, to which the states are copied that `leave` has returned."""
+        (slot,) = self._slots_of(np.array([row])).tolist()
+        self._begin[slot], self._end[slot] = self._away.pop(number)
+        return self._rows_of(slot)
+
+    def row_behind(self, row: int, tokens: int) -> int:
+        """Returns the row of the state behind so many tokens of a request; ValueError if its slot does not hold it."""
+        slot, computed = np.array([self._slots[row]]), np.array([tokens])
+        if not self._in_slots(slot, computed).all():
+            raise ValueError(f"a state behind {tokens} tokens: found none; report this as a defect of the plugin")
+        return int(self.places.of_tokens(slot, computed - 1)[0])
+
+    def _rows_of(self, slot: int) -> NDArray[np.int64]:
+        each = self.places.rows_each
+        return self.places.num_blocks + slot * each + np.arange(each)
 
     def forget(self, row: int) -> None:
         """Frees the slot of a request; see KeepsOfRequests."""

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.kv_cache.pair import KvPair, LatentRows, LayerCache
+from vllm_gaudi_ucm.kv_cache.pair import IndexedLatents, KvPair, LatentRows, LayerCache
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.kv_cache import (
     AttentionSpec,
+    IndexedLatentSpec,
     KVCacheConfig,
     KVCacheSpec,
     buffers,
@@ -96,12 +97,16 @@ class _Rows(NamedTuple):
 
 
 def _rows(name: str, spec: KVCacheSpec, num_blocks: int) -> tuple[_Rows, ...]:
-    """Returns rows of keys and of values, which together fill a page exactly, or of keys that hold their values."""
+    """Returns rows of keys and of values, which together fill a page exactly, or of keys that hold their values, alone
+    or with keys of an indexer.
+    """
     assert isinstance(spec, AttentionSpec), "only layers with keys and values are served"
     slots, heads = num_blocks * spec.block_size, spec.num_kv_heads
     # vLLM has one name for both kinds of 8-bit floats; only this one is supported
     dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
     rows = tuple(_Rows((slots, heads, size), dtype) for size in (spec.head_size, spec.head_size_v) if size)
+    if isinstance(spec, IndexedLatentSpec):
+        rows = (*rows, _Rows((slots, heads, spec.index_size), spec.index_dtype))
     found, expected = sum(one.nbytes for one in rows), num_blocks * spec.unpadded_page_size_bytes
     if found != expected:
         raise ValueError(
@@ -111,8 +116,10 @@ def _rows(name: str, spec: KVCacheSpec, num_blocks: int) -> tuple[_Rows, ...]:
     return rows
 
 
-def _cache(tensors: Sequence[torch.Tensor]) -> LayerCache:
-    return LatentRows(*tensors) if len(tensors) == 1 else KvPair(*tensors)
+def _kind(spec: KVCacheSpec) -> type[LayerCache]:
+    if isinstance(spec, IndexedLatentSpec):
+        return IndexedLatents
+    return LatentRows if isinstance(spec, AttentionSpec) and not spec.head_size_v else KvPair
 
 
 # The lowest compute capability of GPUs that convert these floats.
@@ -128,7 +135,8 @@ def allocate_kv_cache(
 
     is_idle: returns whether pages of the host may be provided now; see `zeroed_pages`.
     """
-    rows = {name: _rows(name, spec, config.num_blocks) for name, spec in layer_specs(config).items()}
+    specs = layer_specs(config)
+    rows = {name: _rows(name, spec, config.num_blocks) for name, spec in specs.items()}
     narrow = any(one.dtype == torch.float8_e4m3fn for both in rows.values() for one in both)
     if narrow and device.type == "cuda" and torch.cuda.get_device_capability(device) < _WITH_E4M3:
         raise ValueError(
@@ -140,10 +148,10 @@ def allocate_kv_cache(
         _check_alike(name, rows[name], owner, rows[owner])
     owned = {name: both for name, both in rows.items() if owners.get(name, name) == name}
     if device.type != "cpu":
-        caches = {name: _cache([_zeros(one, device) for one in each]) for name, each in owned.items()}
+        caches = {name: _kind(specs[name])(*(_zeros(one, device) for one in each)) for name, each in owned.items()}
     else:
         tensors = _on_host([one for each in owned.values() for one in each], is_idle)
-        caches = {name: _cache([next(tensors) for _ in each]) for name, each in owned.items()}
+        caches = {name: _kind(specs[name])(*(next(tensors) for _ in each)) for name, each in owned.items()}
     return {name: caches[owners.get(name, name)] for name in rows}
 
 
@@ -181,7 +189,7 @@ def _on_host(all_rows: Sequence[_Rows], is_idle: Callable[[], bool]) -> Iterator
 def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> dict[str, LayerCache]:
     """Returns a cache of only the dummy block for each layer, in the layout of the real one."""
     rows = {name: _rows(name, spec, 1) for name, spec in specs.items()}
-    return {name: _cache([_zeros(one, device) for one in each]) for name, each in rows.items()}
+    return {name: _kind(specs[name])(*(_zeros(one, device) for one in each)) for name, each in rows.items()}
 
 
 def no_kv_cache(names: Iterable[str], device: torch.device) -> dict[str, LayerCache]:

@@ -29,7 +29,16 @@ class LatentRows(NamedTuple):
     key: torch.Tensor
 
 
-LayerCache = KvPair | LatentRows
+class IndexedLatents(NamedTuple):
+    """`LatentRows` of a layer whose rows choose tokens by themselves (DSA), and the keys of its indexer:
+    index_key, [num_blocks * block size, 1, index size]. The tensors are like each of a `KvPair`.
+    """
+
+    key: torch.Tensor
+    index_key: torch.Tensor
+
+
+LayerCache = KvPair | LatentRows | IndexedLatents
 """Code that copies, moves, stores or counts blocks iterates over the tensors, whatever their number."""
 
 
@@ -43,6 +52,8 @@ def in_blocks(cache: tuple[torch.Tensor, ...], block_size: int) -> LayerCache:
     """Returns views [blocks, block size, kv heads, head size] of rows, for reading."""
     if isinstance(cache, LatentRows):
         return LatentRows(cache.key.unflatten(0, (-1, block_size)))
+    if isinstance(cache, IndexedLatents):
+        return IndexedLatents(*(rows.unflatten(0, (-1, block_size)) for rows in cache))
     key, value = cache
     return KvPair(key.unflatten(0, (-1, block_size)), value.unflatten(0, (-1, block_size)))
 

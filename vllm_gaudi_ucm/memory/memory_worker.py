@@ -104,15 +104,18 @@ class MemoryWorker:
             attach_link_speed(output, self._unsaid)
             self._unsaid = None
 
-    def warm_up(self) -> None:
-        """Copies between empty blocks, so that a Gaudi has compiled every size in time; measures copies to the host."""
+    def warm_up(self, request_bytes: int = 0) -> None:
+        """Copies between empty blocks, so that a Gaudi has compiled every size in time; measures copies to the host.
+
+        request_bytes: see LinkSpeed.
+        """
         for bit in range((self._most or 1).bit_length()):
             count = 1 << bit
             pairs = [(DUMMY_BLOCK + count + number, DUMMY_BLOCK + number) for number in range(count)]
             self._copy(torch.tensor(pairs), [*self._caches, *self._summaries])
         if self._swaps is not None:
             # one worker reports, and a request waits for the slowest of all
-            self._unsaid = self._swaps.measure().slowest(self._least)
+            self._unsaid = self._swaps.measure(request_bytes).slowest(self._least)
 
     def close(self) -> None:
         if self._swaps is not None:

@@ -83,8 +83,11 @@ class SwapSpace:
             self._copy(chunk, self._caches, local)
 
     @torch.inference_mode()
-    def measure(self, clock: Callable[[], float] = time.perf_counter) -> LinkSpeed:
-        """Times copies of blocks of the cache to the host and back, which restore them; the second run counts."""
+    def measure(self, request_bytes: int = 0, clock: Callable[[], float] = time.perf_counter) -> LinkSpeed:
+        """Times copies of blocks of the cache to the host and back, which restore them; the second run counts.
+
+        request_bytes: see LinkSpeed.
+        """
         count = min(self._caches[0][0].shape[0], self._count, self._chunk)
         pairs = [(number, number) for number in range(count)]
         seconds = []
@@ -97,7 +100,7 @@ class SwapSpace:
                 last = clock() - begin
             seconds.append(max(last, 1e-9))
         out, back = (count * self.block_bytes / one for one in seconds)
-        return LinkSpeed(out, back)
+        return LinkSpeed(out, back, request_bytes)
 
     def _store_behind(self, pairs: Pairs) -> None:
         """Copies in the stream of the computation."""

@@ -12,7 +12,6 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
 from vllm_gaudi_ucm.multimodal.padded_encoder import PaddedEmbeddings, PaddedEncoder
 from vllm_gaudi_ucm.vllm_api.deepstack import num_levels
-from vllm_gaudi_ucm.vllm_api.grid_encoder import GridEncoder
 from vllm_gaudi_ucm.vllm_api.multimodal import (
     MULTIMODAL_REGISTRY,
     MultiModalBudget,
@@ -42,8 +41,8 @@ class ItemEncoder:
     Args:
         model: reads pictures. Gets the embedding table.
         one_by_one: encode each item alone, so that shapes depend only on its size, and those of a warm-up are met
-            again. Otherwise items are encoded together. On a Gaudi an encoder of patches then pads its pictures to few
-            sizes.
+            again. Otherwise items are encoded together. On a Gaudi an encoder of patches or tiles then pads its
+            pictures to few sizes.
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: Device, one_by_one: bool) -> None:
@@ -59,10 +58,9 @@ class ItemEncoder:
         self._one_by_one = one_by_one
         self._known_sizes: set[str] = set()
         self._new_sizes: list[str] = []
-        grids = GridEncoder.of(model) if one_by_one and device.kind == "hpu" else None
-        self._padded: PaddedEncoder | None = None
-        if grids is not None:
-            self._padded = PaddedEncoder(grids, self.longest, device.torch_device())
+        padded = one_by_one and device.kind == "hpu"
+        self._padded = PaddedEncoder.of(model, self.longest, device.torch_device()) if padded else None
+        if self._padded is not None:
             logger.info("Pictures are padded to one of %s tokens", self._padded.sizes)
         # not a module
         vars(model)[_ENCODER] = self
@@ -79,6 +77,8 @@ class ItemEncoder:
         embeddings.
         """
         if self._padded is not None:
+            # in lazy mode, what came before would be in the recipe of the first size
+            self._device.end_recipe()
             for found in self._padded.warm_up():
                 self.table.put("warm-up", *found)
                 self.table.free("warm-up")

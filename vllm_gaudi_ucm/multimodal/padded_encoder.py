@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from vllm_gaudi_ucm.graphs.shapes.picture_sizes import sizes_up_to
+from vllm_gaudi_ucm.vllm_api.grid_encoder import GridEncoder
+from vllm_gaudi_ucm.vllm_api.patch_encoder import PatchEncoder
+from vllm_gaudi_ucm.vllm_api.tile_encoder import TileEncoder
 
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.vllm_api.grid_encoder import GridEncoder
+KINDS = (GridEncoder, PatchEncoder, TileEncoder)
+
+
+class SizedEncoder(Protocol):
+    """An encoder that takes pads. Inputs of a picture are as its processor has made them, on the host."""
+
+    @property
+    def unit(self) -> int:
+        """Returns the tokens that each size is a multiple of."""
+
+    def count(self, inputs: Mapping[str, object]) -> int:
+        """Returns the tokens of a picture."""
+
+    def empty(self, tokens: int) -> Mapping[str, object]:
+        """Returns the inputs of a picture of zeros."""
+
+    def padded(self, inputs: Mapping[str, object], tokens: int) -> dict[str, torch.Tensor]:
+        """Returns what `run` takes, on the host. Numbers without a dimension stay there."""
+
+    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the embeddings [tokens, width]; the picture's are first."""
 
 
 class PaddedEmbeddings(NamedTuple):
@@ -21,40 +44,42 @@ class PaddedEmbeddings(NamedTuple):
 
 
 class PaddedEncoder:
-    """Pads pictures to sizes, each twice the one before.
+    """Pads pictures to sizes, each about twice the one before.
 
     Args:
-        encoder: takes pads.
         longest: embeddings of the largest picture.
 
     sizes: tokens, ascending.
     """
 
-    def __init__(self, encoder: GridEncoder, longest: int, device: torch.device) -> None:
+    def __init__(self, encoder: SizedEncoder, longest: int, device: torch.device) -> None:
         self._encoder = encoder
         self._device = device
-        self.sizes = sizes_up_to(longest)
+        self.sizes = sizes_up_to(longest, encoder.unit)
+
+    @classmethod
+    def of(cls, model: nn.Module, longest: int, device: torch.device) -> PaddedEncoder | None:
+        """Returns the padded encoder of a model; None if its encoder takes no pads."""
+        encoder = next((found for kind in KINDS if (found := kind.of(model)) is not None), None)
+        return None if encoder is None else cls(encoder, longest, device)
 
     def encode(self, inputs: Mapping[str, object]) -> PaddedEmbeddings | None:
         """Returns the embeddings of one picture; None if it is larger than all sizes.
 
         inputs: as its processor has made them, on the host.
         """
-        patches, grids = inputs["pixel_values"], inputs["image_grid_thw"]
-        assert isinstance(patches, torch.Tensor), "pictures are patches in one tensor"
-        assert isinstance(grids, torch.Tensor), "grids are a tensor"
-        return self._padded(patches, grids.reshape(-1).tolist())
+        count = self._encoder.count(inputs)
+        size = next((size for size in self.sizes if size >= count), None)
+        return None if size is None else PaddedEmbeddings(self._run(inputs, size), count)
 
     def warm_up(self) -> Iterator[PaddedEmbeddings]:
         """Encodes a picture of zeros at each size, the largest first."""
         for size in reversed(self.sizes):
-            found = self._padded(*self._encoder.empty(size))
-            assert found is not None, "a size is its own"
-            yield found
+            yield PaddedEmbeddings(self._run(self._encoder.empty(size), size), size)
 
-    def _padded(self, patches: torch.Tensor, grid: list[int]) -> PaddedEmbeddings | None:
-        count = len(patches) // self._encoder.side**2
-        size = next((size for size in self.sizes if size >= count), None)
-        if size is None:
-            return None
-        return PaddedEmbeddings(self._encoder.run(self._encoder.padded(patches, grid, size), self._device), count)
+    def _run(self, inputs: Mapping[str, object], size: int) -> torch.Tensor:
+        padded = self._encoder.padded(inputs, size)
+        # the longest sequences are numbers of the host
+        return self._encoder.run(
+            {name: tensor.to(self._device) if tensor.dim() else tensor for name, tensor in padded.items()}
+        )

@@ -66,7 +66,7 @@ class PrefetchMetrics:
         self._cache.set(stats.cache_bytes)
 
 
-STORE_EVENTS = ("hits", "misses", "saves", "evictions", "corrupt", "errors", "untouched", "timeouts")
+STORE_EVENTS = ("hits", "front_hits", "misses", "saves", "evictions", "corrupt", "errors", "untouched", "timeouts")
 BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -21,11 +21,42 @@ from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 if TYPE_CHECKING:
     from vllm import PoolingParams, SamplingParams
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
     from vllm_gaudi_ucm.store.base import StoreOptions
 
 logger = plugin_logger(__name__)
+
+_OF_LABELS = {"Qwen2ForProcessRewardModel": 2}
+"""Models whose forward returns a column for each label in place of hidden states."""
+
+
+class RequestLimits(NamedTuple):
+    """Sizes that requests are checked against; 0 if a size is unknown.
+
+    vocab_size: of the largest vocabulary. embedding_width: of a prompt's embeddings. columns: that a pooler can return
+    of each token; -1 if its classifier needs all of them.
+    """
+
+    vocab_size: int = 0
+    embedding_width: int = 0
+    columns: int = 0
+
+    @classmethod
+    def of(cls, model: ModelConfig, before: RequestLimits) -> RequestLimits:
+        """Returns the limits of a model. before: limits of models that the process has configured already.
+
+        Raises ValueError if the configuration of the pooler asks for columns that there are not.
+        """
+        columns = _OF_LABELS.get(model.architecture, model.get_hidden_size())
+        found = cls(
+            max(before.vocab_size, model.get_vocab_size()),
+            model.get_inputs_embeds_size(),
+            -1 if model.convert_type == "classify" else columns,
+        )
+        if model.pooler_config is not None:
+            _check_columns("--pooler-config: returned_token_ids", model.pooler_config.returned_token_ids, found.columns)
+        return found
 
 
 def warn_of_slow_dtype(vllm_config: VllmConfig, device_type: str) -> None:
@@ -76,9 +107,21 @@ def _check_phase_log(path: Path) -> None:
         )
 
 
-def check_request(given: SamplingParams | PoolingParams) -> None:
-    """Raises ValueError with the parameter, what was found and what to do. vLLM checks all parameters of pooling."""
+def _check_columns(name: str, ids: list[int] | None, columns: int) -> None:
+    """Raises ValueError for ids of columns that no pooler has: vLLM would fail, or stop the device, in a step."""
+    wrong = [number for number in ids or () if not 0 <= number < max(columns, 0)]
+    if columns and wrong:
+        expected = f"0 to {columns - 1}" if columns > 0 else "none, because a classifier reads all columns of a token"
+        raise ValueError(f"{name}: found {wrong[0]}, expected {expected}; correct the ids or leave them out")
+
+
+def check_request(given: SamplingParams | PoolingParams, columns: int) -> None:
+    """Raises ValueError with the parameter, what was found and what to do.
+
+    columns: that a pooler can return of each token; vLLM checks its other parameters.
+    """
     if not hasattr(given, "temperature"):
+        _check_columns("returned_token_ids", given.returned_token_ids, columns)
         return
     params = cast("SamplingParams", given)
     read_extra_args(params.extra_args)

@@ -142,8 +142,10 @@ def refuse_with_shared_experts(vllm_config: VllmConfig, config: UcmConfig) -> No
         )
 
 
-def refuse_with_latents(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for connectors that expect keys and values if a layer has one tensor for both."""
+def refuse_with_latents(vllm_config: VllmConfig, config: UcmConfig) -> None:
+    """Raises UnsupportedFeatureError for connectors that expect keys and values if a layer has one tensor for both, and
+    for features that a choice of tokens excludes.
+    """
     model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
     if model is None or not model.use_mla:
         return
@@ -151,6 +153,35 @@ def refuse_with_latents(vllm_config: VllmConfig) -> None:
         if one.name not in (None, OURS, OFFLOADING):
             beside = f"with multi-head latent attention, whose cache is one tensor (take {OURS} or {OFFLOADING})"
             raise UnsupportedFeatureError(f"the KV connector {one.name} {beside}", _asked_by(transfer))
+    _refuse_with_chosen_tokens(vllm_config, config)
+
+
+def _refuse_with_chosen_tokens(vllm_config: VllmConfig, config: UcmConfig) -> None:
+    """Raises UnsupportedFeatureError for features that a choice of tokens by the model (DSA) excludes, if contexts may
+    be longer than what a row chooses.
+    """
+    # not while vLLM is looking for its platform
+    from vllm_gaudi_ucm.vllm_api.model import shares_chosen_tokens, tokens_to_choose
+
+    chosen = tokens_to_choose(vllm_config)
+    if not chosen:
+        return
+    model = f"with a model that chooses {chosen} tokens for each row (DSA)"
+    shorter = f"set --max-model-len to at most {chosen}"
+    transfer = vllm_config.kv_transfer_config
+    if config.ucm_sparse_method is not None:
+        raise UnsupportedFeatureError(f"a sparse method {model} (leave it out, or {shorter})", "ucm.ucm_sparse_method")
+    if TOKEN_SLOTS.is_on(config):
+        raise UnsupportedFeatureError(f"a slot for each token {model} (take blocks, or {shorter})", TOKEN_SLOTS.words)
+    others = [name for name in connector_names(vllm_config) if name != OURS]
+    if others:
+        what = f"the KV connector {others[0]} {model} (take {OURS}, or {shorter})"
+        raise UnsupportedFeatureError(what, _asked_by(transfer))
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 and shares_chosen_tokens(vllm_config.model_config):
+        raise UnsupportedFeatureError(
+            f"choices of tokens that layers share over pipeline stages (take --tensor-parallel-size, or {shorter})",
+            "--pipeline-parallel-size",
+        )
 
 
 _CARDS = {
@@ -210,7 +241,7 @@ def _check_connector(transfer: KVTransferConfig, options: MemoryModeOptions) -> 
         name = transfer.kv_connector or "OffloadingConnector"
         raise UnsupportedFeatureError(f"the KV connector {name} {_MODE}", _asked_by(transfer))
     store = ConnectorOptions.resolve(transfer.kv_connector_extra_config, EXTRA_CONFIG).store
-    both = (store, options.store)
+    both = [one.lasting for one in (store, options.store) if one is not None]
     paths = [one.path.resolve() for one in both if isinstance(one, FileStoreOptions)]
     if len(paths) == 2 and paths[0] == paths[1]:
         wanted = f"another folder than that of {EXTRA_CONFIG}.store"

@@ -15,12 +15,7 @@ from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
 from vllm_gaudi_ucm.platform.lora_features import OF_LORA
 from vllm_gaudi_ucm.platform.picture_features import OF_PICTURES
 from vllm_gaudi_ucm.platform.pooling_features import OF_POOLING, OPTIONS_OF_POOLING
-from vllm_gaudi_ucm.platform.quantised_weights import (
-    calibrated,
-    measured_ranges,
-    other_method,
-    quantised_while_loading,
-)
+from vllm_gaudi_ucm.platform.quantised_weights import OF_WEIGHTS, measured_ranges
 from vllm_gaudi_ucm.platform.speculation_features import (
     OF_DRAFT_HEAD,
     OF_DRAFT_MODEL,
@@ -222,7 +217,12 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         "the plugin gives back memory in its own way; leave the flag out",
         lambda c: None if c.model_config is None else unless(c.model_config.sleep_mode_backend, ("cumem",)),
     ),
-    Feature("measured ranges", "QUANT_CONFIG", "unset it; quantise by llm-compressor", lambda _: measured_ranges()),
+    Feature(
+        "measured ranges without `--quantization inc`",
+        "QUANT_CONFIG",
+        "add that flag for a checkpoint with plain weights, or unset the variable",
+        lambda c: None if c.model_config is None else measured_ranges(c.model_config),
+    ),
     Feature(
         "a KV cache of dtype {found}",
         "--kv-cache-dtype {found}",
@@ -284,26 +284,7 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
         "a row has at most three positions",
         lambda c: c.mrope_num_dims if c.mrope_num_dims > 3 else None,
     ),
-    Feature(
-        "weights quantised by Intel's tools ({found})",
-        "{model} or --quantization",
-        "no layer here reads ranges that Intel Neural Compressor measured; export by AutoRound as `auto_gptq` or "
-        "`auto_awq`, or quantise by llm-compressor",
-        calibrated,
-    ),
-    Feature(
-        "weights that are quantised while they are loaded ({found})",
-        "--quantization {found}",
-        "layers take the numbers of a checkpoint; quantise it by llm-compressor",
-        quantised_while_loading,
-    ),
-    Feature(
-        "quantised weights ({found})",
-        "{model} or --quantization",
-        "`fp8`, `compressed-tensors`, `gptq`, `awq` and gpt-oss's `mxfp4` are read; quantise by llm-compressor, or "
-        "take bfloat16",
-        other_method,
-    ),
+    *OF_WEIGHTS,
     Feature(
         "sampling masks", "--return-sampling-mask", "our samplers do not return them", lambda c: c.return_sampling_mask
     ),

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.connector.transfer_config import OURS, connector_names
-from vllm_gaudi_ucm.platform.feature import Feature
+from vllm_gaudi_ucm.platform.feature import Feature, where
+from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig, VllmConfig
@@ -62,6 +63,13 @@ OF_LORA: tuple[Feature[VllmConfig], ...] = (
         "--enable-lora",
         "it multiplies by matrices that are made of the weights at start; merge the adapter into them",
         _latents,
+    ),
+    Feature(
+        "adapters (LoRA) with a model that pools",
+        "--enable-lora",
+        "vLLM has no error for a prompt whose adapter cannot be loaded and that is pooled; merge the adapter into the "
+        "weights",
+        where(is_pooling, lambda c: c.lora_config is not None),
     ),
     Feature(
         "the KV connector {found} with adapters (LoRA)",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     "Gemma3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -19,6 +20,13 @@ FAMILIES = (
     "Qwen3VLForConditionalGeneration",
 )
 """Classes of models whose pictures are read."""
+
+WITH_VIDEOS = (
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+"""Classes of models whose videos are read, too."""
 
 
 def _shared_out(config: VllmConfig) -> str | None:
@@ -35,6 +43,15 @@ def _other_family(config: VllmConfig) -> str | None:
     return unless(config.model_config.architecture, FAMILIES)
 
 
+def _no_videos(config: VllmConfig) -> bool:
+    return config.model_config.architecture not in WITH_VIDEOS and takes_videos(config)
+
+
+def _pruned(config: VllmConfig) -> bool:
+    options = config.model_config.multimodal_config
+    return options is not None and bool(options.video_pruning_rate)
+
+
 def _beyond_window(config: VllmConfig) -> str | None:
     model = config.model_config
     window, tokens = model.get_sliding_window(), model.hf_config.to_dict().get("mm_tokens_per_image", 0)
@@ -45,8 +62,14 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
     Feature(
         """videos in prompts (set --limit-mm-per-prompt '{{"video": 0}}')""",
         "the model",
-        "only pictures have been tried",
-        where(reads_pictures, takes_videos),
+        f"only videos of {', '.join(WITH_VIDEOS)} have been tried",
+        where(reads_pictures, _no_videos),
+    ),
+    Feature(
+        "videos of which only a part is kept",
+        "--video-pruning-rate",
+        "positions of tokens are known before a video is encoded; leave the flag out",
+        where(reads_pictures, _pruned),
     ),
     Feature(
         "pictures and other media of {found}",

@@ -34,6 +34,7 @@ from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
 from vllm_gaudi_ucm.platform.checks import (
+    RequestLimits,
     check_places,
     check_prompt,
     check_prompt_embeddings,
@@ -52,6 +53,7 @@ from vllm_gaudi_ucm.platform.combinations import (
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
 from vllm_gaudi_ucm.platform.pool_memory import PoolMemory
+from vllm_gaudi_ucm.platform.quantised_weights import take_measured_cache
 from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
 from vllm_gaudi_ucm.platform.state_features import choose_kept_states
 from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler, warms_by_order
@@ -104,8 +106,8 @@ class UcmPlatform(PoolMemory, Platform):
     # vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would
     # make the first such request wait, and on Gaudi the backend is looked up before the bridge has registered it
     simple_compile_backend = "eager"
-    _vocab_size = _embedding_width = 0
-    """Tokens of the largest vocabulary that this process has configured; a request comes without a configuration."""
+    _limits = RequestLimits()
+    """Sizes of the models that this process has configured; a request comes without a configuration."""
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -132,12 +134,12 @@ class UcmPlatform(PoolMemory, Platform):
         kernel_choice()  # a wrong one is refused here, before a worker's thread needs kernels
         config = resolve_config(vllm_config.additional_config)
         check_versions(config.allow_untested_vllm)
+        take_measured_cache(vllm_config)
         cls._refuse_unsupported(vllm_config, config)
         # graphs that the device lacks or an option excludes: a worker would say so in its log alone
         cls._has_static_shapes(vllm_config, config)
         if vllm_config.model_config is not None:
-            cls._vocab_size = max(cls._vocab_size, vllm_config.model_config.get_vocab_size())
-            cls._embedding_width = vllm_config.model_config.get_inputs_embeds_size()
+            cls._limits = RequestLimits.of(vllm_config.model_config, cls._limits)
         give_engine_time_to_stop(vllm_config)
         if is_engine_process():
             # if a worker has a process of its own, its variables are not the engine's
@@ -173,7 +175,7 @@ class UcmPlatform(PoolMemory, Platform):
         refuse_with_ranks(vllm_config, config)
         refuse_other_profiler(vllm_config, cls.device_type)
         refuse_with_shared_experts(vllm_config, config)
-        refuse_with_latents(vllm_config)
+        refuse_with_latents(vllm_config, config)
         if vllm_config.parallel_config.use_ray:
             refuse_older_ray_executor(vllm_config)
             cls._prepare_ray_workers(vllm_config)
@@ -201,15 +203,13 @@ class UcmPlatform(PoolMemory, Platform):
             refuse_with_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():
             check_places(config, vllm_config.kv_transfer_config)
-            # Ray's workers may be on other machines
-            if not vllm_config.parallel_config.use_ray:
+            if not vllm_config.parallel_config.use_ray:  # whose workers may be on other machines
                 host = Host(find_cores().machine, host_memory(Cgroup()).total)
                 check_host_sizes(config, vllm_config.kv_transfer_config, host)
         compilation = vllm_config.compilation_config
         if compilation.mode != CompilationMode.NONE:
             logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")
-        compilation.mode = CompilationMode.NONE
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
         warn_of_slow_dtype(vllm_config, cls.device_type)
         cls._bound_step_memory(vllm_config, config)
@@ -320,12 +320,12 @@ class UcmPlatform(PoolMemory, Platform):
         """Refuses a request with a parameter that would be ignored, or with tokens that the model does not have; its
         client gets the message, others go on.
 
-        processed_inputs: the prompt. params: `SamplingParams`, or `PoolingParams`, which vLLM checks.
+        processed_inputs: the prompt. params: `SamplingParams` or `PoolingParams`.
         """
         try:
-            check_request(params)
-            check_prompt(processed_inputs, cls._vocab_size)
-            check_prompt_embeddings(processed_inputs, params, cls._embedding_width)
+            check_request(params, cls._limits.columns)
+            check_prompt(processed_inputs, cls._limits.vocab_size)
+            check_prompt_embeddings(processed_inputs, params, cls._limits.embedding_width)
         except ValueError as error:
             raise client_error(str(error)) from error
 

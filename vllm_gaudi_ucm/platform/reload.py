@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.connector.transfer_config import has_connector
 from vllm_gaudi_ucm.platform.refused_calls import UnsupportedCallError
-from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
+from vllm_gaudi_ucm.vllm_api.platforms import is_pooling, keeps_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +24,10 @@ def refuse_reload(vllm_config: VllmConfig, config: UcmConfig, device_kind: str, 
         raise UnsupportedCallError(
             "reload_weights", "weights that are not in a checkpoint's format", "pass the tensors of a checkpoint"
         )
-    _refuse("reload_weights", "other weights", _INSTEAD, next(_excluded(vllm_config, config, device_kind), None))
+    found = next(_excluded(vllm_config, config, device_kind), None)
+    if found is None and keeps_states(vllm_config):
+        found = "layers that keep a state, whose states of running requests would be lost"
+    _refuse("reload_weights", "other weights", _INSTEAD, found)
 
 
 def refuse_sleep(vllm_config: VllmConfig, config: UcmConfig, device_kind: str) -> None:

@@ -11,8 +11,6 @@ from vllm_gaudi_ucm.vllm_api.platforms import HEAD_METHODS
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
-_TOKENS_ONLY = "drafts must be a function of the tokens alone"
-
 
 def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig]:
     """An option of `--speculative-config` with one supported value. A supported vLLM may lack it."""
@@ -26,14 +24,26 @@ def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig
 
 OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
     Feature(
+        "suffix decoding (the speculative method suffix)",
+        "--speculative-config",
+        "its package, arctic-inference, is also a plugin that replaces parts of vLLM, and builds kernels for CUDA; "
+        "take the method `ngram`",
+        lambda c: c.method == "suffix",
+    ),
+    Feature(
         "the speculative method {found}",
         "--speculative-config",
         "`ngram`, `draft_model`, `eagle`, `eagle3` and `mtp` are supported",
-        lambda c: unless(str(c.method), ("ngram", "draft_model", *HEAD_METHODS)),
+        lambda c: unless(str(c.method), ("ngram", "draft_model", "suffix", *HEAD_METHODS)),
     ),
-    _option("rejection_sample_method", "standard", _TOKENS_ONLY),
-    _option("draft_sample_method", "greedy", _TOKENS_ONLY),
-    _option("parallel_drafting", False, _TOKENS_ONLY),
+    _option("rejection_sample_method", "standard", "outputs must have the model's own distribution"),
+    Feature(
+        "random drafts (draft_sample_method='probabilistic') of n-grams",
+        "--speculative-config",
+        "n-grams have no probabilities; take draft_sample_method='greedy', which is as exact",
+        lambda c: c.method == "ngram" and c.draft_sample_method != "greedy",
+    ),
+    _option("parallel_drafting", False, "each draft is computed from the one before"),
     _option("enable_adaptive_verification", False, "the number of drafts is part of a bucket"),
     _option("use_heterogeneous_vocab", False, "a draft is a token id of the model"),
     _option("disable_padded_drafter_batch", False, "buckets pad a draft model's batch, too"),
@@ -67,7 +77,16 @@ def _other_attention(config: SpeculativeConfig) -> bool:
     return bool(config.draft_model_config.use_mla != config.target_model_config.use_mla)
 
 
-HEADS = ("EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3", "DeepSeekMTPModel")
+HEADS = (
+    "EagleLlamaForCausalLM",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "DeepSeekMTPModel",
+    "Glm4MoeMTPModel",
+    "Qwen3NextMTP",
+    "Qwen3_5MTP",
+    "Qwen3_5MoeMTP",
+)
 """Architectures of draft heads that are served."""
 
 
@@ -75,7 +94,8 @@ OF_DRAFT_HEAD: tuple[Feature[SpeculativeConfig], ...] = (
     Feature(
         "the draft head {found}",
         "--speculative-config",
-        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3 (MTP) are supported; take the method `ngram`",
+        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3, GLM-4.5, Qwen3-Next and Qwen3.5 (MTP) are supported; "
+        "take the method `ngram`",
         lambda c: unless(c.draft_model_config.architecture, HEADS),
     ),
     _option("disable_eagle_block_drop", False, "a block's last keys depend on the token behind it"),

@@ -23,7 +23,7 @@ OF_STATES: tuple[Feature[VllmConfig], ...] = (
     _row(
         "adapters (LoRA)",
         "--enable-lora",
-        "projections of these layers have no adapters; merge the adapter into the checkpoint",
+        "adapters of their convolutions would have no effect; merge the adapter into the checkpoint",
         lambda c: c.lora_config,
     ),
     _row(

@@ -53,14 +53,18 @@ class MemoryTotals(msgspec.Struct):
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """Measured copies of blocks, in bytes per second: from the device to host memory, and back."""
+    """Measured copies of blocks, in bytes per second: from the device to host memory, and back.
+
+    request_bytes: bytes of the states of a request, which are copied with its blocks; 0 if no layer keeps a state.
+    """
 
     to_host: float
     from_host: float
+    request_bytes: int = 0
 
     def slowest(self, least: Callable[[int], int]) -> LinkSpeed:
         """Returns the slowest speed of several workers. least: the smallest value of all, called for both alike."""
-        return LinkSpeed(float(least(int(self.to_host))), float(least(int(self.from_host))))
+        return LinkSpeed(float(least(int(self.to_host))), float(least(int(self.from_host))), self.request_bytes)
 
 
 class MemoryRates(msgspec.Struct, frozen=True):
@@ -85,6 +89,10 @@ class MemoryOrders(msgspec.Struct):
     moves: blocks that have another place from this step on; one list after the other. Block tables that the worker
         knows follow; those of the step's message, and all other orders, have the new ids.
     swap_outs: (block, slot in host memory) to copy. swap_ins: (slot, block), behind these.
+    state_outs: (request id, number): the states of a preempted request leave for this place in host memory.
+    state_ins: (number, request id): the states of a request that resumes come back, behind these.
+    state_copies: (request id, tokens, number): the state behind so many tokens, which the request has in its slot, is
+        kept under this number from now on.
     state_reads: the number of the kept state with which a request begins, by request id.
     state_keeps: (request id, tokens, number): the state behind so many tokens is kept under this number in this step.
     """
@@ -94,6 +102,9 @@ class MemoryOrders(msgspec.Struct):
     moves: list[BlockMoves] = []
     swap_outs: list[tuple[int, int]] = []
     swap_ins: list[tuple[int, int]] = []
+    state_outs: list[tuple[str, int]] = []
+    state_ins: list[tuple[int, str]] = []
+    state_copies: list[tuple[str, int, int]] = []
     state_reads: dict[str, int] = {}
     state_keeps: list[tuple[str, int, int]] = []
 

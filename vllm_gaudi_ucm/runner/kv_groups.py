@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.runner.other_groups import leave_others, other_groups
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec, KVCacheSpec, kept_tokens, tokens_kept
-from vllm_gaudi_ucm.vllm_api.model import EncoderOnlyAttention, has_attention
+from vllm_gaudi_ucm.vllm_api.model import EncoderOnlyAttention, has_attention, tokens_to_choose
 from vllm_gaudi_ucm.vllm_api.stage_layers import names_whole_contexts
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def kv_groups(
     if len(groups) == 1 and not of_draft_model and _others_see_all(vllm_config):
         # a group of the only table
         found.setdefault((0, None), [])
+    chooses = tokens_to_choose(vllm_config) > 0
     made = [
-        KvGroup(number, groups[number].kv_cache_spec.block_size, window, tuple(names))
+        KvGroup(number, groups[number].kv_cache_spec.block_size, window, tuple(names), chooses)
         for (number, window), names in found.items()
     ]
     return tuple(sorted(made, key=lambda one: (0 if one.window is None else 1 / one.window.tokens, one.number)))

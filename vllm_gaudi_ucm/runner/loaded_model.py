@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_gaudi_ucm.sampling.draft_probabilities import draft_probabilities_of
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.observability.step_profiler import StepProfiler
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.model_pooler import ModelPooler
+    from vllm_gaudi_ucm.sampling.draft_probabilities import DraftProbabilities
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
@@ -65,6 +68,11 @@ class LoadedModel:
     @property
     def by_token(self) -> bool:
         return self.config.kv_cache.granularity == "token"
+
+    @property
+    def draft_probabilities(self) -> DraftProbabilities | None:
+        """Returns the table of the distributions of random drafts; None if drafts are not random."""
+        return None if self.draft_decoder is None else draft_probabilities_of(self.draft_decoder.model)
 
     @property
     def attention(self) -> AttentionConfig:

@@ -8,6 +8,7 @@ from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.config.exclusions import COMPACTION, MEMORY_MODE, PARTIAL_HITS, SWAP, TOKEN_SLOTS
 from vllm_gaudi_ucm.execution.attention_group import AttentionGroup
 from vllm_gaudi_ucm.execution.cache_group import CacheGroup, kind_of
+from vllm_gaudi_ucm.execution.state_group import StateGroup
 from vllm_gaudi_ucm.kv_cache.allocation import NO_CACHE, attention_layers, other_specs
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -112,7 +113,10 @@ def refuse_with_states(config: UcmConfig, vllm_config: VllmConfig) -> None:
     names = list(other_specs(vllm_config))
     if not names:
         return
-    asked_by = [option.words for option in MOVES_BLOCKS if option.is_on(config)]
+    kinds = [kind_of(spec) for spec in other_specs(vllm_config).values()]
+    # states of requests are swapped with their blocks; states of blocks are not
+    swaps = all(kind is not None and issubclass(kind, StateGroup) and not kind.of_blocks for kind in kinds)
+    asked_by = [option.words for option in MOVES_BLOCKS if option.is_on(config) and not (option is SWAP and swaps)]
     if vllm_config.kv_transfer_config is not None:
         asked_by.append("--kv-transfer-config")
     if any(map(is_draft_layer, names)):

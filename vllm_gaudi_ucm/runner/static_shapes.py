@@ -111,7 +111,11 @@ class StaticShapes:
         self.draft_model: DraftModelGraphs | None = None
         if draft_model is not None:
             self.draft_model = DraftModelGraphs(
-                lambda stage: make_execution(draft_model, stage, None, carried, 1), stage, region
+                lambda stage: make_execution(draft_model, stage, None, carried, 1),
+                stage,
+                region,
+                kept=loaded.draft_probabilities,
+                max_rows=buckets.limits.max_num_seqs,
             )
         self.divided_logits = DividedLogits(self.execution, tensors_on, stage, region)
         most_rows = buckets.limits.max_num_seqs
@@ -231,7 +235,7 @@ class StaticShapes:
         self.divided_logits.refill()
         self.sampler.refill()
         if self.draft_model is not None:
-            self.draft_model.execution.refill()
+            self.draft_model.refill()
 
     def _warm_forward(self, shape: ForwardShape) -> None:
         def run() -> None:
@@ -255,6 +259,8 @@ class StaticShapes:
             self.sampler.warm(rows)
             if self.draft_model is not None:
                 self.draft_model.warm_logits(rows)
+                if self.draft_model.kept is not None:
+                    self.sampler.warm_drafts(rows, self.draft_model.kept.values)
 
         self._warm(run)
 

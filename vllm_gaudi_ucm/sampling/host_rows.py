@@ -132,7 +132,7 @@ class HostSampling:
     def __init__(self, logprobs_mode: LogprobsMode, use_fp64_gumbel: bool, host: HostWork) -> None:
         self._host = host
         self._noise = SlotNoise(use_fp64_gumbel)
-        self._sampler = drawing_sampler(logprobs_mode, self._noise.like)
+        self._sampler = drawing_sampler(logprobs_mode, self._noise.draw)
         self._shifts = torch.arange(WORD, dtype=torch.int32)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, bitmask: NDArray[np.int32] | None) -> SampledTokens:

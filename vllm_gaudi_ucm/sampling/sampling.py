@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
+from vllm_gaudi_ucm.sampling.draft_probabilities import VerifiedSlots
 from vllm_gaudi_ucm.sampling.slot_noise import SlotNoise, noise_seed
 from vllm_gaudi_ucm.sampling.thinking_budget import ThinkingBudget, thinking_markers
 from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens, TokensInFlight
@@ -69,6 +70,7 @@ class SamplingBatch:
         self._vllm_metadata: SamplingMetadata | None = None
         self._is_likeliest = False
         self._held_back: list[LiveRequest] = []
+        self.verified = VerifiedSlots()
 
     @property
     def wants_likeliest(self) -> bool:
@@ -304,7 +306,7 @@ class VllmSampler:
 
     def __init__(self, logprobs_mode: LogprobsMode, use_fp64_gumbel: bool) -> None:
         self._noise = SlotNoise(use_fp64_gumbel)
-        self._sampler = drawing_sampler(logprobs_mode, self._noise.like)
+        self._sampler = drawing_sampler(logprobs_mode, self._noise.draw)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
         sampled = self.begin(logits, batch, grammar, nothing_to_settle)
@@ -323,7 +325,7 @@ class VllmSampler:
         if grammar is not None:
             # all that vLLM's helper reads of its third argument is `req_ids`
             apply_grammar_bitmask(*grammar, cast("InputBatch", batch), logits)
-        with nullcontext() if batch.metadata.all_greedy else self._noise.drawn_for(batch.slots):
+        with nullcontext() if batch.metadata.all_greedy else self._noise.drawn_for(batch.slots, batch.verified.rows):
             sampled = self._sampler(logits, batch.vllm_metadata)
         tokens, scores = sampled.sampled_token_ids, sampled.logprobs_tensors
         if scores is None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.ops.rejection_sampling import accept_or_draw
 from vllm_gaudi_ucm.ops.row_noise.api import (
     DOUBLE_DOMAIN,
     exponential_noise,
@@ -18,9 +19,11 @@ from vllm_gaudi_ucm.ops.row_noise.api import (
     row_keys,
     token_mixes,
 )
+from vllm_gaudi_ucm.vllm_api.sampling import sample_with_exponential_noise
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
+    from vllm_gaudi_ucm.sampling.draft_probabilities import ProposedRows
 
 
 _INT64 = 1 << 63
@@ -44,8 +47,25 @@ def noise_keys(slots: Sequence[LiveRequest], domain: int = 0) -> NDArray[np.int3
     return row_keys(seeds, np.fromiter(lengths, np.int64, len(slots)), domain)
 
 
+DRAFT_DOMAIN = 0x2545F491
+"""The domain of the noise that drafts are drawn with."""
+
+_ACCEPTANCE_DOMAIN = 0x4F6CDD1D
+
+
+def slot_uniforms(slots: Sequence[LiveRequest]) -> NDArray[np.float32]:
+    """Returns [slots], random numbers between 0 and 1 that decide whether the drafts of the next tokens are accepted.
+
+    Those, the noise of drafts and the noise of tokens are independent of each other.
+    """
+    keys = torch.from_numpy(noise_keys(slots, _ACCEPTANCE_DOMAIN))
+    noise = exponential_noise(keys, torch.from_numpy(token_mixes(1)))
+    uniforms: NDArray[np.float32] = noise.squeeze(1).neg().exp().numpy()
+    return uniforms
+
+
 class SlotNoise:
-    """Noise at the true number of rows, for a sampler that requests it.
+    """Draws tokens with noise at the true number of rows, for a sampler that requests it.
 
     Args:
         double: noise in float64.
@@ -54,14 +74,26 @@ class SlotNoise:
     def __init__(self, double: bool) -> None:
         self._double = double
         self._slots: Sequence[LiveRequest] = ()
+        self._proposed: ProposedRows | None = None
         self._mixes = torch.zeros(0, dtype=torch.int32)
 
     @contextmanager
-    def drawn_for(self, slots: Sequence[LiveRequest]) -> Iterator[None]:
-        """Inside of it, row i is of request i."""
-        self._slots = slots
+    def drawn_for(self, slots: Sequence[LiveRequest], proposed: ProposedRows | None = None) -> Iterator[None]:
+        """Inside of it, row i is of request i. proposed: drafts that rows verify; None if there are none."""
+        self._slots, self._proposed = slots, proposed
         yield
-        self._slots = ()
+        self._slots, self._proposed = (), None
+
+    def draw(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Returns int64 [rows], a token of each row. probabilities: float32 [rows, vocabulary], overwritten."""
+        noise = self.like(probabilities)
+        if self._proposed is None:
+            return sample_with_exponential_noise(probabilities, noise)
+        device = probabilities.device
+        tokens, places, known = self._proposed
+        of_drafts = known.index_select(0, torch.from_numpy(places).to(known.device)).to(device)
+        uniforms = torch.from_numpy(slot_uniforms(self._slots)).to(device)
+        return accept_or_draw(probabilities, torch.from_numpy(tokens).to(device), of_drafts, uniforms, noise)
 
     def like(self, logits: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] as the logits, of an exponential distribution."""

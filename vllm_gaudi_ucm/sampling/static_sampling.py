@@ -149,6 +149,11 @@ class StaticSampler:
             part.warm(logits)
         self._logprobs.score(logits, self._greedy(logits))
 
+    def warm_drafts(self, rows: int, draft_probabilities: torch.Tensor) -> None:
+        """Executes the stages of rows that verify random drafts, drawn from [places, vocabulary]."""
+        logits = torch.zeros(rows, self._vocab_size, device=self._device)
+        self._choice.warm(logits, draft_probabilities)
+
     def refill(self) -> None:
         """Every tensor that outlives a step again, after a warm-up that computed nothing."""
         for part in (self._grammar, self._allowed, self._bias, self._rows, self._penalties, self._choice):

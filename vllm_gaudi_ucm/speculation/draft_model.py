@@ -1,4 +1,4 @@
-"""Greedy drafts of a smaller model with the same vocabulary."""
+"""Drafts of a smaller model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
+from vllm_gaudi_ucm.sampling.draft_probabilities import DraftProbabilities
+from vllm_gaudi_ucm.speculation.draft_choice import DraftChoice, RandomDrafts
 from vllm_gaudi_ucm.speculation.draft_heads import load_draft_head
 from vllm_gaudi_ucm.vllm_api.loading import get_model
 
@@ -49,13 +51,11 @@ class DraftModelProposer:
             request, vLLM's scheduler schedules a token less than fits
             (`SpeculativeConfig.max_num_new_slots_for_drafting`).
         max_model_len: of the draft model; a longer request gets no more drafts.
-        likeliest: `likeliest_tokens` in the form for the execution's shapes.
+        choice: makes drafts of the logits of a pass; None: the likeliest tokens.
         divided: called for each pass that no shape holds as a whole.
         host: counts the passes, each of which ends with a read of its tokens.
         ahead: with async scheduling, takes the drafts, which are then known only on the device: no pass waits for the
             previous one. None: each is read.
-
-    likeliest: int64 [rows] of float32 [rows, vocabulary] on the device: what makes drafts of the logits of a pass.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DraftModelProposer:
         table: RequestTable,
         groups: Sequence[KvGroup],
         max_model_len: int,
-        likeliest: Callable[[torch.Tensor], torch.Tensor] = likeliest_tokens,
+        choice: DraftChoice | None = None,
         divided: Callable[[], None] = lambda: None,
         host: HostWork | None = None,
         ahead: DraftsAhead | None = None,
@@ -72,7 +72,7 @@ class DraftModelProposer:
         self._ahead = ahead
         self._host = host or HostWork()
         self._execution = execution
-        self.likeliest = likeliest
+        self.choice = choice or DraftChoice()
         self._divided = divided
         self._table = table
         self._max_model_len = min(max_model_len, table.max_model_len)
@@ -83,6 +83,7 @@ class DraftModelProposer:
         drafts: list[list[int]] = [[] for _ in step.requests]
         if self._ahead is not None:
             self._ahead.begin()
+        self.choice.begin(step.requests)
         rows = np.array([request.row for request in step.requests], np.int64)
         known, wanted = self._within_reach(step, rows)
         index = np.flatnonzero(known > step.batch.num_computed)
@@ -149,12 +150,17 @@ class DraftModelProposer:
         if not len(plan.logits_rows):
             return []
         # all rows of the bucket: cutting them to those in use would be a shape of its own
-        likeliest = self.likeliest(self._execution.logits(plan.logits_rows))
-        count = len(plan.logits_rows)
+        logits, count = self._execution.logits(plan.logits_rows), len(plan.logits_rows)
+        assert batch.table_rows is not None, "a pass of the request table"
+        rows, at = batch.table_rows[plan.logits_requests], plan.logits_requests
+        num_tokens = self._table.num_tokens[rows].astype(np.int64)
+        # the first pass ends at the last token, or before it with a head, and each later one a token further
+        before = batch.num_tokens[at] + self._table.drafts_read_next - num_tokens
+        chosen = self.choice.choose(logits, rows, num_tokens, int(before[0]))
         if self._ahead is not None:
-            drafts = self._ahead.put(likeliest[:count])
+            drafts = self._ahead.put(chosen[:count])
         else:
-            drafts = self._host.fetch(likeliest, "drafts of a model").tolist()[:count]
+            drafts = self._host.fetch(chosen, "drafts of a model").tolist()[:count]
         return list(zip(plan.logits_requests.tolist(), drafts, strict=True))
 
 
@@ -173,11 +179,21 @@ def load_draft_model(vllm_config: VllmConfig, model: nn.Module, device: torch.de
     if config is None or config.method == "ngram":
         return None
     if config.method != "draft_model":
-        return load_draft_head(vllm_config, model, DRAFT_PREFIX, device)
-    own = copy.copy(vllm_config)
-    own.model_config = config.draft_model_config
-    own.quant_config = None
-    return get_model(vllm_config=own, prefix=DRAFT_PREFIX, load_config=config.draft_load_config)
+        draft_model = load_draft_head(vllm_config, model, DRAFT_PREFIX, device)
+    else:
+        own = copy.copy(vllm_config)
+        own.model_config = config.draft_model_config
+        own.quant_config = None
+        draft_model = get_model(vllm_config=own, prefix=DRAFT_PREFIX, load_config=config.draft_load_config)
+    if config.draft_sample_method == "probabilistic":
+        # with the model, so that the measurement of free memory for the KV cache counts it
+        DraftProbabilities(
+            vllm_config.scheduler_config.max_num_seqs,
+            config.num_speculative_tokens,
+            vllm_config.model_config.get_vocab_size(),
+            device,
+        ).give_to(draft_model)
+    return draft_model
 
 
 def is_draft_layer(name: str) -> bool:
@@ -193,14 +209,27 @@ class DraftModelGraphs:
         make_execution: makes the draft model's execution, given a context for its device work.
         stage: the target's; labels mark the draft model's work.
         region: makes a region of the choice.
+        kept: takes the distributions of random drafts; None: drafts are the likeliest tokens.
     """
 
     def __init__(
-        self, make_execution: Callable[[Stage], BucketedExecution], stage: Stage, region: Compile = uncompiled
+        self,
+        make_execution: Callable[[Stage], BucketedExecution],
+        stage: Stage,
+        region: Compile = uncompiled,
+        kept: DraftProbabilities | None = None,
+        max_rows: int = 0,
     ) -> None:
         self._likeliest = region(likeliest_tokens)
         self._target_stage = stage
         self.execution = make_execution(self._stage)
+        self.kept = kept
+        self._random = None if kept is None else RandomDrafts(kept, max_rows, self.likeliest, self._stage, region)
+
+    @property
+    def choice(self) -> DraftChoice:
+        """Returns the choice of drafts from the logits of a bucket."""
+        return DraftChoice(self.likeliest) if self._random is None else self._random
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """int64 [rows] on the device; logits: float32 [rows of a bucket, vocabulary]."""
@@ -214,7 +243,16 @@ class DraftModelGraphs:
 
     def warm_logits(self, rows: int) -> None:
         """The graph of `rows` logits rows, and the choice among them."""
-        self.likeliest(self.execution.warm_logits(rows))
+        logits = self.execution.warm_logits(rows)
+        self.likeliest(logits)
+        if self._random is not None:
+            self._random.warm(logits)
+
+    def refill(self) -> None:
+        """Fills every tensor that outlives a pass again, after a warm-up that computed nothing."""
+        self.execution.refill()
+        if self._random is not None:
+            self._random.refill()
 
     def _stage(self, label: str) -> AbstractContextManager[object]:
         return self._target_stage(f"{label}, draft model")

@@ -31,8 +31,9 @@ class SampledStep(NamedTuple):
 
 
 class DraftProposer(Protocol):
-    """Proposes drafts for the next step. Proposals must be a function of a request's tokens alone: only then
-    verification (verification.py) draws from the right distribution.
+    """Proposes drafts for the next step. They may depend on the tokens of a request and on noise of their own, but not
+    on the noise that its next tokens are drawn with: only then verification (verification.py) draws from the right
+    distribution.
     """
 
     def propose(self, step: SampledStep) -> list[list[int]]:

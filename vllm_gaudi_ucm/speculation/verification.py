@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.divided_logits import LogitsOfParts
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.sampling.draft_probabilities import DraftProbabilities
 
 
 class StepLogits:
@@ -188,12 +189,19 @@ class Verification:
     drafts. With deterministic drafts this draws from the same distribution as rejection sampling, and with greedy or
     seeded sampling gives the same tokens as without drafts.
 
+    Of random drafts, the sampler knows the distribution, and draws by rejection sampling: it returns the draft if it
+    accepts it, and otherwise a token of what remains. So here, too, a draft is accepted if the token equals it.
+
     Args:
         sampler: samples one position.
         host: counts the steps whose drafts are compared with tokens.
+        kept: distributions of random drafts; None if drafts are likeliest tokens.
     """
 
-    def __init__(self, sampler: SlotSampler, host: HostWork | None = None) -> None:
+    def __init__(
+        self, sampler: SlotSampler, host: HostWork | None = None, kept: DraftProbabilities | None = None
+    ) -> None:
+        self._kept = kept
         self._sampler = sampler
         self._host = host or HostWork()
         self._batch = sampler.batch
@@ -206,7 +214,7 @@ class Verification:
         """
         if logits.likeliest is not None:
             return self._accept(logits.likeliest, drafts)
-        sampled = self._sample(logits, 0, grammar)
+        sampled = self._sample(logits, 0, drafts, grammar)
         if not drafts.tokens:
             return sampled
         self._host.stage("acceptance of drafts")
@@ -224,7 +232,7 @@ class Verification:
             if not going_on:
                 break
             self._batch.sync(going_on)
-            sampled = self._sample(logits, position, grammar)
+            sampled = self._sample(logits, position, drafts, grammar)
         return SampledTokens(tokens, join_logprobs(scores, len(drafts.num_scheduled)))
 
     def _accept(self, likeliest: LikeliestTokens, drafts: StepDrafts) -> SampledTokens:
@@ -242,8 +250,11 @@ class Verification:
             tokens.append(found[start : start + accepted + 1])
         return self._sampler.note(tokens)
 
-    def _sample(self, logits: StepLogits, position: int, grammar: Grammar | None) -> SampledTokens:
+    def _sample(self, logits: StepLogits, position: int, drafts: StepDrafts, grammar: Grammar | None) -> SampledTokens:
         """One token for each slot, written to the table."""
         rows = logits.at(position, self._batch.slots)
         allowed = None if grammar is None else grammar_at(grammar, position, self._batch.req_ids)
-        return self._sampler.sample(rows, allowed)
+        if self._kept is None or self._batch.metadata.all_greedy:
+            return self._sampler.sample(rows, allowed)
+        with self._batch.verified.of(self._kept.proposed(self._batch.req_ids, drafts.tokens, position)):
+            return self._sampler.sample(rows, allowed)

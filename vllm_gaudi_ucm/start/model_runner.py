@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.attention.latent import register_latent_attention
+from vllm_gaudi_ucm.attention.latent_block import register_latent_attention
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases
@@ -35,7 +35,7 @@ from vllm_gaudi_ucm.start.target_model import load_target_model
 from vllm_gaudi_ucm.state_layers.register import register_state_layers
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec, in_blocks_of, in_tiles
 from vllm_gaudi_ucm.vllm_api.loading import Weights, weights_of
-from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
+from vllm_gaudi_ucm.vllm_api.platforms import is_pooling, keeps_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,7 +105,8 @@ class ModelRunner:
         """Loads the model and the draft model. weights: the model's, instead of its checkpoint's."""
         refuse_other_layers(self._vllm_config)
         register_latent_attention()
-        register_state_layers()
+        if keeps_states(self._vllm_config):
+            register_state_layers()
         models = [load_target_model(self._vllm_config, weights, self._device, static=self.kind != "off")]
         draft_model = load_draft_model(self._vllm_config, models[0], self._tensors_on)
         if draft_model is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_gaudi_ucm.batch.window import Window
-from vllm_gaudi_ucm.execution.cache_group import served_layers
+from vllm_gaudi_ucm.execution.cache_group import is_served
 from vllm_gaudi_ucm.layers.experts import ServedMoeRunner
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.indexer import is_indexer_cache
 from vllm_gaudi_ucm.vllm_api.model import ChunkedLocalAttention
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ class ServedLayers(dict[str, Any]):
     """
 
     def __setitem__(self, name: str, layer: Any) -> None:
-        if type(layer) not in (*served_layers(), ServedMoeRunner):
+        if is_indexer_cache(layer):
+            # the layer of attention keeps the keys
+            return
+        if type(layer) is not ServedMoeRunner and not is_served(type(layer)):
             raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
         if isinstance(layer, ChunkedLocalAttention):
             window = cast("UnifiedAttentionImpl", layer.impl).window

@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.decisions.bucket_choice import choose_buckets, reads_own_blo
 from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+from vllm_gaudi_ucm.execution.state_group import StateGroup
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
 from vllm_gaudi_ucm.kv_cache.pair import LayerCache, distinct, in_blocks
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
@@ -148,6 +149,7 @@ def _make_allocated(
     allocate_others(groups, vllm_config, kv_cache_config.num_blocks, model.tensors_on)
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     requests = _make_table(model, groups, draft_groups) if kept is None else kept.requests
+    requests.follow(one for one in (group.follows_requests for group in groups.groups) if one is not None)
     sparse = make_sparse_worker(
         model.config,
         vllm_config,
@@ -196,7 +198,6 @@ def _make_table(model: LoadedModel, groups: LayerGroups, draft_groups: LayerGrou
         groups=groups.kv,
         inputs=model.decoder.inputs,
         draft=DraftModelRows(draft_groups.kv, inputs, reads_next),
-        keepers=[one for one in (group.follows_requests for group in groups.groups) if one is not None],
     )
 
 
@@ -297,7 +298,7 @@ def make_memory(allocated: AllocatedModel) -> MemoryWorker | None:
         summaries=summaries,
         followers=followers,
     )
-    memory.warm_up()
+    memory.warm_up(sum(group.bytes_of_request for group in allocated.groups.groups if isinstance(group, StateGroup)))
     return memory
 
 

@@ -14,7 +14,12 @@ from vllm_gaudi_ucm.config.exclusions import KEPT_STATES
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.divided_logits import TrueShapeLogits
 from vllm_gaudi_ucm.execution.recurrent_group import RecurrentGroup, RowsPlanner
+from vllm_gaudi_ucm.execution.state_group import StateGroup
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.kv_cache.allocation import GIB
+from vllm_gaudi_ucm.kv_cache.pair import alike
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.memory.swap_space import SwapSpace
 from vllm_gaudi_ucm.multimodal.item_encoder import item_encoder_of
 from vllm_gaudi_ucm.ops.registry import has_folders
 from vllm_gaudi_ucm.runner.adapter_steps import AdapterSteps
@@ -36,7 +41,7 @@ from vllm_gaudi_ucm.runner.parts import (
 from vllm_gaudi_ucm.runner.pooling import PoolingSteps
 from vllm_gaudi_ucm.runner.profiled_steps import ProfiledSteps
 from vllm_gaudi_ucm.runner.prompt_embedding_steps import PromptEmbeddingSteps
-from vllm_gaudi_ucm.runner.state_steps import StateSteps
+from vllm_gaudi_ucm.runner.state_steps import KeptStates, StateSteps, SwappedStates
 from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_end import make_end
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
@@ -44,6 +49,7 @@ from vllm_gaudi_ucm.runner.step_sampler import LogitsSource, NoSampler, StepSamp
 from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
 from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
+from vllm_gaudi_ucm.speculation.draft_choice import RandomDrafts
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import DraftProposer, NgramProposer
 from vllm_gaudi_ucm.speculation.verification import Verification
@@ -58,6 +64,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.runner.loaded_model import AllocatedModel, LoadedModel
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+
+
+logger = plugin_logger(__name__)
 
 
 class StepObjects(NamedTuple):
@@ -83,7 +92,9 @@ def make_steps(
     slots = SlotSampler(sampling, token_sampler, requests, nans.count)
     ahead = _make_ahead(allocated, static)
     drafts = _make_drafts(allocated, static)
-    verification = None if model.vllm_config.speculative_config is None else Verification(slots, host)
+    verification = None
+    if model.vllm_config.speculative_config is not None:
+        verification = Verification(slots, host, model.draft_probabilities)
     sampler = NoSampler(samples=not is_pooling(model.vllm_config))
     if model.decoder.has_logits:
         sampler = StepSampler(slots, nans, _logits_source(allocated, execution, static), drafts, verification)
@@ -158,11 +169,28 @@ def _make_mrope(allocated: AllocatedModel) -> MropeSteps | None:
 
 
 def _make_states(allocated: AllocatedModel) -> StateSteps | None:
-    if not KEPT_STATES.is_on(allocated.model.config):
+    model, groups = allocated.model, allocated.groups.groups
+    keeps, swaps = KEPT_STATES.is_on(model.config), model.config.preemption.swaps
+    swapped = [_swapped_states(group, model) for group in groups if swaps and isinstance(group, StateGroup)]
+    if not (keeps or swapped):
         return None
-    groups = allocated.groups.groups
-    planners = [cast(RowsPlanner, group.follows_requests) for group in groups if isinstance(group, RecurrentGroup)]
-    return StateSteps(allocated.requests, planners)
+    kept = [
+        KeptStates(cast(RowsPlanner, group.follows_requests), alike(group.states), model.device)
+        for group in groups
+        if keeps and isinstance(group, RecurrentGroup)
+    ]
+    return StateSteps(allocated.requests, kept, swapped)
+
+
+def _swapped_states(group: StateGroup, model: LoadedModel) -> SwappedStates:
+    """Makes host memory for the states of preempted requests of a kind, a place for each row of a request."""
+    count = model.vllm_config.scheduler_config.max_num_seqs * group.follows_requests.places.rows_each
+    space = SwapSpace(alike(group.states), model.device, count)
+    logger.info(
+        "Preemption: states of preempted requests take up to %.2f GiB of host memory, in addition to blocks",
+        count * space.block_bytes / GIB,
+    )
+    return SwappedStates(group.follows_requests, space)
 
 
 def _make_multimodal(allocated: AllocatedModel, static: StaticShapes | None) -> MultimodalSteps | None:
@@ -297,8 +325,15 @@ def make_proposer(
             carried=allocated.carried,
             groups=allocated.draft_groups,
         )
-        groups = allocated.draft_groups.kv
-        return DraftModelProposer(execution, table, groups, longest, ahead=allocated.drafts_ahead)
+        kept, max_rows = model.draft_probabilities, model.vllm_config.scheduler_config.max_num_seqs
+        return DraftModelProposer(
+            execution,
+            table,
+            allocated.draft_groups.kv,
+            longest,
+            choice=None if kept is None else RandomDrafts(kept, max_rows),
+            ahead=allocated.drafts_ahead,
+        )
     assert config.prompt_lookup_min is not None
     assert config.prompt_lookup_max is not None
     num_drafts, lengths = config.num_speculative_tokens, (config.prompt_lookup_min, config.prompt_lookup_max)
@@ -319,7 +354,7 @@ def _draft_model_at_static_shapes(
         allocated.requests,
         allocated.draft_groups.kv,
         max_model_len,
-        likeliest=graphs.likeliest,
+        choice=graphs.choice,
         divided=divided,
         host=allocated.host,
         ahead=allocated.drafts_ahead,

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
 from vllm_gaudi_ucm.multimodal.item_encoder import ItemEncoder
 from vllm_gaudi_ucm.vllm_api.loading import Weights, get_model
-from vllm_gaudi_ucm.vllm_api.model import as_trained, densely, tokens_chosen
+from vllm_gaudi_ucm.vllm_api.model import as_trained, tokens_to_choose
 from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures
 
 if TYPE_CHECKING:
@@ -33,15 +33,9 @@ def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: 
         static: steps run at static shapes, so pictures are encoded one by one.
     """
     config = vllm_config.model_config
-    chosen = tokens_chosen(config)
-    if chosen is not None:
-        logger.warning(
-            "%s has each row choose %s tokens (DSA). Here every row attends to all tokens before it: longer contexts "
-            "take more time, and give other logits than the model was trained for.",
-            config.architecture,
-            chosen,
-        )
-        return get_model(vllm_config=densely(vllm_config), weights=weights)
+    chosen = tokens_to_choose(vllm_config)
+    if chosen:
+        logger.info("%s: each row attends to the %s tokens that it chooses (DSA).", config.architecture, chosen)
     model = get_model(vllm_config=vllm_config, weights=weights)
     as_trained(model, config.hf_text_config.model_type)
     if reads_pictures(vllm_config):

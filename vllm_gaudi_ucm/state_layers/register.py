@@ -1,49 +1,28 @@
-"""The layers with a state that are served, gated short convolutions among them, and their registration with vLLM."""
+"""The layers with a state that are served, and their registration with vLLM for a model that has some.
+
+vLLM's modules of such layers take part of a second to import, which no other model needs.
+"""
 
 from __future__ import annotations
 
-from typing import cast
-
-import torch
-
-from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
-from vllm_gaudi_ucm.state_layers.gated_delta import StatefulGatedDelta
-from vllm_gaudi_ucm.state_layers.mamba2 import StatefulMixer2
-from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
 from vllm_gaudi_ucm.vllm_api.attention import PluggableLayer
 from vllm_gaudi_ucm.vllm_api.model import op_registry_oot
-from vllm_gaudi_ucm.vllm_api.state_layers import MambaBase, MambaMixer2, QwenGatedDeltaNetAttention, ShortConv
 
-
-class StatefulShortConv(StateLayer, ShortConv):
-    """The layer of LFM2: y = out(c * conv(b * x)) with b, c, x = in(hidden)."""
-
-    def own_state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        channels, width = self._weight().shape
-        return ((width - 1, channels),)
-
-    def _weight(self) -> torch.Tensor:
-        """Returns [channels, width]."""
-        return cast("torch.Tensor", self.conv.weight).squeeze(1)
-
-    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-        """Writes `output`, [rows, hidden size]."""
-        before, behind, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
-        step, (states,) = self.step_and_states(x)
-        x = causal_conv1d(before * x, self._weight(), self.conv.bias, states, step)
-        output.copy_(self.out_proj(behind * x)[0])
-
-
-STATE_LAYERS: dict[type[MambaBase], type[StateLayer]] = {
-    MambaMixer2: StatefulMixer2,
-    QwenGatedDeltaNetAttention: StatefulGatedDelta,
-    ShortConv: StatefulShortConv,
-}
-"""vLLM's class of each layer, and ours."""
+STATE_LAYERS = ("MambaMixer2", "QwenGatedDeltaNetAttention", "ShortConv")
+"""The names of vLLM's classes."""
 
 
 def register_state_layers() -> None:
     """Makes models that are built afterwards in this process use our layers. Safe to call more than once."""
-    for layer, ours in STATE_LAYERS.items():
-        if layer.__name__ not in op_registry_oot:
-            PluggableLayer.register_oot(ours, name=layer.__name__)
+    from vllm_gaudi_ucm.state_layers.gated_delta import StatefulGatedDelta
+    from vllm_gaudi_ucm.state_layers.mamba2 import StatefulMixer2
+    from vllm_gaudi_ucm.state_layers.state_layer import StatefulShortConv
+
+    for name, ours in zip(STATE_LAYERS, (StatefulMixer2, StatefulGatedDelta, StatefulShortConv), strict=True):
+        if name not in op_registry_oot:
+            PluggableLayer.register_oot(ours, name=name)
+
+
+def is_registered(layer: type) -> bool:
+    """Returns whether this is one of our layers with a state."""
+    return layer in [op_registry_oot.get(name) for name in STATE_LAYERS]

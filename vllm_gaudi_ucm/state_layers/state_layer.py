@@ -1,4 +1,7 @@
-"""The part that all layers with a state have in common: how they get their states, and the rows of a step."""
+"""The part that all layers with a state have in common: how they get their states, and the rows of a step.
+
+Short convolutions are little more than that.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
 from vllm_gaudi_ucm.ops.state_rows import StateRows
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.kv_cache import MambaSpec
 from vllm_gaudi_ucm.vllm_api.model import get_forward_context
-from vllm_gaudi_ucm.vllm_api.state_layers import MambaBase, MambaSpec
+from vllm_gaudi_ucm.vllm_api.state_layers import MambaBase, ShortConv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,3 +69,22 @@ class StateLayer(MambaBase):
         kinds = zip(self.own_state_shapes(), self.get_state_dtype(), strict=True)
         states = tuple(torch.zeros((3, *shape), dtype=dtype, device=rows.device) for shape, dtype in kinds)
         return StateRows.of_one_prompt(len(rows), rows.device), states
+
+
+class StatefulShortConv(StateLayer, ShortConv):
+    """The layer of LFM2: y = out(c * conv(b * x)) with b, c, x = in(hidden)."""
+
+    def own_state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        channels, width = self._weight().shape
+        return ((width - 1, channels),)
+
+    def _weight(self) -> torch.Tensor:
+        """Returns [channels, width]."""
+        return cast("torch.Tensor", self.conv.weight).squeeze(1)
+
+    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output`, [rows, hidden size]."""
+        before, behind, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        step, (states,) = self.step_and_states(x)
+        x = causal_conv1d(before * x, self._weight(), self.conv.bias, states, step)
+        output.copy_(self.out_proj(behind * x)[0])

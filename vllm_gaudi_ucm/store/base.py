@@ -18,9 +18,9 @@ from vllm_gaudi_ucm.store.block_key import KEY_BYTES
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the store was opened, and its current content. Bytes count blocks without headers.
 
-    capacity: the most bytes it may hold, None for a server that bounds itself. hits: blocks loaded. misses: keys that a
-    lookup or a load did not find, or found corrupt. saves: blocks that were not there before. seconds: duration of
-    these two.
+    capacity: the most bytes it may hold, None for a server that bounds itself. hits: blocks loaded. front_hits: of
+    these, the ones that memory in front of the store had. misses: keys that a lookup or a load did not find, or found
+    corrupt. saves: blocks that were not there before. seconds: duration of these two.
     corrupt: blocks that failed their check. errors: calls that the medium refused, such as a save on a full disk.
     untouched: blocks that were there, and that could not be marked as used (a disk that became read-only).
     breaker: `open` while the store is not used because it kept failing; `half_open` for the trial after that.
@@ -31,6 +31,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     capacity: int | None = None
     hits: int = 0
+    front_hits: int = 0
     misses: int = 0
     saves: int = 0
     evictions: int = 0
@@ -115,6 +116,11 @@ class StoreOptions(Section):
     def most_bytes(self) -> int | None:
         """The most bytes of blocks, beyond which the store evicts; None if it bounds itself."""
         return None
+
+    @property
+    def lasting(self) -> "StoreOptions":
+        """Options of the store that outlasts the process: another one if this only adds memory in front of it."""
+        return self
 
 
 class Finding(NamedTuple):

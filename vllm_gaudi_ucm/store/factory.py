@@ -22,6 +22,7 @@ STORES: Registry[type[ConfiguredStore]] = Registry(
     memory="vllm_gaudi_ucm.store.memory:SharedMemoryStore",
     file="vllm_gaudi_ucm.store.file:FileStore",
     redis="vllm_gaudi_ucm.store.redis:RedisStore",
+    tiered="vllm_gaudi_ucm.store.tiered:TieredStore",
 )
 
 
@@ -88,7 +89,7 @@ def resolve_store_text(text: str) -> StoreOptions:
 
 
 def open_medium(options: StoreOptions, create: bool = True, evicts: bool = True) -> Medium:
-    """Opens the medium under a store, for all block sizes and without protection.
+    """Opens the medium under a store, for all block sizes and without protection; without memory in front of it.
 
     Raises ValueError for a store without a medium, and (`UcmConfigError`) for a folder that cannot be used.
 
@@ -96,6 +97,7 @@ def open_medium(options: StoreOptions, create: bool = True, evicts: bool = True)
     """
     from vllm_gaudi_ucm.store.guarded import MediumStore
 
+    options = options.lasting
     store = store_class(options.kind)
     if not issubclass(store, MediumStore):
         others = [kind for kind in STORES.names() if issubclass(store_class(kind), MediumStore)]

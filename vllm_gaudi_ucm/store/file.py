@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -23,7 +23,7 @@ from vllm_gaudi_ucm.store.base import HEADER_BYTES, Finding
 from vllm_gaudi_ucm.store.folder import Folder, FolderIndex, FolderListing
 from vllm_gaudi_ucm.store.guarded import MediumStore
 from vllm_gaudi_ucm.store.held_folder import HeldFolder, leaf_name
-from vllm_gaudi_ucm.store.medium import FullError, Medium, MediumOptions, RefusedError, StoredBlock, Usage
+from vllm_gaudi_ucm.store.medium import Collected, FullError, Medium, MediumOptions, RefusedError, StoredBlock, Usage
 
 logger = plugin_logger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -46,6 +46,10 @@ class FileStoreOptions(MediumOptions):
         description="Most bytes of blocks in the folder; the least recently used leave first.",
         json_schema_extra={NOTE: BYTES_NOTE},
     )
+    max_age: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Seconds since its last use after which a block is removed. Without it only `capacity` bounds.",
+    )
     fsync: bool = Field(
         default=True,
         description="Wait until a block is on the disk before it counts as saved. Without it a power cut can lose "
@@ -65,18 +69,22 @@ class FileStoreOptions(MediumOptions):
 class FileMedium(Medium):
     """Records in a folder, `capacity` bytes of blocks at most.
 
-    evicts: whether the least recently used blocks make room for a new one; if not, the new one is refused.
+    evicts: whether the least recently used blocks make room for a new one; if not, the new one is refused. max_age: see
+    `FileStoreOptions`; ignored without `evicts`, because such blocks are needed.
     """
 
     kind = "file"
     upkeep_seconds = 5.0
     batch_bytes = 4 << 20
 
-    def __init__(self, folder: Folder, capacity: int, fsync: bool, evicts: bool = True) -> None:
+    def __init__(
+        self, folder: Folder, capacity: int, fsync: bool, evicts: bool = True, max_age: float | None = None
+    ) -> None:
         self._folder = folder
         self._evicts = evicts
         self._capacity = capacity
         self._fsync = fsync
+        self._max_age = max_age if evicts else None
         # Operations on one block are serialised, so that the index agrees with the disk.
         self._turns = [threading.Lock() for _ in range(_TURNS)]
         self._lock = threading.Lock()  # for all below; never held during disk access
@@ -167,12 +175,32 @@ class FileMedium(Medium):
             return Usage(len(self._index), self._index.bytes, self._capacity)
 
     def upkeep(self) -> None:
-        """Lists what others changed, evicts blocks beyond the bound, and removes files of dead writers."""
+        """Lists what others changed, evicts blocks that are old or beyond the bound, removes files of dead writers."""
         self._listing.refresh()
+        self._shrink(None, self._max_age)
         self._make_room(0)
         held = self._folder.hold()
         if held is not None:
             held.sweep()
+
+    def collect(self, most_bytes: int | None, max_age: float | None) -> Collected:
+        self._listing.refresh()
+        return self._shrink(most_bytes, max_age)
+
+    def _shrink(self, most_bytes: int | None, max_age: float | None) -> Collected:
+        """Evicts the oldest blocks until the index has `most_bytes`, and none that is older than `max_age` seconds."""
+        blocks = size = 0
+        while True:
+            with self._lock:
+                oldest, held = self._index.oldest(), self._index.bytes
+            if oldest is None:
+                break
+            is_old = max_age is not None and oldest[1] < time.time_ns() - max_age * 1e9
+            if not is_old and (most_bytes is None or held <= most_bytes):
+                break
+            if self._evict(*oldest):
+                blocks, size = blocks + 1, size + oldest[0].block_bytes
+        return Collected(blocks, size)
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -225,18 +253,19 @@ class FileMedium(Medium):
                     return False
             self._evict(*oldest)
 
-    def _evict(self, block: StoredBlock, used: int) -> None:
-        """Removes a block, unless it was used after `used`."""
+    def _evict(self, block: StoredBlock, used: int) -> bool:
+        """Removes a block, unless it was used after `used`; True if it was there."""
         with self._turn(block):
             held = self._folder.hold()
             mtime = None if held is None else held.mtime(block)
             if mtime is not None and mtime > used:
                 with self._lock:
                     self._index.use(block, leaf_name(block), mtime)
-                return
+                return False
             removed = self._remove(block)
             with self._lock:
                 self.evictions += removed
+            return removed
 
 
 @contextmanager
@@ -262,7 +291,7 @@ class FileStore(MediumStore):
     def open_medium(cls, options: FileStoreOptions, create: bool = True, evicts: bool = True) -> FileMedium:
         """Raises UcmConfigError for a folder that cannot be used."""
         try:
-            return FileMedium(Folder(options.path, create), options.capacity, options.fsync, evicts)
+            return FileMedium(Folder(options.path, create), options.capacity, options.fsync, evicts, options.max_age)
         except OSError as error:
             found = f"{options.path} ({error.strerror})"
             expected = "a folder that this user owns, or may make"

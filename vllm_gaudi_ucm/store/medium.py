@@ -61,6 +61,13 @@ class Usage(NamedTuple):
     capacity: int | None
 
 
+class Collected(NamedTuple):
+    """Blocks that garbage collection has removed, and their bytes."""
+
+    blocks: int
+    bytes: int
+
+
 class Medium(ABC):
     """Holds records of several block sizes. Methods wait as long as the medium does, may be called from several threads
     at once, and raise OSError or one of `errors` for all failures.
@@ -131,6 +138,14 @@ class Medium(ABC):
     @abstractmethod
     def upkeep(self) -> None:
         """Does housekeeping, every `upkeep_seconds` of use: finds changes of other processes, evicts, cleans up."""
+
+    def collect(self, most_bytes: int | None, max_age: float | None) -> Collected:
+        """Removes the least recently used blocks until `most_bytes` remain, and blocks that were not used for `max_age`
+        seconds; None does not bound. Blocks that another process uses in the meantime stay.
+
+        Raises ValueError if the medium removes blocks by itself only.
+        """
+        raise ValueError(f"{self.place()}: gc is not supported, because it removes blocks by its own rules")
 
     @abstractmethod
     def check_integrity(self) -> None:

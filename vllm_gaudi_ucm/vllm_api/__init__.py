@@ -30,7 +30,9 @@ condition for its removal ("Remove when:").
 | `pooling` | poolers, and what they read of a step |
 | `multimodal` | pictures of prompts: their places, the budget of their embeddings, inputs of encoders |
 | `draft_heads` | what a draft head takes from its model: states of layers, embeddings, the output layer |
-| `grid_encoder` | encoders of pictures as grids of patches, at padded sizes |
+| `grid_encoder`, `patch_encoder`, `tile_encoder` | encoders of pictures as grids, patches and tiles, at padded sizes |
+| `sequence_numbers` | sequences of an encoder's rows, in one shape |
+| `indexer` | the indexer of models whose rows choose tokens |
 | `lora` | adapters: layers, their weights, the manager that loads them |
 | `profiling` | profilers of a worker |
 | `sampling` | samplers, logits processors, grammars |

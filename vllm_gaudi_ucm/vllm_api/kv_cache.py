@@ -3,15 +3,16 @@
 Extension point: `KVCacheSpec`, `AttentionSpec`, `FullAttentionSpec`, `SlidingWindowSpec`, `KVCacheConfig`,
 `KVCacheGroupSpec` and `KVCacheLayout` are what a platform plugin's worker and attention backend are given and return.
 Internal: specifications of a group whose layers differ (`UniformTypeKVCacheSpecs`), of keys which hold their values
-(`MLAAttentionSpec`), of layers with chunks (`ChunkedLocalAttentionSpec`) and without a cache
-(`EncoderOnlyAttentionSpec`); `get_kv_cache_groups`, which makes the groups, and its parts: in `kv_cache_utils` of vLLM
-0.32, in `kv_cache_planning` of vLLM 0.33.
+(`MLAAttentionSpec`), of layers with chunks (`ChunkedLocalAttentionSpec`), with a state (`MambaSpec`) and without a
+cache (`EncoderOnlyAttentionSpec`); `get_kv_cache_groups`, which makes the groups, and its parts: in `kv_cache_utils` of
+vLLM 0.32, in `kv_cache_planning` of vLLM 0.33.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -33,11 +35,13 @@ __all__ = [
     "AttentionSpec",
     "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
+    "IndexedLatentSpec",
     "KVCacheConfig",
     "KVCacheGroupSpec",
     "KVCacheLayout",
     "KVCacheSpec",
     "MLAAttentionSpec",
+    "MambaSpec",
     "SlidingWindowSpec",
     "buffers",
     "expected_groups",
@@ -51,6 +55,32 @@ __all__ = [
     "num_whole_groups",
     "tokens_kept",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedLatentSpec(MLAAttentionSpec):
+    """Latents, and keys of an indexer in the same blocks.
+
+    Reason: `MLAAttentionSpec` has one tensor; vLLM's indexer keeps its keys in a layer of its own, with 8-bit codes.
+    Remove when: `MLAAttentionSpec` has a second tensor of another dtype.
+
+    index_size: elements of an indexer's key. index_dtype: their dtype.
+    """
+
+    index_size: int
+    index_dtype: torch.dtype
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        """Returns the bytes of a token, which vLLM's page sizes are made of."""
+        return self.head_size * self.dtype.itemsize + self.index_size * self.index_dtype.itemsize
+
+    @classmethod
+    def merge(cls, specs: list["IndexedLatentSpec"]) -> "IndexedLatentSpec":
+        """Returns the specification of a group, whose layers must be alike."""
+        if any(spec != specs[0] for spec in specs):
+            raise AssertionError("All layers in the same KV cache group must be the same.")
+        return replace(specs[0])
 
 
 def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -13,7 +13,6 @@ another stage of a pipeline; `extract_layer_index`, which reads the number in a 
 class of loaded weights.
 """
 
-from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -76,7 +75,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "YaRNScalingRotaryEmbedding",
     "as_trained",
-    "densely",
     "extract_layer_index",
     "forget_names",
     "get_forward_context",
@@ -85,8 +83,9 @@ __all__ = [
     "op_registry_oot",
     "plain_parameters",
     "set_forward_context",
+    "shares_chosen_tokens",
     "text_model",
-    "tokens_chosen",
+    "tokens_to_choose",
 ]
 
 
@@ -202,41 +201,23 @@ def text_model(model: nn.Module) -> nn.Module:
     return model if found is None else cast("nn.Module", found())
 
 
-def tokens_chosen(model_config: "ModelConfig") -> int | None:
-    """Returns how many tokens each row of the model chooses by itself (DSA); None for every other family.
+def tokens_to_choose(vllm_config: "VllmConfig") -> int:
+    """Returns how many tokens each row of the model chooses by itself (DSA); 0 for every other family, and if no
+    context has more.
 
     Reason: only the configurations of those families have `index_topk`, and vLLM has no property that says it.
     Remove when: `ModelConfig` has one.
     """
-    try:
-        return cast("int", model_config.hf_text_config.index_topk)
-    except AttributeError:
-        return None
+    found = cast("int | None", getattr(vllm_config.model_config.hf_text_config, "index_topk", None))
+    return found if found is not None and found < vllm_config.model_config.max_model_len else 0
 
 
-def densely(vllm_config: "VllmConfig") -> "VllmConfig":
-    """Returns a configuration for a model whose layers choose tokens by themselves (DSA), with dense layers instead.
+def shares_chosen_tokens(model_config: "ModelConfig") -> bool:
+    """Returns whether some layers of such a model take the choices of an earlier layer.
 
-    Reason: the classes of models make an indexer, with a cache of its own, wherever the configuration has `index_topk`.
-    Without it they are dense, and skip the indexer's weights in a checkpoint.
-    Remove when: vLLM has an option for it.
+    Reason: only the configuration of the model tells it, by a pattern or by how many layers share a choice.
+    Remove when: as for `tokens_to_choose`.
     """
-    model_config = copy(vllm_config.model_config)
-    for name in ("hf_config", "hf_text_config"):
-        setattr(model_config, name, _without_index_topk(getattr(model_config, name)))
-    dense = copy(vllm_config)
-    dense.model_config = model_config
-    return dense
-
-
-def _without_index_topk(config: Any) -> Any:
-    """A class of configurations may have the attribute, too, so that there is nothing to delete."""
-
-    def index_topk(self: Any) -> int:
-        raise AttributeError("index_topk")
-
-    hidden = copy(config)
-    vars(hidden).pop("index_topk", None)
-    kind = type(config)
-    hidden.__class__ = type(kind.__name__, (kind,), {"index_topk": property(index_topk)})
-    return hidden
+    config = model_config.hf_text_config
+    pattern = getattr(config, "index_topk_pattern", None)
+    return "S" in pattern if pattern is not None else getattr(config, "index_topk_freq", 1) > 1

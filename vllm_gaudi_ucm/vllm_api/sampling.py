@@ -4,8 +4,8 @@ Extension point: custom logits processors. `LogitsProcessor` is their base class
 that vLLM accepts for either of its runners, and `AdapterLogitsProcessor` of those for single requests; `BatchUpdate`
 and `MoveDirectionality` are types of their methods.
 Internal: `BUILTIN_LOGITS_PROCESSORS`, `LogitsProcessors` and `build_logitsprocs`, which make the processors of a batch;
-`Sampler`, `SamplingMetadata` and `LogprobsMode`; `ThinkingBudgetStateHolder`; `apply_grammar_bitmask` and
-`strip_speculative_padding`.
+`Sampler`, `SamplingMetadata` and `LogprobsMode`; `ThinkingBudgetStateHolder`; `apply_grammar_bitmask`,
+`strip_speculative_padding` and `sample_with_exponential_noise`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ __all__ = [
     "is_for_any_runner",
     "propose_ngram",
     "raise_if_nan_logits",
+    "sample_with_exponential_noise",
     "strip_speculative_padding",
 ]
 
@@ -173,10 +174,10 @@ def _wide(table: torch.Tensor, width: int, pad: float) -> torch.Tensor:
     return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=pad)
 
 
-def drawing_sampler(logprobs_mode: LogprobsMode, noise: Callable[[torch.Tensor], torch.Tensor]) -> Sampler:
-    """Returns vLLM's sampler, drawing its random tokens with this noise, and scoring each row as its request asks.
+def drawing_sampler(logprobs_mode: LogprobsMode, draw: Callable[[torch.Tensor], torch.Tensor]) -> Sampler:
+    """Returns vLLM's sampler, drawing its random tokens by this function, and scoring each row as its request asks.
 
-    noise: makes noise of an exponential distribution for logits [rows, vocabulary], of their shape.
+    draw: returns int64 [rows], a token of each row of probabilities, float32 [rows, vocabulary], which it may change.
 
     Reason: vLLM draws row by row from `torch.Generator`s, whose numbers depend on the device, or from a global one,
     whose numbers depend on the batch. And its own choice of top-k and top-p (`apply_top_k_top_p`) takes Triton wherever
@@ -201,7 +202,7 @@ def drawing_sampler(logprobs_mode: LogprobsMode, noise: Callable[[torch.Tensor],
         elif logprobs_mode == "processed_logprobs":
             wanted = sampler.compute_logprobs(logits)
         probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-        return sample_with_exponential_noise(probabilities, noise(logits)), wanted
+        return draw(probabilities), wanted
 
     # vLLM itself puts its choice into this attribute of the instance
     sampler.topk_topp_sampler.forward = choose

@@ -2,13 +2,12 @@
 
 Extension point: `MambaMixer2`, `ShortConv` and `QwenGatedDeltaNetAttention`, `PluggableLayer`s, which a platform plugin
 replaces as a whole.
-Internal: `MambaBase`, their common base, and `MambaSpec`, which describes what they keep.
+Internal: `MambaBase`, their common base. `kv_cache` has `MambaSpec`, which describes what they keep.
 """
 
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
-from vllm.v1.kv_cache_interface import MambaSpec
 
-__all__ = ["MambaBase", "MambaMixer2", "MambaSpec", "QwenGatedDeltaNetAttention", "ShortConv"]
+__all__ = ["MambaBase", "MambaMixer2", "QwenGatedDeltaNetAttention", "ShortConv"]

@@ -78,7 +78,7 @@ def learn_ways(kinds: Collection[Kind], folder: Path | None = None) -> None:
 
 
 def _missing(kinds: Collection[Kind], known: Mapping[Kind, Seconds], path: Path) -> list[Kind]:
-    """Returns the kinds to measure: those that the file lacks, and those that were disturbed some time ago."""
+    """Returns the kinds to measure: the file lacks them, or their measurement was disturbed some time ago."""
     old = path.exists() and time.time() - path.stat().st_mtime > MEASURED_AGAIN_AFTER
     return [kind for kind in kinds if kind not in known or (old and not known[kind])]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm_gaudi_ucm.graphs.shapes.picture_sizes import sizes_up_to
 
-PADDED = {"qwen2_5_vl", "qwen3_vl"}
-"""Families whose pictures are padded to few sizes on a Gaudi (`vllm_gaudi_ucm.vllm_api.grid_encoder`)."""
+PADDED = {"internvl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+"""Models or encoders whose pictures are padded to few sizes on a Gaudi (`vllm_gaudi_ucm.multimodal.padded_encoder`)."""
 
 GATED = {"qwen2_5_vl", "pixtral"}
 """Kinds of encoders whose MLP has three matrices; the others have two."""
@@ -32,7 +32,7 @@ class EncoderSpec:
     """Sizes of an encoder of pictures.
 
     patch: numbers of a patch, three for each pixel. merged: patches of a token. levels: further results that the
-    decoder reads (deepstack). padded: whether a Gaudi pads pictures to few sizes.
+    decoder reads (deepstack). padded: whether a Gaudi pads pictures to few sizes, which are multiples of `unit` tokens.
     """
 
     layers: int
@@ -44,6 +44,7 @@ class EncoderSpec:
     matrices: int
     levels: int
     padded: bool
+    unit: int
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> EncoderSpec:
@@ -68,7 +69,8 @@ class EncoderSpec:
             merged=_merged(config, vision, size["patch"]),
             matrices=3 if kind in GATED else 2,
             levels=len(vision.get("deepstack_visual_indexes") or ()),
-            padded=config.get("model_type") in PADDED,
+            padded=bool(PADDED & {config.get("model_type"), kind}),
+            unit=_tile(config, vision, size["patch"]),
         )
 
     def weights(self, width: int) -> int:
@@ -86,7 +88,7 @@ class EncoderSpec:
 
     def num_graphs(self, tokens: int, on_gaudi: bool) -> int:
         """Returns the number of sizes that are warmed before serving starts."""
-        return len(sizes_up_to(tokens)) if self.padded and on_gaudi else 1
+        return len(sizes_up_to(tokens, self.unit)) if self.padded and on_gaudi else 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class EncoderPlan:
 
 def _first(vision: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     found = next((vision[key] for key in keys if vision.get(key)), None)
+    # of each side, as InternVL's
+    found = found[0] if isinstance(found, list) and len(set(found)) == 1 else found
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"vision_config.{keys[0]} is {found!r}, expected a number of at least 1")
     return found
@@ -132,4 +136,14 @@ def _merged(config: Mapping[str, Any], vision: Mapping[str, Any], patch: int) ->
     each = config.get("mm_tokens_per_image")
     if each:
         return int((int(vision.get("image_size", 896)) // patch) ** 2 // int(each))
+    if config.get("model_type") == "internvl":
+        return round(1 / float(config.get("downsample_ratio", 0.5))) ** 2
     return int(vision.get("spatial_merge_size") or config.get("spatial_merge_size") or 1) ** 2
+
+
+def _tile(config: Mapping[str, Any], vision: Mapping[str, Any], patch: int) -> int:
+    """Returns the tokens of a tile; 1 if pictures are no tiles."""
+    if config.get("model_type") != "internvl":
+        return 1
+    side = _first({"image_size": 448, **vision}, ("image_size",))
+    return (side // patch) ** 2 // _merged(config, vision, patch)

@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, bui
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.observability.phase_log import bucket_shapes
 from vllm_gaudi_ucm.observability.step_record import StepRecord
+from vllm_gaudi_ucm_tools.buckets import other_servers
 from vllm_gaudi_ucm_tools.buckets.compile_cost import AttentionNodes
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
@@ -39,7 +40,7 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     strategy_options,
 )
 from vllm_gaudi_ucm_tools.buckets.held_weights import adapter_bytes, held_bytes
-from vllm_gaudi_ucm_tools.buckets.plan_memory import blocks_that_fit, plan_memory, state_bytes
+from vllm_gaudi_ucm_tools.buckets.plan_memory import blocks_that_fit, plan_memory
 from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, show
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import task_progress
@@ -101,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, default, what in (
         ("--max-loras", 0, "slots for adapters (LoRA), as vLLM's flag (default: none)"),
         ("--max-lora-rank", 16, "rank of each slot, as vLLM's flag (default: %(default)s)"),
+        ("--kept-states", 0, "states kept for prefix caching, as ucm.kv_cache.kept_states (default: none)"),
         ("--picture-tokens", 0, "tokens of the largest picture that --model reads (default: no pictures)"),
     ):
         parser.add_argument(flag, type=int, default=default, metavar="N", help=what)
@@ -113,10 +115,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + ", ".join(f"{name} {value}" for name, value in DEFAULT_LIMITS.items())
         + ", and as many blocks as fit the device's memory",
     )
+    other_servers.add_arguments(parser, "plan")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plans and reports; unusable input raises a ValueError."""
+    if (done := other_servers.run(args, "plan")) is not None:
+        return done
     report = make_plan(args)
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
@@ -151,7 +156,7 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
-        states = state_bytes(cost, args.max_num_seqs or DEFAULT_LIMITS["max_num_seqs"])
+        states = _states(args, cost, args.max_num_seqs or DEFAULT_LIMITS["max_num_seqs"])
         tokens = args.max_num_batched_tokens or DEFAULT_LIMITS["max_num_batched_tokens"]
         encoder = read_encoder(args.model, args.picture_tokens, cost, tokens)
         held = _weights(args, cost) + _adapters(args, cost) + states + encoder.held
@@ -203,10 +208,22 @@ def _adapters(args: argparse.Namespace, cost: CostModel) -> int:
     return adapter_bytes(cost.model, args.max_loras, args.max_lora_rank)
 
 
+def _states(args: argparse.Namespace, cost: CostModel, max_num_seqs: int) -> int:
+    """Returns the bytes of the states of running requests and of kept ones; 0 if no layer keeps a state."""
+    kept, states = args.kept_states, cost.model.states
+    if kept < 0:
+        raise ValueError(f"--kept-states is {kept}, expected 0 or more")
+    if states is not None:
+        return states.bytes_of(max_num_seqs, args.num_speculative_tokens, kept)
+    if kept:
+        raise ValueError("--kept-states: no layer of the model keeps a state; leave it out")
+    return 0
+
+
 def _report(
     args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None, tail_steps: int = 0
 ) -> PlanReport:
-    limits, remainders, live_blocks, rows_each = with_sparse_method(args, limits)
+    limits, remainders, live_blocks, rows_each = with_sparse_method(args, limits, cost.model.states is not None)
     shapes = [] if remainders is None else remainders.shapes
     files = {"buckets": args.buckets, "trace": steps}
     strategy = args.strategy or automatic_strategy([key for key, value in files.items() if value is not None])
@@ -228,7 +245,15 @@ def _report(
     name, _ = read_model(args.model)
     traffic = args.mix or (args.log and ", ".join(map(str, args.log)))
     encoder = read_encoder(args.model, args.picture_tokens, cost, limits.max_num_batched_tokens)
-    memory = plan_memory(buckets, cost, _weights(args, cost), shapes, adapters=_adapters(args, cost), encoder=encoder)
+    memory = plan_memory(
+        buckets,
+        cost,
+        _weights(args, cost),
+        shapes,
+        adapters=_adapters(args, cost),
+        states=_states(args, cost, limits.max_num_seqs),
+        encoder=encoder,
+    )
     nodes = _count(buckets, cost, shapes) if args.count_nodes else None
     return PlanReport(
         name,
@@ -290,15 +315,19 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="drafts of a request in a step, as num_speculative_tokens of --speculative-config: list the buckets of "
-        "their verification with selected blocks (default: %(default)s)",
+        "their verification with selected blocks, and count the states of drafts (default: %(default)s)",
     )
 
 
-def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits, RemainderShapes | None, int, int]:
+def with_sparse_method(
+    args: argparse.Namespace, limits: Limits, keeps_states: bool
+) -> tuple[Limits, RemainderShapes | None, int, int]:
     """Returns the limits with the blocks that --sparse selects, the shapes for prompt remainders with --partial-loads,
     the room for live blocks of a sparse request, and its rows: a token and its drafts.
 
     They are the same as for a server at static shapes.
+
+    keeps_states: whether layers of the model keep a state, which they do for each draft, too.
 
     Raises:
         ValueError: options that do not go together, or a configuration that lacks what they need.
@@ -307,10 +336,10 @@ def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits
     if drafts < 0:
         raise ValueError(f"--num-speculative-tokens is {drafts}, expected 0 or more")
     if args.sparse is None:
-        if drafts:
+        if drafts and not keeps_states:
             raise ValueError(
                 "--num-speculative-tokens needs --sparse: without a sparse method the verification of drafts takes the "
-                "buckets of prompts; leave it out"
+                "buckets of prompts, and no layer of the model keeps a state; leave it out"
             )
         if args.partial_loads:
             raise ValueError("--partial-loads needs --sparse: what is selected decides how large the graphs are")

@@ -55,10 +55,11 @@ def plan_memory(
     remainders: Sequence[ForwardShape] = (),
     *,
     adapters: int = 0,
+    states: int = 0,
     encoder: EncoderPlan = NO_PICTURES,
 ) -> PlanMemory:
-    """Plans the memory of a server that warms all of `buckets` and the graphs for `remainders`. weights, adapters:
-    their bytes. encoder: of pictures.
+    """Plans the memory of a server that warms all of `buckets` and the graphs for `remainders`. weights, adapters,
+    states: their bytes. encoder: of pictures.
 
     Graphs share activations, because they run in turn.
     """
@@ -66,7 +67,7 @@ def plan_memory(
     return PlanMemory(
         weights=float(weights),
         adapters=float(adapters),
-        states=float(state_bytes(cost, buckets.limits.max_num_seqs)),
+        states=float(states),
         encoder=float(encoder.held),
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
         graphs=(buckets.num_graphs + len(remainders) + encoder.graphs) * GRAPH_BYTES[cost.device.name],
@@ -77,12 +78,6 @@ def plan_memory(
         + float(buckets.logits[-1] * m.vocab * m.tensor * PARTIAL_BYTES * 2),
         usable=USABLE * cost.device.memory,
     )
-
-
-def state_bytes(cost: CostModel, max_num_seqs: int) -> int:
-    """Returns the bytes of the states of running requests; 0 if no layer keeps a state."""
-    states = cost.model.states
-    return 0 if states is None else states.bytes_of(max_num_seqs)
 
 
 def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:

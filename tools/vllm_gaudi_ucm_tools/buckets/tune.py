@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
 from vllm_gaudi_ucm.observability.step_record import StepRecord
 from vllm_gaudi_ucm.options.errors import counted
+from vllm_gaudi_ucm_tools.buckets import other_servers
 from vllm_gaudi_ucm_tools.buckets.certificate import GOOD_GAP, MAX_ROUNDS, Certified, certify
 from vllm_gaudi_ucm_tools.buckets.cost_options import (
     add_cost_arguments,
@@ -174,10 +175,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_cost_arguments(parser)
     add_limit_arguments(parser, "the first line of the log")
+    other_servers.add_arguments(parser, "tune")
 
 
 def run(args: argparse.Namespace) -> int:
     """Tunes, writes the bucket file, and reports; unusable input raises a ValueError."""
+    if (done := other_servers.run(args, "tune")) is not None:
+        return done
     for option in ("margin", "holdout"):
         value = getattr(args, option)
         if not 0.0 <= value <= 0.9:

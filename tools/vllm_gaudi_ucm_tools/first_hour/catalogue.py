@@ -24,6 +24,7 @@ QUESTIONS = {
     14: "How a Gaudi 2 behaves with Gaudi software 1.24.1 and 1.24.2",
     15: "Several hosts, and collectives of ranks that miss a bucket: hang, error or timeout",
     16: "What Gaudi software 1.24.2 changed: its build, input reuse and KV writes, emptying the host cache",
+    17: "For how many rows gathering the chosen experts takes less time than the operator that visits all of them",
 }
 """Questions that only a card can answer. Probes name these numbers; docs/gaudi.md has the same table."""
 
@@ -298,6 +299,16 @@ PROBES: tuple[Probe, ...] = (
         modes=("eager",),
         devices=HPU,
         questions=(13, 16),
+    ),
+    Probe(
+        32,
+        "experts of few rows, by the vendor's operator and gathered",
+        "both give the same results",
+        "experts:few_rows",
+        modes=("compile",),
+        devices=HPU,
+        questions=(17,),
+        limit_s=600,
     ),
 )
 

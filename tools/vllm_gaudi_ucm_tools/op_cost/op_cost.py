@@ -118,6 +118,7 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
         "quantised_experts": "auto",
         "sparse": None,
         "num_speculative_tokens": 0,
+        "kept_states": 0,
         "partial_loads": False,
         "max_loras": 0,
         "picture_tokens": 0,

@@ -4,17 +4,18 @@ observed.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_ucm_tools.observed_engine import ObservedEngine
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
-    from vllm_gaudi_ucm.start.model_runner import ModelRunner
     from vllm_gaudi_ucm.vllm_api.engine import EngineArgs
 
 PROMPT_CHUNK = 512
@@ -48,8 +49,8 @@ class Reply:
     step_s: list[float] = field(default_factory=list)
 
 
-class SparseEngine:
-    """vLLM's engine with our platform; a context manager, because only one lives at a time.
+class SparseEngine(ObservedEngine):
+    """An engine that answers one request at a time.
 
     Args:
         settings: settings of the report.
@@ -59,30 +60,8 @@ class SparseEngine:
     """
 
     def __init__(self, settings: EngineSettings, ucm: Mapping[str, Any], true_shapes: bool) -> None:
-        from vllm_gaudi_ucm.vllm_api.engine import Executor, LLMEngine
-
-        try:
-            config = _engine_args(settings, ucm, true_shapes).create_engine_config()
-            executor = Executor.get_class(config)
-            self._engine: Any = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
-        except RuntimeError as error:
-            raise ValueError(f"MODEL: the engine did not start with {settings.model} ({error})") from error
-        self.vllm_config = config
+        super().__init__(settings.model, partial(_engine_args, settings, ucm, true_shapes))
         self._requests = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Ends the engine and vLLM's process groups, so that the next one can start."""
-        self._engine.engine_core.shutdown()
-        del self._engine
-        # model and cache are parts of cycles
-        gc.collect()
-
-    @property
-    def runner(self) -> ModelRunner:
-        return cast("ModelRunner", self._engine.model_executor.driver_worker.worker.model_runner)
 
     @property
     def method(self) -> UcmSparseBase | None:

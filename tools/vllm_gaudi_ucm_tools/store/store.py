@@ -1,5 +1,5 @@
-"""`gaudi-ucm store`: shows the content of a store, checks that it is intact, and empties it. Works with running
-engines.
+"""`gaudi-ucm store`: shows the content of a store, checks that it is intact, and empties it, while engines run. Models
+what a store would do for logged traffic.
 
 Exit code of `verify`: 1 if corrupt blocks were found (they are removed), otherwise 0.
 """
@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
-from vllm_gaudi_ucm.options.values import show_bytes
+from vllm_gaudi_ucm.options.values import parse_bytes, show_bytes
 from vllm_gaudi_ucm.store.base import StoreOptions
 from vllm_gaudi_ucm.store.factory import open_medium, resolve_store_options, resolve_store_text
 from vllm_gaudi_ucm.store.medium import Medium, Progress, StoredBlock, clear_blocks, verify_blocks
 from vllm_gaudi_ucm_tools.output import report_console, task_progress
+from vllm_gaudi_ucm_tools.store.agent_trace import add_agent_trace_arguments, agent_trace
+from vllm_gaudi_ucm_tools.store.what_if import add_what_if_arguments, what_if
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,12 @@ def store_options(args: argparse.Namespace) -> StoreOptions:
 
 Result = TypeVar("Result")
 EXIT_CORRUPT = 1
+_WITHOUT_STORE: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]]
+_WITHOUT_STORE = {
+    "what-if": ("model hit rate and bytes of a store for logged traffic", add_what_if_arguments, what_if),
+    "agent-trace": ("write synthetic traffic of agents for what-if", add_agent_trace_arguments, agent_trace),
+}
+"""Actions that open no store: help, declaration of options, and function."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("stat", "count the blocks by their size"),
         ("verify", "read and check every block, remove corrupt ones, and list entries that are not blocks"),
         ("clear", "remove every block"),
+        ("gc", "remove the least recently used blocks of a folder, by bytes or by age"),
     ):
         action = actions.add_parser(name, help=help_text, description=f"{help_text[:1].upper()}{help_text[1:]}.")
         action.set_defaults(action=name)
@@ -61,13 +70,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         if name == "clear":
             action.add_argument("--yes", action="store_true", help="do not ask")
+        if name == "gc":
+            action.add_argument("--capacity", metavar="SIZE", help="most bytes that remain, such as 100GiB")
+            action.add_argument("--max-age", metavar="TIME", help="longest time since a block's use, such as 12h or 7d")
+    for name, (help_text, add, _) in _WITHOUT_STORE.items():
+        action = actions.add_parser(name, help=help_text, description=f"{help_text[:1].upper()}{help_text[1:]}.")
+        action.set_defaults(action=name)
+        add(action)
 
 
 def run(args: argparse.Namespace) -> int:
     """Does the action; a store that cannot be reached raises ValueError or OSError."""
+    if args.action in _WITHOUT_STORE:
+        return _WITHOUT_STORE[args.action][2](args)
     medium = open_medium(store_options(args), create=False)
     try:
         with _plain_errors(medium):
+            if args.action == "gc":
+                return _collect(args, medium)
             blocks = list(medium.blocks())
             action: Callable[..., int] = {"stat": _stat, "verify": _verify, "clear": _clear}[args.action]
             return action(args, medium, blocks)
@@ -116,6 +136,34 @@ def _clear(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock]) 
     else:
         print(f"{medium.place()}: {removed:,} blocks removed")
     return 0
+
+
+def _collect(args: argparse.Namespace, medium: Medium) -> int:
+    if args.capacity is None and args.max_age is None:
+        raise ValueError("gc needs --capacity, --max-age or both: what remains")
+    try:
+        most = None if args.capacity is None else int(parse_bytes(args.capacity))
+    except ValueError as error:
+        raise ValueError(f"--capacity: {error}") from error
+    removed = medium.collect(most, None if args.max_age is None else _seconds(args.max_age))
+    if args.json:
+        _print_json(medium, removed=removed.blocks, removed_bytes=removed.bytes)
+    else:
+        print(f"{medium.place()}: {removed.blocks:,} blocks removed, {show_bytes(removed.bytes)}")
+    return 0
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text[:-1]) * _UNITS[text[-1:]]
+    except (KeyError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--max-age: found {text!r}, expected a number with s, m, h or d, such as 7d")
+    return seconds
 
 
 def _confirm(question: str) -> None:

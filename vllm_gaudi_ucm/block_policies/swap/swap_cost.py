@@ -25,6 +25,7 @@ class SwapCost:
         block_bytes: bytes of a block in all layers of a KV-cache group on one worker of each stage: workers that share
             a layer copy in parallel.
         queues: whether a step is sent while the previous one is still running, and waits for its end.
+        stages: stages of a pipeline. One of them says how large a request's states are.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class SwapCost:
         clock: Callable[[], float] = time.perf_counter,
         *,
         queues: bool = False,
+        stages: int = 1,
     ) -> None:
         self._queues = queues
         self._ended = 0.0
@@ -41,6 +43,8 @@ class SwapCost:
         self._block_bytes = block_bytes
         self._clock = clock
         self._link: LinkSpeed | None = None
+        self._stages = stages
+        self._request_bytes = 0
         self._tokens = self._seconds = 0.0
         # steps without output so far, the oldest first: with pipeline stages there are several
         self._steps: deque[tuple[float, int]] = deque()
@@ -49,6 +53,7 @@ class SwapCost:
     def measured(self, link: LinkSpeed) -> None:
         """Takes the copy speeds of the slowest worker, for which all wait."""
         self._link = link
+        self._request_bytes = link.request_bytes * self._stages
         to, back = link.to_host * 1e-9, link.from_host * 1e-9
         logger.info("Preemption: blocks go to host memory at %.1f GB/s and come back at %.1f GB/s.", to, back)
 
@@ -88,5 +93,6 @@ class SwapCost:
                 logger.info("Preemption auto: nothing was measured yet, so that blocks are swapped.")
                 self._has_said = True
             return True
-        swap = self._block_bytes * (blocks / rates.to_host + (blocks - shared_copies) / rates.from_host)
+        out = blocks * self._block_bytes + self._request_bytes
+        swap = out / rates.to_host + (out - shared_copies * self._block_bytes) / rates.from_host
         return swap < (tokens - min(tokens, shared * self._block_size)) / rates.prefill

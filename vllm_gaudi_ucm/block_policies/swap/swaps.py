@@ -12,6 +12,7 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals, link_speed_of
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, skipped_tokens
+from vllm_gaudi_ucm.vllm_api.platforms import keeps_states
 from vllm_gaudi_ucm.vllm_api.stage_layers import engine_block_bytes
 
 if TYPE_CHECKING:
@@ -55,10 +56,14 @@ class HostSlots:
 
 
 class _Preempted(NamedTuple):
-    """tokens: number of computed tokens. places: (group, number in the context) -> slot; empty if given up."""
+    """tokens: number of computed tokens. places: (group, number in the context) -> slot; empty if given up.
+
+    states: its place for states, if layers keep some and `places` is not empty.
+    """
 
     tokens: int
     places: dict[tuple[int, int], int]
+    states: tuple[int, ...] = ()
 
     @property
     def slots(self) -> list[int]:
@@ -82,6 +87,7 @@ class Swaps(BlockPolicy):
         always: whether a request is swapped at any cost.
         skipped: for each group, maps the number of computed tokens to the number of first tokens that no later token
             sees.
+        states: places in host memory, each for the states of a request; None if no layer keeps a state.
     """
 
     name = "swap"
@@ -96,8 +102,10 @@ class Swaps(BlockPolicy):
         always: bool,
         totals: MemoryTotals,
         skipped: Sequence[Callable[[int], int]] = (_nothing,),
+        states: HostSlots | None = None,
     ) -> None:
         self._slots = slots
+        self._states = states
         self._skipped = skipped
         self._block_size = block_size
         self._block_bytes = block_bytes
@@ -107,8 +115,11 @@ class Swaps(BlockPolicy):
         self._waiting: dict[str, _Preempted] = {}
         self._outs: Pairs = []
         self._ins: Pairs = []
+        self._state_outs: list[tuple[str, int]] = []
+        self._state_ins: list[tuple[int, str]] = []
         # slots of requests that resume in the step being scheduled, which reads them
         self._leaving: list[int] = []
+        self._leaving_states: list[int] = []
 
     def preempted(self, request: Request, tables: Tables) -> None:
         """Called when a request is about to lose its blocks; `num_computed_tokens` excludes this step."""
@@ -122,8 +133,20 @@ class Swaps(BlockPolicy):
             for number in self._numbers(group, seen, tokens)
         }
         wants = self._always or self.cost.prefers_swap(tokens, len(held), *_shared(tables, held))
-        places = self._take(held) if wants and _can_resume(request) else {}
-        self._waiting[request.request_id] = _Preempted(tokens, places)
+        if not (held and wants and _can_resume(request)):
+            self._waiting[request.request_id] = _Preempted(tokens, {})
+            return
+        states = () if self._states is None else self._states.take(1)
+        places = {} if states is None else self._take(held)
+        if self._states is not None and states:
+            if places:
+                self._state_outs.append((request.request_id, states[0]))
+            else:
+                self._states.give(states)
+                states = ()
+        if states is None:
+            self._totals.swap_refusals += 1
+        self._waiting[request.request_id] = _Preempted(tokens, places, states or ())
 
     def _numbers(self, group: int, seen: int, tokens: int) -> range:
         """Returns the blocks of a context of `tokens` that a token after the first `seen` ones sees."""
@@ -165,8 +188,10 @@ class Swaps(BlockPolicy):
         if waiting is None:
             return
         self._leaving += waiting.slots
+        self._leaving_states += waiting.states
         self._totals.recomputed_tokens += max(0, waiting.tokens - tokens)
         if tokens > found:
+            self._state_ins += [(number, request.request_id) for number in waiting.states]
             numbers = range(found // self._block_size, -(-tokens // self._block_size))
             ins = [
                 (waiting.places[group, number], blocks[number].block_id)
@@ -188,6 +213,9 @@ class Swaps(BlockPolicy):
             dropped = set(waiting.slots)
             self._outs = [pair for pair in self._outs if pair[1] not in dropped]
             self._slots.give(waiting.slots)
+            if self._states is not None:
+                self._state_outs = [pair for pair in self._state_outs if pair[1] not in waiting.states]
+                self._states.give(waiting.states)
 
     def reset(self) -> None:
         for request_id in list(self._waiting):
@@ -204,11 +232,27 @@ class Swaps(BlockPolicy):
         self._leaving = []
         return outs, ins
 
+    def take_state_orders(self) -> tuple[list[tuple[str, int]], list[tuple[int, str]]]:
+        """Returns which states leave and which come back, see `MemoryOrders`."""
+        outs, ins = self._state_outs, self._state_ins
+        self._state_outs, self._state_ins = [], []
+        if self._states is not None:
+            self._states.give(self._leaving_states)
+        self._leaving_states = []
+        return outs, ins
+
     def orders(self, scheduler_output: SchedulerOutput) -> dict[str, Any]:
         outs, ins = self.take_orders()
+        state_outs, state_ins = self.take_state_orders()
         rates = self.cost.rates
         self.cost.step_begins(scheduler_output.total_num_scheduled_tokens, _prompt_tokens(scheduler_output))
-        return {"rates": rates, "swap_outs": outs, "swap_ins": ins}
+        return {
+            "rates": rates,
+            "swap_outs": outs,
+            "swap_ins": ins,
+            "state_outs": state_outs,
+            "state_ins": state_ins,
+        }
 
     def before_output(self, output: ModelRunnerOutput) -> None:
         self.cost.step_ends()
@@ -220,6 +264,9 @@ class Swaps(BlockPolicy):
         """Checks that every slot is free, or held by one request that waits or resumes in this step."""
         waiting = [slot for one in self._waiting.values() for slot in one.slots]
         self._slots.check_integrity([*waiting, *self._leaving])
+        if self._states is not None:
+            states = [number for one in self._waiting.values() for number in one.states]
+            self._states.check_integrity([*states, *self._leaving_states])
 
 
 def _can_resume(request: Request) -> bool:
@@ -260,6 +307,15 @@ def make_swap(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> 
     # each rank of a stage copies its own heads, at the same time as the others
     ahead = bool(scheduler.scheduler_config.async_scheduling)
     rank_bytes = engine_bytes // scheduler.parallel_config.tensor_parallel_size
-    cost = SwapCost(scheduler.block_size, rank_bytes, queues=ahead)
-    always, skipped = options.mode == "swap", skipped_tokens(manager)
-    return Swaps(slots, scheduler.block_size, engine_bytes, cost, always=always, totals=totals, skipped=skipped)
+    stages = scheduler.parallel_config.pipeline_parallel_size
+    cost = SwapCost(scheduler.block_size, rank_bytes, queues=ahead, stages=stages)
+    return Swaps(
+        slots,
+        scheduler.block_size,
+        engine_bytes,
+        cost,
+        always=options.mode == "swap",
+        totals=totals,
+        skipped=skipped_tokens(manager),
+        states=HostSlots(scheduler.max_num_running_reqs) if keeps_states(scheduler.vllm_config) else None,
+    )

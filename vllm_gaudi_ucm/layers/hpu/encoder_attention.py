@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_gaudi_ucm.vllm_api.model import MMEncoderAttention
+from vllm_gaudi_ucm.vllm_api.sequence_numbers import numbers_of_rows
 
 ROWS = 1024
 """Rows that are multiplied at once, which bounds the memory of scores."""
@@ -26,10 +27,11 @@ class GaudiEncoderAttention(MMEncoderAttention):
         max_seqlen: torch.Tensor | None = None,
         sequence_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """sequence_lengths: int [rows], the number of each row's sequence, from a `GridEncoder`; None: not known.
-        max_seqlen: rows of the longest sequence, on the host; read only with these numbers.
+        """cu_seqlens: vLLM's bounds, or the number of each row's sequence (`sequence_numbers`). max_seqlen: rows of the
+        longest sequence, on the host; read only with these numbers.
         """
-        if sequence_lengths is None:
+        numbers = numbers_of_rows(cu_seqlens)
+        if numbers is None:
             return self.forward_native(query, key, value, cu_seqlens, max_seqlen, sequence_lengths)
         assert max_seqlen is not None, "numbers of sequences come with the longest one's length"
         by_heads = self.view_qkv_to_4d(query, key, value, query.shape[0], query.shape[1], key.shape[1])
@@ -38,7 +40,7 @@ class GaudiEncoderAttention(MMEncoderAttention):
         for first in range(0, count, ROWS):
             rows = slice(first, min(first + ROWS, count))
             near = slice(max(0, first - reach + 1), min(count, rows.stop + reach - 1))
-            together = sequence_lengths[rows, None] == sequence_lengths[None, near]
+            together = numbers[rows, None] == numbers[None, near]
             pieces.append(
                 scaled_dot_product_attention(
                     q[:, :, rows],

@@ -4,11 +4,14 @@ vLLM decides what a checkpoint's configuration means, and which layers it applie
 `register_quantization_config`, before any configuration of an engine is made.
 """
 
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from vllm_gaudi_ucm.envs import observed
+from vllm_gaudi_ucm.layers.measured.config import UcmIncConfig
 from vllm_gaudi_ucm.layers.quantised.experts import QuantisedExpertsMethod
 from vllm_gaudi_ucm.layers.quantised.formats import (
     AwqFormat,
@@ -85,13 +88,31 @@ class ScaleOfLatents:
 
 
 class UcmFp8Config(ScaleOfLatents, Fp8Config):
-    """`fp8`: e4m3 weights with a scale per matrix, or per block (DeepSeek)."""
+    """`fp8`: e4m3 weights with a scale per matrix, or per block (DeepSeek).
+
+    With `QUANT_CONFIG` linear layers are quantised anew, by measured ranges; experts keep their codes.
+    """
+
+    @cached_property
+    def _measured(self) -> UcmIncConfig | None:
+        return UcmIncConfig() if observed("QUANT_CONFIG") else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "UcmFp8Config":
+        """Makes the method of a checkpoint. Raises QuantConfigError for measured ranges that cannot be used."""
+        found = cast(UcmFp8Config, super().from_config(config))
+        # files are read now, and not while a model is built
+        _ = found._measured
+        return found
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         return _DTYPES
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        measured = self._measured
+        if measured is not None and isinstance(layer, AttentionLayerBase):
+            return measured.get_quant_method(layer, prefix)
         if isinstance(layer, Attention):
             return super().get_quant_method(layer, prefix)
         if isinstance(layer, AttentionLayerBase):
@@ -106,6 +127,8 @@ class UcmFp8Config(ScaleOfLatents, Fp8Config):
             if self.store_dtype is not None:
                 raise UnsupportedFeatureError(f"experts of {self.store_dtype} in an fp8 checkpoint", _ASKED_BY)
             return QuantisedExpertsMethod(layer.moe_config, self._format())
+        if measured is not None:
+            return measured.of_linear(cast(LinearBase, layer), prefix, self._format())
         return _linear_method(self._format(), prefix)
 
     def _format(self) -> ScaledFormat:
@@ -272,6 +295,7 @@ METHODS: dict[str, type] = {
     "compressed-tensors": UcmCompressedTensorsConfig,
     **dict.fromkeys(("gptq", "gptq_marlin", "auto_gptq"), UcmGPTQConfig),
     "gpt_oss_mxfp4": UcmGptOssMxfp4Config,
+    "inc": UcmIncConfig,
     **dict.fromkeys(("awq", "awq_marlin", "auto_awq"), UcmAWQConfig),
 }
 """Methods by vLLM's names; several names stand for one format."""

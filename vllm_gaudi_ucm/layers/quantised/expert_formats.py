@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.layers.quantised.formats import (
     GptqFormat,
     Mxfp4Format,
     PackedIntegers,
+    PlainFormat,
     ScaledFormat,
     WeightFormat,
 )
@@ -152,6 +153,8 @@ def stacked(form: WeightFormat, matrix: ExpertMatrix, refine: tuple[int, int] | 
         case Mxfp4Format():
             yield Stacked(form.codes, (outputs, inputs // 2), torch.uint8)
             yield Stacked("weight_scale", (outputs, matrix.groups(form.group)), torch.uint8, "group")
+        case PlainFormat():
+            yield Stacked("weight", (outputs, inputs), form.dtype)
         case _:
             raise AssertionError(f"experts of {form}")
 

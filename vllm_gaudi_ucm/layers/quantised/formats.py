@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.ops.quantised_linear.rounding import joined
 from vllm_gaudi_ucm.ops.quantised_linear.weight import (
     QuantisedWeight,
     RowRounding,
+    dequantise,
     scales_of_exponents,
     unpack_e2m1,
     unpack_integers,
@@ -337,3 +338,30 @@ class Mxfp4Format:
     def decode(self, parts: Mapping[str, Tensor]) -> QuantisedWeight:
         scales = scales_of_exponents(parts["weight_scale"])
         return QuantisedWeight(unpack_e2m1(parts[self.codes]), scales, (1, self.group))
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """A plain weight, or one in another format, which is quantised once it is loaded.
+
+    dtype: the dtype in which it is loaded, or written out. quantise: makes the codes of a weight [outputs, inputs].
+    stored: the checkpoint's format; None: plain weights.
+    """
+
+    dtype: torch.dtype
+    quantise: Callable[[Tensor], QuantisedWeight]
+    stored: WeightFormat | None = None
+
+    def create(self, layer: nn.Module, part: LayerPart) -> None:
+        if self.stored is not None:
+            self.stored.create(layer, part)
+            return
+        layer.register_parameter("weight", _matrix(part, self.dtype))
+
+    def read(self, layer: nn.Module) -> QuantisedWeight:
+        if self.stored is not None:
+            return self.quantise(dequantise(self.stored.read(layer), self.dtype))
+        return self.decode({"weight": _take(layer, "weight")})
+
+    def decode(self, parts: Mapping[str, Tensor]) -> QuantisedWeight:
+        return self.quantise(parts["weight"])

@@ -1,6 +1,7 @@
-"""The gated delta rule on CUDA: decodes in one Triton launch, and prompts as torch's products over tiles.
+"""The gated delta rule on CUDA: decodes in one Triton launch, and prompts as torch's products over tiles,
+whose states a second launch hands on from tile to tile.
 
-The kernel is imported where it is launched, because triton is optional.
+Kernels are imported where they are launched, because triton is optional.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.cuda.state_tiles import carry_on_cuda
 from vllm_gaudi_ucm.ops.gated_delta.impl.tiled import TiledDelta
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
 from vllm_gaudi_ucm.ops.registry import why_not_triton
@@ -24,6 +26,7 @@ class CudaDelta(TiledDelta):
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
     priority: ClassVar[int] = 20
     traceable: ClassVar[bool] = False
+    carry = staticmethod(carry_on_cuda)
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)

@@ -65,8 +65,11 @@ def _seconds(run: Callable[[], object], stream: torch.cuda.Stream | None) -> flo
         run()
         torch.cuda.synchronize()
         graph.capture_begin(capture_error_mode="thread_local")
-        run()
-        graph.capture_end()
+        try:
+            run()
+        finally:
+            # an error in between must not leave the stream capturing
+            graph.capture_end()
         graph.replay()
         for _ in range(REPLAYS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

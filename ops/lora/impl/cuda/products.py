@@ -8,6 +8,7 @@ the layer itself (`ways.py`). The kernels are imported where they are launched, 
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
@@ -19,11 +20,13 @@ from torch.nn import functional
 from vllm_gaudi_ucm.ops.cuda.early_start import follows, starts_early
 from vllm_gaudi_ucm.ops.cuda.side_streams import side_streams
 from vllm_gaudi_ucm.ops.lora.impl.cuda.tiles import RowTiles, Sizes, choose_second, choose_sizes, group_rows
-from vllm_gaudi_ucm.ops.lora.impl.cuda.ways import Way, fastest_way, is_measured, set_times
+from vllm_gaudi_ucm.ops.lora.impl.cuda.ways import Way, fastest_way, is_measured, leave_to_rule, set_times
 from vllm_gaudi_ucm.ops.lora.impl.stacked import StackedLora
 from vllm_gaudi_ucm.ops.lora.implementation import LoraImplementation
 from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
 from vllm_gaudi_ucm.ops.registry import why_not_triton
+
+logger = logging.getLogger(__name__)
 
 MOST_SLICES = 4
 
@@ -57,7 +60,12 @@ class CudaLora(LoraImplementation):
 
         if weights.down.device.type != "cuda" or len(weights.outputs) > MOST_SLICES or is_measured():
             return
-        set_times(measure_ways(weights, self.layer))
+        try:
+            set_times(measure_ways(weights, self.layer))
+        except Exception as error:
+            # an engine serves without, only slower
+            leave_to_rule()
+            logger.warning("The ways of adapters cannot be measured, so a rule chooses: %s", error)
         torch.cuda.empty_cache()
 
     def layer(self, own: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights, way: Way) -> Tensor:

@@ -25,7 +25,7 @@ class Way(StrEnum):
 Times = Mapping[Way, tuple[float, ...]]
 """Seconds of a layer with adapters, by way and `MEASURED_ROWS`."""
 
-_chosen: dict[str, tuple[Way, ...]] = {}
+_chosen: dict[str, tuple[Way, ...] | None] = {}
 
 
 def set_times(times: Times) -> None:
@@ -35,8 +35,13 @@ def set_times(times: Times) -> None:
         _chosen["ways"] = tuple(min(Way, key=lambda way: times[way][at]) for at in range(len(MEASURED_ROWS)))
 
 
+def leave_to_rule() -> None:
+    """Notes that the ways cannot be measured, so that no other layer tries."""
+    _chosen["ways"] = None
+
+
 def is_measured() -> bool:
-    """Returns whether this process knows measured times."""
+    """Returns whether this process has measured the ways, or found that it cannot."""
     return bool(_chosen)
 
 

@@ -3,6 +3,8 @@
 Codes are 8-bit floats with a scale per output. The operator for them takes rows rounded to 8-bit floats, and rounds the
 input of its second product too, each row with a scale of its own. Its results are bfloat16. Outside of compiled
 regions, the vendor's source omits one of the scales and has no scales per output, so weights are dequantised there.
+
+Few rows of a layer with many small experts gather the ones that they chose (`gathered.py`), unless these are codes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.hpu.operators import CAST_TO_FP8, EXPERTS, EXPERTS_FP8, EXPERTS_WITH_BIAS
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes
+from vllm_gaudi_ucm.ops.moe.impl.hpu.gathered import compute_gathered, gathering_pays
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights, MoeImplementation
 from vllm_gaudi_ucm.ops.moe.spec import CODES, PLAIN, MoeSpec
 from vllm_gaudi_ucm.ops.narrow_floats import widened
@@ -24,12 +27,15 @@ ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu"}
 
 
 class Matrices(NamedTuple):
-    """Views of each expert's weights and biases, made once: at the same offsets in every layer."""
+    """Views of each expert's weights and biases, made once: at the same offsets in every layer. whole: what they are
+    views of.
+    """
 
     w13: list[Tensor]
     w2: list[Tensor]
     w13_bias: list[Tensor]
     w2_bias: list[Tensor]
+    whole: ExpertWeights
 
 
 class CodedMatrices(NamedTuple):
@@ -88,7 +94,8 @@ class HpuMoe(MoeImplementation):
         return spec.form in ACTIVATIONS and spec.is_plain_gate and EXPERTS.resolve().call is not None
 
     def prepare(self, weights: ExpertWeights, spec: MoeSpec) -> Matrices:
-        return Matrices(*([] if each is None else list(each.detach().unbind(0)) for each in weights))
+        w13, w2, w13_bias, w2_bias = ([] if each is None else list(each.detach().unbind(0)) for each in weights)
+        return Matrices(w13, w2, w13_bias, w2_bias, weights)
 
     def prepare_codes(self, weights: CodedExperts, spec: MoeSpec) -> CodedMatrices:
         """Prepares codes for which `why_not_codes` is None, within the range of the card."""
@@ -100,13 +107,19 @@ class HpuMoe(MoeImplementation):
     def compute(self, x: Tensor, ids: Tensor, shares: Tensor, form: Matrices | CodedMatrices, spec: MoeSpec) -> Tensor:
         if isinstance(form, CodedMatrices):
             return _by_codes(x, ids, shares, form, ACTIVATIONS[spec.form])
+        if gathering_pays(x.shape[0], ids.shape[1], form.whole):
+            return compute_gathered(x, ids, shares, form.whole, spec)
+        return self.fused(x, ids, shares, form, spec)
+
+    def fused(self, x: Tensor, ids: Tensor, shares: Tensor, form: Matrices, spec: MoeSpec) -> Tensor:
+        """Computes rows by the vendor's operator; tensors as in `compute`."""
         # the graph compiler refuses other dtypes of ids and shares
         chosen = x, ids.to(torch.int64), shares.to(x.dtype)
         last = len(form.w13) - 1
         if spec.bias:
             return torch.ops.hpu.mixture_of_experts.bias_fused_weights(
                 *chosen,
-                *form,
+                *(form.w13, form.w2, form.w13_bias, form.w2_bias),
                 permuted_weights=True,
                 experts_min=0,
                 experts_max=last,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_gaudi_ucm.ops.hpu.operators import CAST_TO_FP8, CONVERT_FROM_UINT4, FP8_GEMM
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
 if TYPE_CHECKING:
@@ -33,14 +34,16 @@ def _has_uint4() -> bool:
 
 
 class GaudiFp8:
-    """Multiplies e4m3 rows by an e4m3 weight with a scale per output; each row gets its own scale.
+    """Multiplies e4m3 rows by an e4m3 weight with a scale per output; each row gets its own scale, or all have one that
+    was measured.
 
     Args:
         largest: the largest magnitude of an e4m3: 240 on a Gaudi 2, otherwise 448.
+        measured: whether weights have a `narrowing`.
     """
 
-    def __init__(self, largest: float) -> None:
-        self._largest = largest
+    def __init__(self, largest: float, measured: bool = False) -> None:
+        self._largest, self._measured = largest, measured
 
     @staticmethod
     def covers(weight: QuantisedWeight) -> bool:
@@ -56,13 +59,23 @@ class GaudiFp8:
         codes, scales = weight.codes, weight.scales.flatten()
         if self._largest < 448 and float(codes.float().abs().amax()) > self._largest:
             codes, scales = (codes.float() * 0.5).to(torch.float8_e4m3fn), scales * 2
-        return {"weight": codes, "weight_scale": scales}
+        packed = {"weight": codes, "weight_scale": scales}
+        if weight.narrowing is None:
+            return packed
+        scale, inverse = weight.narrowing.pair().unbind()
+        return {**packed, "input_scale": scale.reshape(1), "input_inverse": inverse.reshape(1)}
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
         """Multiplies x [..., inputs]. The rounding error of an input is up to 1/16 of itself, or 2 ** -10 of the
         largest of its row if that is more.
         """
-        narrow, scale = narrow_rows(x.reshape(-1, x.shape[-1]), self._largest)
+        rows = x.reshape(-1, x.shape[-1])
+        if self._measured:
+            # numbers beyond the measured range saturate
+            scale = layer.input_scale
+            narrow: Tensor = torch.ops.hpu.cast_to_fp8_v2(rows, layer.input_inverse, False, False, E4M3)[0]
+        else:
+            narrow, scale = narrow_rows(rows, self._largest)
         found: Tensor = torch.ops.hpu.fp8_gemm_v2(
             narrow, False, layer.weight, True, None, x.dtype, scale, layer.weight_scale, bias, False
         )
@@ -123,5 +136,10 @@ def choose(weight: QuantisedWeight, target: Target) -> Product | None:
     Codes of 8 bits with scales by block become plain weights: one scale for each output would change them.
     """
     if GaudiFp8.covers(weight):
-        return GaudiFp8(target.largest)
+        return GaudiFp8(target.largest, weight.narrowing is not None)
+    if weight.narrowing is not None:
+        raise ValueError(
+            "rows are rounded by measured ranges (QUANT_CONFIG), for which this Gaudi software lacks cast_to_fp8_v2 or "
+            "fp8_gemm_v2; take a newer release, or serve without --quantization inc"
+        )
     return GaudiUint4(target.dtype) if GaudiUint4.covers(weight) else None

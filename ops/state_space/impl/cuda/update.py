@@ -1,6 +1,7 @@
-"""State-space layers on CUDA: decodes in one Triton launch, and prompts as torch's products over tiles.
+"""State-space layers on CUDA: decodes in one Triton launch, and prompts as torch's products over tiles,
+whose states a second launch hands on from tile to tile.
 
-The kernel is imported where it is launched, because triton is optional.
+Kernels are imported where they are launched, because triton is optional.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.cuda.state_tiles import carry_on_cuda
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 from vllm_gaudi_ucm.ops.state_rows import StateRows, rows_together
 from vllm_gaudi_ucm.ops.state_space.impl.tiled import TiledSpace
@@ -24,6 +26,7 @@ class CudaSpace(TiledSpace):
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
     priority: ClassVar[int] = 20
     traceable: ClassVar[bool] = False
+    carry = staticmethod(carry_on_cuda)
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)

@@ -1,0 +1,95 @@
+"""The replay of an agents' trace: prompts with equal beginnings, load, times, and the table."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import agent_first_token
+from benchmarks.agent_first_token import SMALL, engine_options, first_tokens, main, prompts_of
+from vllm_gaudi_ucm_tools.store.traffic_log import TrafficLog, read_traffic
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> TrafficLog:
+    path = tmp_path / "agents.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in SMALL.lines()))
+    return read_traffic(path, SMALL.block_tokens)
+
+
+class FakeEngine:
+    """Answers each request with one token, two steps after it came."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        self.llm_engine = self
+        self.waiting: dict[str, Any] = {}
+        self.most = 0
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+        self.waiting[name] = [2, prompt["prompt_token_ids"]]
+        self.most = max(self.most, len(self.waiting))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.waiting)
+
+    def step(self) -> list[Any]:
+        for state in self.waiting.values():
+            state[0] -= 1
+        done = {name: state[1] for name, state in self.waiting.items() if state[0] == 0}
+        for name in done:
+            del self.waiting[name]
+        half = {name: len(prompt) // 2 for name, prompt in done.items()}
+        return [
+            SimpleNamespace(
+                request_id=name,
+                outputs=[SimpleNamespace(token_ids=[1])],
+                num_cached_tokens=half[name],
+                prompt_token_ids=prompt,
+            )
+            for name, prompt in done.items()
+        ]
+
+
+def test_equal_blocks_are_equal_tokens(log: TrafficLog) -> None:
+    prompts = list(prompts_of(log, 1000, 0))
+    assert [len(prompt) for prompt in prompts] == [request.prompt_tokens for request in log.requests]
+    assert all(one[:256] == prompts[0][:256] for one in prompts)
+    assert next(prompts_of(log, 1000, 1)) != prompts[0]
+    unit = log.unit_tokens
+    for (one, a), (other, b) in itertools.pairwise(zip(prompts, log.requests, strict=True)):
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a.prompt, b.prompt)))  # noqa: B905
+        assert one[: common * unit] == other[: common * unit]
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_every_request_has_a_time(log: TrafficLog, at_once: int) -> None:
+    engine = FakeEngine()
+    found = first_tokens(engine, log, at_once, 4, 0)
+    assert len(found) == len(log.requests)
+    assert engine.most == at_once
+    assert all(one["ms"] > 0 and one["cached"] == pytest.approx(0.5, abs=0.01) for one in found)
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def measured(args: Any) -> Any:
+        assert args.trace.is_file()
+        return {"low": {"none": [{"ms": 4.0, "cached": 0.0}], "memory": [{"ms": 1.0, "cached": 0.9}]}}
+
+    monkeypatch.setattr(agent_first_token, "measure", measured)
+    assert main(["--json", str(tmp_path / "figures.json")]) == 0
+    assert "0.25" in capsys.readouterr().out
+    assert json.loads((tmp_path / "figures.json").read_text())["low"]["memory"][0]["cached"] == 0.9
+
+
+def test_each_side_is_different(tmp_path: Path) -> None:
+    sides = [repr(engine_options(side, str(tmp_path), 1 << 30)) for side in agent_first_token.SIDES]
+    assert len(set(sides)) == len(sides)

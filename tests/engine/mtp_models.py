@@ -1,0 +1,151 @@
+"""Tiny random models with a layer of multi-token prediction (MTP), and a plain torch computation of its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5RMSNorm,
+    Qwen3_5TextRotaryEmbedding,
+)
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextDecoderLayer,
+    Qwen3NextRMSNorm,
+    Qwen3NextRotaryEmbedding,
+)
+
+from tests.engine.head_models import WIDTH, Pair, with_experts
+from tests.engine.hybrids import hybrid_config
+from tests.engine.tiny_models import make_config, make_model
+
+# of the tiny models: with whole contexts, and with experts if there are any
+_LIKE_LAYER = 1
+
+
+class Family(NamedTuple):
+    """Says how a checkpoint names the parts of its layer.
+
+    prefix: of the layer. embedding_norm, state_norm, norm, join: names of the parts around it. feeds_normed: whether
+    the next pass reads the state after the last norm. skips_first: whether the row at position 0 reads no token.
+    """
+
+    layer: Callable[..., Any]
+    rotary: Callable[..., Any]
+    norm_of: Callable[..., Any]
+    count: str
+    prefix: str
+    embedding_norm: str
+    state_norm: str
+    join: str
+    norm: str
+    feeds_normed: bool
+    skips_first: bool
+
+
+def _qwen(layer: Any, rotary: Any, norm: Any, count: str) -> Family:
+    names = ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+    return Family(layer, rotary, norm, count, *names, feeds_normed=True, skips_first=False)
+
+
+_GLM = "model.layers.2."
+MTP_FAMILIES = {
+    "glm4_moe": Family(
+        Glm4MoeDecoderLayer,
+        Glm4MoeRotaryEmbedding,
+        Glm4MoeRMSNorm,
+        "num_nextn_predict_layers",
+        _GLM,
+        f"{_GLM}enorm",
+        f"{_GLM}hnorm",
+        f"{_GLM}eh_proj",
+        f"{_GLM}shared_head.norm",
+        feeds_normed=False,
+        skips_first=True,
+    ),
+    "qwen3_next": _qwen(Qwen3NextDecoderLayer, Qwen3NextRotaryEmbedding, Qwen3NextRMSNorm, "num_nextn_predict_layers"),
+    "qwen3_5_text": _qwen(Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding, Qwen3_5RMSNorm, "mtp_num_hidden_layers"),
+}
+
+
+def make_mtp(folder: Path, name: str) -> Pair:
+    """Writes a model of a family with its layer, which Transformers ignores."""
+    family = MTP_FAMILIES[name]
+    config = (make_config if name == "glm4_moe" else hybrid_config)(name, **{family.count: 1})
+    target = make_model(folder / name, config, seed=1)
+    torch.manual_seed(7)
+    path = target / "model.safetensors"
+    tensors = load_file(path)
+    like = f"model.layers.{_LIKE_LAYER}."
+    own = {name.replace(like, family.prefix): one for name, one in tensors.items() if name.startswith(like)}
+    own = {name: one + 0.1 * torch.randn_like(one) for name, one in own.items()}
+    for norm in (family.embedding_norm, family.state_norm, family.norm):
+        own[f"{norm}.weight"] = 1 + 0.1 * torch.randn(WIDTH)
+    own[f"{family.join}.weight"] = torch.randn(WIDTH, 2 * WIDTH) * 0.2
+    if name == "glm4_moe":
+        own[f"{family.prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        own[f"{family.prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file({**tensors, **own}, path, metadata={"format": "pt"})
+    return Pair("mtp", target, None)
+
+
+class PlainMtp:
+    """Drafts for a text, computed anew without a cache: a row at position p has the model's state there and the token
+    at p + 1."""
+
+    def __init__(self, pair: Pair, name: str) -> None:
+        self._family = family = MTP_FAMILIES[name]
+        self._target: Any = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+        self._tensors = load_file(pair.target / "model.safetensors")
+        config = self._config = self._target.config
+        self._rotary = family.rotary(config)
+        self._layer: Any = family.layer(config, _LIKE_LAYER).eval()
+        prefix = family.prefix
+        own = {name.removeprefix(prefix): one for name, one in self._tensors.items() if name.startswith(prefix)}
+        if any(name.startswith("mlp.experts.0.") for name in own):
+            own = with_experts(own)
+        self._layer.load_state_dict({name: own[name] for name in self._layer.state_dict()})
+
+    @torch.inference_mode()
+    def drafts(self, tokens: Sequence[int], count: int) -> tuple[list[int], torch.Tensor]:
+        """Returns the drafts after a text, and the logits of each, float32 [count, vocabulary]."""
+        text = torch.tensor(tokens)
+        states = self._target.model(text[None, :-1]).last_hidden_state[0]
+        embed, logits, drafts = self._target.model.embed_tokens, [], []
+        embeddings = embed(text[1:])
+        for _ in range(count):
+            found = self._forward(embeddings, states)
+            normed = self._normed(found, self._family.norm)
+            logits.append(self._target.lm_head(normed[-1]))
+            drafts.append(int(logits[-1].argmax()))
+            embeddings = torch.cat([embeddings, embed(torch.tensor(drafts[-1:]))])
+            states = torch.cat([states, (normed if self._family.feeds_normed else found)[-1:]])
+        return drafts, torch.stack(logits)
+
+    def _normed(self, states: torch.Tensor, name: str) -> torch.Tensor:
+        norm = self._family.norm_of(states.shape[-1], self._config.rms_norm_eps)
+        norm.weight.data = self._tensors[f"{name}.weight"]
+        found: torch.Tensor = norm(states)
+        return found
+
+    def _forward(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        family, rows = self._family, len(states)
+        if family.skips_first:
+            embeddings = torch.where(torch.arange(rows)[:, None] == 0, 0, embeddings)
+        both = self._normed(embeddings, family.embedding_norm), self._normed(states, family.state_norm)
+        mixed = torch.cat(both, -1) @ self._tensors[f"{family.join}.weight"].T
+        positions = torch.arange(rows)[None]
+        found = self._layer(
+            mixed[None],
+            attention_mask=torch.full((rows, rows), float("-inf")).triu(1)[None, None],
+            position_ids=positions,
+            position_embeddings=self._rotary(mixed[None], positions),
+        )
+        state: torch.Tensor = (found[0] if isinstance(found, tuple) else found)[0]
+        return state

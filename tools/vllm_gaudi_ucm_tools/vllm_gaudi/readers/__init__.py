@@ -1,0 +1,1 @@
+"""Readers of traffic: one file for each kind of log."""

@@ -1,0 +1,54 @@
+"""Encoders of pictures as tiles of one size (InternVL): `vllm.model_executor.models.interns1`.
+
+Internal: `extract_feature` and `num_image_token` of such a model.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+__all__ = ["TileEncoder"]
+
+
+class TileEncoder:
+    """Runs an encoder on the tiles of a picture and on tiles of zeros behind them, which nothing reads.
+
+    Reason: the model has a shape for each number of tiles.
+    Remove when: it implements `SupportsEncoderCudaGraph`, which pads the number.
+
+    unit: tokens of a tile; sizes are multiples of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = cast(Any, model)
+        self._dtype = next(self._model.vision_tower.parameters()).dtype
+        self.unit: int = self._model.num_image_token
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TileEncoder | None":
+        """Returns the encoder of a model; None if it has another kind of encoder."""
+        tiled = all(hasattr(model, name) for name in ("extract_feature", "num_image_token", "vision_tower"))
+        return cls(model) if tiled else None
+
+    def count(self, inputs: Mapping[str, object]) -> int:
+        """Returns the tokens of a picture."""
+        return len(cast(torch.Tensor, inputs["pixel_values"])) * self.unit
+
+    def empty(self, tokens: int) -> Mapping[str, object]:
+        """Returns the inputs of a picture of zeros, on the host."""
+        config = self._model.config.vision_config
+        shape = (tokens // self.unit, config.num_channels, *config.image_size)
+        return {"pixel_values": torch.zeros(shape, dtype=self._dtype)}
+
+    def padded(self, inputs: Mapping[str, object], tokens: int) -> dict[str, torch.Tensor]:
+        """Returns what `run` takes, on the host. tokens: of the result."""
+        tiles = cast(torch.Tensor, inputs["pixel_values"]).to(self._dtype)
+        pads = tiles.new_zeros((tokens // self.unit - len(tiles), *tiles.shape[1:]))
+        return {"pixel_values": torch.cat([tiles, pads])}
+
+    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the embeddings [tokens, width]; the picture's are first. inputs: on the device."""
+        found: torch.Tensor = self._model.extract_feature(inputs["pixel_values"]).flatten(0, 1)
+        return found
