@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,12 +19,7 @@ PATIENCE = 30.0
 
 
 def nixl(role: str = "kv_both", **options: Any) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector="NixlConnector",
-        kv_connector_module_path="vllm_gaudi_ucm.connector.nixl_connector",
-        kv_role=role,
-        **options,
-    )
+    return KVTransferConfig(kv_connector="NixlConnector", kv_role=role, **options)
 
 
 def new_side_channel(patch: pytest.MonkeyPatch) -> None:
@@ -46,16 +42,39 @@ def prefill(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
     return dict(output.kv_transfer_params)
 
 
-def decode(engine: Engine, prompt: Sequence[int], transfer: dict[str, Any], max_tokens: int, *others: Engine) -> Answer:
+@dataclass(frozen=True)
+class Decoded:
+    """An answer, and the number of tokens that the engine has computed for it."""
+
+    answer: Answer
+    computed: int
+
+
+def decode(
+    engine: Engine, prompt: Sequence[int], transfer: dict[str, Any], max_tokens: int, *others: Engine
+) -> Decoded:
     """Answers a prompt whose blocks another engine has. others: engines that run at the same time."""
-    name, end = engine.new_id(), time.monotonic() + PATIENCE
-    engine.add(name, prompt, params(max_tokens, transfer))
-    while time.monotonic() < end:
-        for other in others:
-            other.step()
-        found = [output for output in engine.step() if output.request_id == name and output.finished]
-        if found:
-            return answer_of(found[0])
+    name, end, computed = engine.new_id(), time.monotonic() + PATIENCE, 0
+    scheduler = engine.core.scheduler
+    schedule = scheduler.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal computed
+        step = schedule(*args, **kwargs)
+        computed += step.total_num_scheduled_tokens
+        return step
+
+    scheduler.schedule = counted
+    try:
+        engine.add(name, prompt, params(max_tokens, transfer))
+        while time.monotonic() < end:
+            for other in others:
+                other.step()
+            found = [output for output in engine.step() if output.request_id == name and output.finished]
+            if found:
+                return Decoded(answer_of(found[0]), computed)
+    finally:
+        scheduler.schedule = schedule
     raise TimeoutError(f"the request {name} has no answer after {PATIENCE} s")
 
 

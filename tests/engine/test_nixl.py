@@ -42,8 +42,26 @@ def test_tokens_after_blocks_of_another_engine(
                 found.append(decode(second, prompt, prefill(first, prompt), OUTPUTS, first))
             second.check_idle()
             finish_steps(first)
-    assert_same(found, expected)
-    assert [answer.cached_tokens for answer in found] == [len(prompt) - 1 for prompt in PROMPTS]
+    assert_same([one.answer for one in found], expected)
+    assert [one.computed for one in found] == [OUTPUTS] * len(PROMPTS)
+
+
+def test_blocks_that_do_not_fit(tiny_llama: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends other blocks than the first engine named loses its blocks, not the engine."""
+    new_side_channel(monkeypatch)
+    with Engine(tiny_llama, kv_transfer_config=nixl("kv_producer"), **OPTIONS) as first:
+        new_side_channel(monkeypatch)
+        config = nixl("kv_consumer", kv_load_failure_policy="recompute")
+        with Engine(tiny_llama, kv_transfer_config=config, **OPTIONS) as second:
+            right = prefill(first, PROMPTS[3])
+            for wrong in ([[1]], [[1], [2]], [[10**6 + number for number in range(11)]]):
+                found = decode(second, PROMPTS[3], {**right, "remote_block_ids": wrong}, OUTPUTS, first)
+                assert_same([found.answer], expected[3:4])
+                second.llm.reset_prefix_cache()
+            found = decode(second, PROMPTS[3], prefill(first, PROMPTS[3]), OUTPUTS, first)
+            assert_same([found.answer], expected[3:4])
+            assert found.computed == OUTPUTS
+            second.check_idle()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -64,7 +82,7 @@ def test_an_engine_that_is_gone(
     new_side_channel(monkeypatch)
     config = nixl("kv_consumer", kv_load_failure_policy=policy)
     with Engine(tiny_llama, kv_transfer_config=config, **OPTIONS) as engine:
-        found = decode(engine, PROMPTS[1], transfer, OUTPUTS)
+        found = decode(engine, PROMPTS[1], transfer, OUTPUTS).answer
         if policy == "recompute":
             assert_same([found], expected[1:2])
         else:
@@ -77,15 +95,14 @@ def test_as_a_child_of_multi_connector(
     tiny_llama: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Prompts come from the other engine first, then from our store, in which they were kept on arrival."""
-    module = "vllm_gaudi_ucm.connector.nixl_connector"
-    child = {"kv_connector": "NixlConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
+    child = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     new_side_channel(monkeypatch)
     with Engine(tiny_llama, kv_transfer_config=nixl("kv_producer"), **OPTIONS) as first:
         new_side_channel(monkeypatch)
         with Engine(tiny_llama, STATIC, kv_transfer_config=multi(child, ours(tmp_path)), **OPTIONS) as second:
             found = [decode(second, prompt, prefill(first, prompt), OUTPUTS, first) for prompt in PROMPTS]
-            assert_same(found, expected)
-            assert [answer.cached_tokens for answer in found] == [len(prompt) - 1 for prompt in PROMPTS]
+            assert_same([one.answer for one in found], expected)
+            assert [one.computed for one in found] == [OUTPUTS] * len(PROMPTS)
             second.llm.reset_prefix_cache()
             again = second.alone(PROMPTS, OUTPUTS)
     assert_same(again, expected)

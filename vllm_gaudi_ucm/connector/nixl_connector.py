@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorRole
-from vllm_gaudi_ucm.vllm_api.nixl import NixlPullConnector, NixlPullConnectorWorker, describe_parts
+from vllm_gaudi_ucm.vllm_api.nixl import NixlPullConnector, NixlPullConnectorWorker, ReqMeta, describe_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
+
+logger = plugin_logger(__name__)
 
 
 class PairWorker(NixlPullConnectorWorker):
@@ -38,6 +41,21 @@ class PairWorker(NixlPullConnectorWorker):
             blocks = in_blocks(cache, self.block_size)
             regions.update(zip(parts[name], map(_by_head, blocks), strict=True))
         super().register_kv_caches(regions)
+
+    def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
+        """Fails the request alone whose blocks do not fit the other engine's: its client names them, and vLLM asserts
+        that they are right.
+        """
+        try:
+            super()._read_blocks_for_req(req_id, meta)
+        except Exception as error:
+            logger.warning(
+                "The blocks of request %s cannot be read: its kv_transfer_params do not fit the other engine (%s: %s)",
+                req_id,
+                type(error).__name__,
+                error,
+            )
+            self._handle_failed_transfer(req_id, None, self._recv_failures, record_failed_transfer=False)
 
 
 class NixlConnector(NixlPullConnector):

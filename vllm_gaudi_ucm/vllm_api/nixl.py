@@ -1,18 +1,19 @@
 """vLLM's connector for NIXL: `vllm.distributed.kv_transfer.kv_connector.v1.nixl`.
 
 Internal: `NixlPullConnector`, which vLLM also calls `NixlConnector`, and the worker's side of it; ours keep their
-protocol and the scheduler's side. The package `nixl` is only imported when a worker starts.
+protocol and the scheduler's side. `ReqMeta` is a type of its methods. The package `nixl` is only imported when a worker starts.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheConfig, KVCacheSpec, layer_specs
 
-__all__ = ["NixlPullConnector", "NixlPullConnectorWorker", "describe_parts"]
+__all__ = ["NixlPullConnector", "NixlPullConnectorWorker", "ReqMeta", "describe_parts"]
 
 
 def describe_parts(worker: NixlPullConnectorWorker, config: KVCacheConfig, parts: Mapping[str, Sequence[str]]) -> None:
