@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.any_connector import OPTIONS, PROMPTS, SHAPES, STATIC
-from tests.engine.lmcache_engine import alone, forget_options, lmcache
-from tests.engine.multi_connector import multi, ours
+from tests.engine.any_connector import OPTIONS, PROMPTS, SHAPES
+from tests.engine.lmcache_engine import alone, forget_options
 from tests.engine.serving import Answer, Engine, assert_same
 
 pytest.importorskip("lmcache", reason="the package lmcache is not installed")

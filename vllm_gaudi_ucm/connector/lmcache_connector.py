@@ -15,19 +15,23 @@ from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+from vllm.platforms import current_platform
 
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.kv_cache.device_blocks import copy_each
 from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
-from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.distributed import get_tp_group
 from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorRole
 from vllm_gaudi_ucm.vllm_api.lmcache import VllmLMCacheConnector
-from vllm_gaudi_ucm.vllm_api.distributed import get_tp_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
     from vllm_gaudi_ucm.vllm_api.steps import Request
@@ -49,8 +53,9 @@ class PairCopies(GPUConnectorInterface):
     slots of all tokens of the request, int64 on the host.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, device: Device) -> None:
         self._block_size = block_size
+        self._device = device
 
     def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         self._copy(memory_obj.tensor, kwargs["kvcaches"], kwargs["slot_mapping"][start:end], to_host=True)
@@ -78,18 +83,24 @@ class PairCopies(GPUConnectorInterface):
         """LMCache calls this for copies layer by layer, which are refused."""
         raise NotImplementedError("copies of single layers")
 
-    # LMCache may load in a thread, outside of the inference mode in which the cache was made
-    @torch.inference_mode()
+    def warm_up(self, pairs: Sequence[KvPair]) -> None:
+        """Copies the dummy block to the host and back: a Gaudi then has compiled the copies before requests come."""
+        key = in_blocks(pairs[0], self._block_size).key
+        block = torch.empty((2, len(pairs), self._block_size, key[0, 0].numel()), dtype=key.dtype)
+        slots = DUMMY_BLOCK * self._block_size + torch.arange(self._block_size)
+        self._copy(block, pairs, slots, to_host=True)
+        self._copy(block, pairs, slots, to_host=False)
+
     def _copy(self, chunk: torch.Tensor, pairs: Sequence[KvPair], slots: torch.Tensor, *, to_host: bool) -> None:
-        device = [in_blocks(pair, self._block_size)[part] for part in (0, 1) for pair in pairs]
+        caches = [in_blocks(pair, self._block_size)[part] for part in (0, 1) for pair in pairs]
         blocks = slots[:: self._block_size] // self._block_size
-        shape = (len(blocks), *device[0].shape[1:])
-        host = [rows.view(device[0].dtype).view(shape) for part in chunk for rows in part]
+        shape = (len(blocks), *caches[0].shape[1:])
+        host = [rows.view(caches[0].dtype).view(shape) for part in chunk for rows in part]
         both = torch.stack([blocks, torch.arange(len(blocks))], 1)
         if to_host:
-            swap_blocks(device, host, both)
+            copy_each(self._device, caches, host, both)
         else:
-            swap_blocks(host, device, both.flip(1))
+            copy_each(self._device, host, caches, both.flip(1))
 
 
 class LMCacheConnectorV1(VllmLMCacheConnector):
@@ -110,6 +121,8 @@ class LMCacheConnectorV1(VllmLMCacheConnector):
                 "--kv-transfer-config",
             )
         super().register_kv_caches(dict(kv_caches))
+        engine = self._lmcache_engine._manager.lmcache_engine
+        engine.gpu_connector.warm_up(list(kv_caches.values()))
 
     def on_new_request(self, request: Request) -> None:
         """Keeps blocks of different cache salts apart: LMCache's keys do not contain the salt, but tags."""
@@ -157,7 +170,7 @@ def _open_engine(vllm_config: VllmConfig) -> None:
     if problems:
         raise UcmConfigError(problems)
     metadata = VllmServiceFactory(config, vllm_config, "worker").get_or_create_metadata()
-    ranks = get_tp_group()
+    ranks, copies = get_tp_group(), PairCopies(block_size, get_device(current_platform.device_type))
     LMCacheEngineBuilder.get_or_create(
-        ENGINE_NAME, config, metadata, PairCopies(block_size), ranks.broadcast, ranks.broadcast_object
+        ENGINE_NAME, config, metadata, copies, ranks.broadcast, ranks.broadcast_object
     )

@@ -8,13 +8,17 @@ are two regions with names of their own, so both engines need this plugin.
 from __future__ import annotations
 
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.platforms import current_platform
 
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.kv_cache.device_blocks import copy_each
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorRole
 from vllm_gaudi_ucm.vllm_api.nixl import NixlPullConnector, NixlPullConnectorWorker, ReqMeta, describe_parts
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
@@ -96,8 +101,15 @@ class NixlConnector(NixlPullConnector):
 
     def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
         """Ignores the runner's copies, which take pairs: the host's buffers are the regions of PairWorker."""
-        assert self.connector_worker is not None
-        self.connector_worker.set_host_xfer_buffer_ops(copy_regions)
+        worker = self.connector_worker
+        assert worker is not None
+        copy = partial(copy_regions, get_device(current_platform.device_type))
+        worker.set_host_xfer_buffer_ops(copy)
+        if worker.use_host_buffer:
+            # a Gaudi then has compiled the copies before requests come
+            regions = worker.device_kv_caches, worker.host_xfer_buffers
+            for sources, targets, direction in ((*regions, "d2h"), (*reversed(regions), "h2d")):
+                copy(sources, targets, [DUMMY_BLOCK], [DUMMY_BLOCK], direction)
 
 
 def _by_head(blocks: torch.Tensor) -> torch.Tensor:
@@ -106,6 +118,7 @@ def _by_head(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def copy_regions(
+    device: Device,
     sources: Mapping[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     source_ids: Sequence[int],
@@ -117,5 +130,4 @@ def copy_regions(
     sources, targets: regions by name, [blocks, kv heads, block size, head size].
     """
     pairs = torch.tensor([source_ids, target_ids], dtype=torch.int64).T
-    for name, source in sources.items():
-        swap_blocks([_by_head(source)], [_by_head(targets[name])], pairs)
+    copy_each(device, [*map(_by_head, sources.values())], [_by_head(targets[name]) for name in sources], pairs)

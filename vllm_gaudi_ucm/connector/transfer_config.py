@@ -219,5 +219,7 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
         if one.module is None and one.name in _PACKAGES:
             package, extra = _PACKAGES[one.name]
             if find_spec(package) is None:
-                what = f'the KV connector {one.name} without the package {package} (pip install "vllm-gaudi-ucm[{extra}]")'
+                what = (
+                    f'the KV connector {one.name} without the package {package} (pip install "vllm-gaudi-ucm[{extra}]")'
+                )
                 raise UnsupportedFeatureError(what, "--kv-transfer-config")

@@ -91,6 +91,22 @@ class DeviceBlocks:
             self.device.end_recipe()
 
 
+# callers may be threads, which start outside inference mode
+@torch.inference_mode()
+def copy_each(
+    device: Device, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], pairs: torch.Tensor
+) -> None:
+    """Copies blocks between a device and the host like `swap_blocks`, complete when this returns. A Gaudi copies one
+    block at a time, because it would compile a recipe for each number of blocks.
+    """
+    runs = list(zip(alike(sources), alike(targets), strict=True))
+    device.end_recipe()
+    for part in pairs.split(1) if device.kind == "hpu" else (pairs,):
+        for some, others in runs:
+            swap_blocks(some, others, part)
+        device.end_recipe()
+
+
 def _block_bytes(cache: torch.Tensor) -> int:
     return cache[0].numel() * cache.element_size()
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
-from vllm_gaudi_ucm.connector.transfer_params import check_transfer_params
 from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, configured_connectors
+from vllm_gaudi_ucm.connector.transfer_params import check_transfer_params
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError
 from vllm_gaudi_ucm.options.errors import UnsupportedRequestError
