@@ -171,6 +171,4 @@ def _open_engine(vllm_config: VllmConfig) -> None:
         raise UcmConfigError(problems)
     metadata = VllmServiceFactory(config, vllm_config, "worker").get_or_create_metadata()
     ranks, copies = get_tp_group(), PairCopies(block_size, get_device(current_platform.device_type))
-    LMCacheEngineBuilder.get_or_create(
-        ENGINE_NAME, config, metadata, copies, ranks.broadcast, ranks.broadcast_object
-    )
+    LMCacheEngineBuilder.get_or_create(ENGINE_NAME, config, metadata, copies, ranks.broadcast, ranks.broadcast_object)

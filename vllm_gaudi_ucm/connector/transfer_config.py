@@ -101,8 +101,12 @@ _OUR_FORMS = {
     LMCACHE: f"{_ROOM}.lmcache_connector",
 }
 _OFFLOADING_SPEC = {"spec_name": "UcmOffloadingSpec", "spec_module_path": _OFFLOADING_MODULE}
-_PACKAGES = {NIXL: ("nixl", "nixl"), LMCACHE: ("lmcache", "lmcache")}
-"""Connectors that need a package: its name in Python, and the extra of this plugin that brings it."""
+_PACKAGES = {
+    NIXL: ("nixl", 'pip install "vllm-gaudi-ucm[nixl]"'),
+    # what it declares would replace packages of vLLM, and bring CUDA's
+    LMCACHE: ("lmcache", 'pip install --no-deps "lmcache>=0.5.6" aiofile caio'),
+}
+"""Connectors that need a package: its name in Python, and how to install it."""
 _TAKES_PAIRS = "takes_kv_pairs"
 
 
@@ -217,9 +221,7 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
         if one.name == OFFLOADING and "spec_name" not in one.extra:
             one.extra.update(_OFFLOADING_SPEC)
         if one.module is None and one.name in _PACKAGES:
-            package, extra = _PACKAGES[one.name]
+            package, command = _PACKAGES[one.name]
             if find_spec(package) is None:
-                what = (
-                    f'the KV connector {one.name} without the package {package} (pip install "vllm-gaudi-ucm[{extra}]")'
-                )
+                what = f"the KV connector {one.name} without the package {package} ({command})"
                 raise UnsupportedFeatureError(what, "--kv-transfer-config")

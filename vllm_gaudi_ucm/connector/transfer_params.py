@@ -54,7 +54,7 @@ def check_transfer_params(params: Mapping[str, Any]) -> None:
     missing = [name for name in _OF_A_READ if not params.get(name)]
     if params.get("do_remote_prefill") and missing:
         raise ValueError(
-            f"kv_transfer_params['do_remote_prefill']: {missing[0]!r} is missing; send what the first engine has answered"
+            f"kv_transfer_params['do_remote_prefill']: {missing[0]!r} is missing; send what the first engine answered"
         )
     for name, value in params.items():
         if name in _NOT_SERVED:
@@ -70,5 +70,5 @@ def check_transfer_params(params: Mapping[str, Any]) -> None:
         if not fits:
             raise ValueError(
                 f"kv_transfer_params[{name!r}]: found {value!r:.200}, expected {expected}; send what the first engine "
-                "has answered"
+                "answered"
             )

@@ -97,14 +97,17 @@ def copy_each(
     device: Device, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], pairs: torch.Tensor
 ) -> None:
     """Copies blocks between a device and the host like `swap_blocks`, complete when this returns. A Gaudi copies one
-    block at a time, because it would compile a recipe for each number of blocks.
+    block of one tensor at a time: it would compile a recipe for each number of blocks.
     """
-    runs = list(zip(alike(sources), alike(targets), strict=True))
+    if device.kind != "hpu":
+        for some, others in zip(alike(sources), alike(targets), strict=True):
+            swap_blocks(some, others, pairs)
+        return
     device.end_recipe()
-    for part in pairs.split(1) if device.kind == "hpu" else (pairs,):
-        for some, others in runs:
-            swap_blocks(some, others, part)
-        device.end_recipe()
+    for pair in pairs.split(1):
+        for source, target in zip(sources, targets, strict=True):
+            swap_blocks([source], [target], pair)
+            device.end_recipe()
 
 
 def _block_bytes(cache: torch.Tensor) -> int:
