@@ -1,13 +1,13 @@
 """A proxy for two servers: one computes prompts, the other one reads their KV blocks through NIXL and decodes.
 
-    CONFIG='{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}'
+    CONFIG='{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
     VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve MODEL --port 8100 --kv-transfer-config "$CONFIG"
     VLLM_NIXL_SIDE_CHANNEL_PORT=5601 vllm serve MODEL --port 8200 --kv-transfer-config "$CONFIG"
     python examples/two_engines.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 
 Clients then use http://127.0.0.1:8000/v1. If the first server does not answer, the second one computes the prompt, too.
 fastapi, httpx and uvicorn come with vLLM.
-"""  # noqa: E501
+"""
 
 import argparse
 import logging

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from tests.engine.any_connector import OPTIONS, PROMPTS, SHAPES
-from tests.engine.lmcache_engine import alone, forget_options
+from tests.engine.any_connector import OPTIONS, PROMPTS, SHAPES, STATIC
+from tests.engine.lmcache_engine import alone, forget_options, lmcache
+from tests.engine.multi_connector import multi, ours
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
 from tests.ports import free_port
 from vllm_gaudi_ucm.options.errors import UcmConfigError
