@@ -46,13 +46,17 @@ def test_tokens_after_blocks_of_another_engine(
     assert [one.computed for one in found] == [OUTPUTS] * len(PROMPTS)
 
 
-def test_blocks_that_do_not_fit(tiny_llama: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that sends other blocks than the first engine named loses its blocks, not the engine."""
+def test_blocks_that_do_not_fit_and_an_engine_that_ends(
+    tiny_llama: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that sends other blocks than the first engine named loses its blocks, not the engine; and so does one
+    whose first engine has ended before its blocks are read.
+    """
     new_side_channel(monkeypatch)
-    with Engine(tiny_llama, kv_transfer_config=nixl("kv_producer"), **OPTIONS) as first:
+    config = nixl("kv_consumer", kv_load_failure_policy="recompute")
+    with Engine(tiny_llama, kv_transfer_config=config, **OPTIONS) as second:
         new_side_channel(monkeypatch)
-        config = nixl("kv_consumer", kv_load_failure_policy="recompute")
-        with Engine(tiny_llama, kv_transfer_config=config, **OPTIONS) as second:
+        with Engine(tiny_llama, kv_transfer_config=nixl("kv_producer"), **OPTIONS) as first:
             right = prefill(first, PROMPTS[3])
             for wrong in ([[1]], [[1], [2]], [[10**6 + number for number in range(11)]]):
                 found = decode(second, PROMPTS[3], {**right, "remote_block_ids": wrong}, OUTPUTS, first)
@@ -61,7 +65,11 @@ def test_blocks_that_do_not_fit(tiny_llama: Path, expected: list[Answer], monkey
             found = decode(second, PROMPTS[3], prefill(first, PROMPTS[3]), OUTPUTS, first)
             assert_same([found.answer], expected[3:4])
             assert found.computed == OUTPUTS
-            second.check_idle()
+            lost = prefill(first, PROMPTS[2])
+        found = decode(second, PROMPTS[2], lost, OUTPUTS)
+        assert_same([found.answer], expected[2:3])
+        assert_same(second.alone(PROMPTS[1:2], OUTPUTS), expected[1:2])
+        second.check_idle()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

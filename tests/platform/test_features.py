@@ -109,7 +109,7 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
     ),
     (
-        "the KV connector WholeConnector, which takes keys and values of a layer for one tensor",
+        "the KV connector WholeConnector (it does not declare takes_kv_pairs = True), which takes keys and values",
         "--kv-transfer-config",
         {
             "kv_transfer_config": KVTransferConfig(
@@ -713,6 +713,10 @@ def test_transfer_parameters_that_are_no_mapping_are_refused(name: str) -> None:
     with pytest.raises(VLLMValidationError, match=rf"{name}.*found 5, expected a mapping"):
         UcmPlatform.validate_request(None, params)
     UcmPlatform.validate_request(None, SamplingParams(extra_args={name: {"remote_host": "a"}}))
+    if name == "kv_transfer_params":
+        params = SamplingParams(extra_args={name: {"do_remote_prefill": True}})
+        with pytest.raises(VLLMValidationError, match="'remote_block_ids' is missing"):
+            UcmPlatform.validate_request(None, params)
 
 
 @pytest.mark.parametrize("token", [-1, 10**6, 1 << 40, 10**30])
