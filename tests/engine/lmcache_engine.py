@@ -20,8 +20,10 @@ def alone(**options: Any) -> KVTransferConfig:
 
 
 def forget_options(patch: pytest.MonkeyPatch) -> None:
-    """The next engine reads LMCache's options anew; usage is not reported to LMCache's server."""
+    """The next engine reads LMCache's options anew, also if an earlier one has not closed; usage is not reported."""
     from lmcache.integration.vllm import utils
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
     patch.setenv("LMCACHE_TRACK_USAGE", "false")
     patch.setattr(utils, "_config_instance", None)
+    patch.setattr(LMCacheEngineBuilder, "_instances", {})

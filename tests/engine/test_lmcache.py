@@ -100,7 +100,9 @@ def test_chunks_that_are_lost(tiny_llama: Path, expected: list[Answer], tmp_path
         engine.check_idle()
 
 
-def test_a_server_that_is_not_there(tiny_llama: Path, expected: list[Answer]) -> None:
+def test_a_server_that_is_not_there(tiny_llama: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are computed, and the engine ends although LMCache's client of the server does not."""
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.lmcache_connector.CLOSING_SECONDS", 1)
     remote = {"remote_url": f"redis://127.0.0.1:{free_port()}", "blocking_timeout_secs": 1, "local_cpu": False}
     with Engine(tiny_llama, kv_transfer_config=alone(**remote), **OPTIONS) as engine:
         for _ in range(2):

@@ -7,6 +7,7 @@ of pairs; memory, disks, servers, look-ups and keys are LMCache's.
 from __future__ import annotations
 
 import hashlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.device_blocks import copy_each
 from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.distributed import get_tp_group
 from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorRole
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
+logger = plugin_logger(__name__)
+
+CLOSING_SECONDS = 5
 _OPTION = "lmcache."
 _UNSUPPORTED = {
     "use_layerwise": "its copies are made layer by layer inside vLLM's attention; blocks are copied between steps here",
@@ -144,7 +149,12 @@ class LMCacheConnectorV1(VllmLMCacheConnector):
             if part is not None:
                 getattr(part, end)()
         if manager.lmcache_engine is not None:
-            LMCacheEngineBuilder.destroy(ENGINE_NAME)
+            # its client of a server that does not answer closes never
+            closing = threading.Thread(target=LMCacheEngineBuilder.destroy, args=(ENGINE_NAME,), daemon=True)
+            closing.start()
+            closing.join(CLOSING_SECONDS)
+            if closing.is_alive():
+                logger.warning("LMCache has not closed its stores in %d s; they end with the process", CLOSING_SECONDS)
 
 
 def _open_engine(vllm_config: VllmConfig) -> None:
