@@ -10,8 +10,8 @@ class PoolMemory:
 
     @classmethod
     def get_nixl_supported_devices(cls) -> dict[str, tuple[str, ...]]:
-        """Returns where the blocks of a device may be read by another engine. Those of a Gaudi are copied to the host:
-        NIXL is not known to register its memory. vLLM knows CPUs and GPUs.
+        """Returns where the blocks of a device may be read by another engine. A Gaudi's blocks are copied to the host,
+        because NIXL is not known to register its memory. vLLM knows CPUs and GPUs.
         """
         return {"hpu": ("cpu",)}
 
