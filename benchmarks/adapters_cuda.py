@@ -68,10 +68,10 @@ def make_layer(slots: int, sizes: dict[str, tuple[int, tuple[int, ...]]], device
     """Returns a layer with random weights, and random adapters in all slots. sizes: as `LINEAR`."""
     made = {}
     for name, (inputs, outputs) in sizes.items():
-        adapters = AdapterWeights.zeros(inputs, outputs, slots, RANK, torch.bfloat16, device)
+        weight = torch.randn(sum(outputs), inputs, dtype=torch.bfloat16, device=device) * inputs**-0.5
+        adapters = AdapterWeights.joined_with(weight, outputs, slots, RANK)
         adapters.down.normal_(std=inputs**-0.5)
         adapters.up.normal_(std=RANK**-0.5)
-        weight = torch.randn(sum(outputs), inputs, dtype=torch.bfloat16, device=device) * inputs**-0.5
         made[name] = Linear(weight, adapters)
     return made
 
@@ -81,7 +81,8 @@ def linear(x: Tensor, one: Linear, routes: Routes | None) -> Tensor:
     if routes is None:
         return functional.linear(x, one.weight)
     begun = begin_adapters(x, routes, one.adapters)
-    return add_adapters(functional.linear(x, one.weight), x, routes, one.adapters, begun)
+    own = None if begun is None else begun.own
+    return add_adapters(functional.linear(x, one.weight) if own is None else own, x, routes, one.adapters, begun)
 
 
 def decoder_layer(x: Tensor, residual: Tensor, norm: Tensor, layer: Layer, routes: Routes | None) -> Tensor:

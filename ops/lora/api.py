@@ -27,10 +27,17 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Products of a layer that were started before its own one. x: the layer's input."""
+    """Products of a layer that were started before its own one. x: the layer's input. own: the layer's own product
+    without a bias, [rows, outputs], if it is among them; `add_adapters` then takes it as y.
+    """
 
     x: Tensor
     products: Any
+    own: Tensor | None = None
+
+    def is_of(self, x: Tensor) -> bool:
+        """Returns whether x is the input that the products were computed of."""
+        return self.x.data_ptr() == x.data_ptr() and self.x.shape == x.shape and self.x.stride() == x.stride()
 
 
 def route_rows(rows: Tensor, slots: int, rank: int, *, implementation: str = AUTO, captured: bool = False) -> Routes:
@@ -54,7 +61,7 @@ def begin_adapters(x: Tensor, routes: Routes, weights: AdapterWeights) -> Begun 
         # a layer that changes its input first
         return None
     products = routes.implementation.begin(x, routes.form, weights)
-    return None if products is None else Begun(x, products)
+    return None if products is None else Begun(x, products, routes.implementation.own(products, weights))
 
 
 def add_adapters(y: Tensor, x: Tensor, routes: Routes, weights: AdapterWeights, begun: Begun | None = None) -> Tensor:
@@ -71,7 +78,7 @@ def add_adapters(y: Tensor, x: Tensor, routes: Routes, weights: AdapterWeights, 
         _validate(y, x, weights.down.shape[1], routes, weights)
     implementation = routes.implementation
     if begun is not None:
-        if begun.x.data_ptr() == x.data_ptr() and begun.x.stride() == x.stride():
+        if begun.is_of(x):
             return implementation.finish(y, begun.products, routes.form, weights)
         implementation.wait(begun.products)
     return implementation.add(y, x, routes.form, weights)

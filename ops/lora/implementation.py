@@ -19,7 +19,7 @@ class LoraImplementation(Implementation[None], ABC):
     A step's routes are made once, and all layers read them. Where steps are graphs, they are made outside of the
     graphs of layers, and are tensors, so that a graph has one form whichever adapters a step has.
 
-    begins: it may start products before the layer's own one is computed.
+    begins: it may start products before the layer's own one is computed, or compute that one with them.
     """
 
     begins: ClassVar[bool] = False
@@ -37,6 +37,10 @@ class LoraImplementation(Implementation[None], ABC):
 
     def begin(self, x: Tensor, routes: Any, weights: AdapterWeights) -> Any:
         """Starts products that need the layer's input alone, for `finish`; None if `add` computes all of them."""
+        return None
+
+    def own(self, begun: Any, weights: AdapterWeights) -> Tensor | None:
+        """Returns the layer's own product without a bias, [rows, outputs], if `begin` computed it."""
         return None
 
     def wait(self, begun: Any) -> None:

@@ -24,12 +24,15 @@ class AdapterWeights:
     up: [outputs, slots * rank], the matrices B: each slice has its rows of it.
     slots: number of adapters.
     outputs: outputs of each slice.
+    joined: [outputs + slices * slots * rank, inputs], the layer's own weight and `down` in one tensor, so that one
+        product computes both; None if they are apart.
     """
 
     down: Tensor
     up: Tensor
     slots: int
     outputs: tuple[int, ...]
+    joined: Tensor | None = None
 
     @classmethod
     def zeros(
@@ -39,6 +42,20 @@ class AdapterWeights:
         down = torch.zeros(len(outputs) * slots * rank, inputs, dtype=dtype, device=device)
         up = torch.zeros(sum(outputs), slots * rank, dtype=dtype, device=device)
         return cls(down, up, slots, tuple(outputs))
+
+    @classmethod
+    def joined_with(cls, own: Tensor, outputs: Sequence[int], slots: int, rank: int) -> AdapterWeights:
+        """Allocates a layer without adapters, with a copy of its own weight in `joined`. own: [outputs, inputs]."""
+        joined = own.new_zeros(len(own) + len(outputs) * slots * rank, own.shape[1])
+        joined[: len(own)].copy_(own)
+        up = own.new_zeros(len(own), slots * rank)
+        return cls(joined[len(own) :], up, slots, tuple(outputs), joined)
+
+    @property
+    def own(self) -> Tensor:
+        """Returns the layer's own weight, a view of `joined`, which must not be None."""
+        assert self.joined is not None, "the layer's own weight is apart"
+        return self.joined[: len(self.up)]
 
     def on_host(self) -> AdapterWeights:
         """Returns a copy in host memory, in the same layout, to be written there and copied back as a whole."""

@@ -149,12 +149,15 @@ def adapters(dtype: torch.dtype) -> None:
     lora.starts_early = lambda device: True  # type: ignore[assignment]
     implementation = LORA.make("cuda")
     for outputs in ((4096, 1024, 1024), (4096,)):
-        weights = AdapterWeights.zeros(4096, outputs, 8, 16, dtype, torch.device("cpu"))
+        own = torch.empty(sum(outputs), 4096, dtype=dtype)
+        weights = AdapterWeights.joined_with(own, outputs, 8, 16)
         for rows in (1, 64, 300, 2048) if dtype.itemsize < 4 else (1,):
             x, y = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, sum(outputs), dtype=dtype)
             routes = implementation.route(torch.zeros(rows, dtype=torch.int64), 8, 16)
             implementation.add(y, x, routes, weights)
             implementation.finish(y, lora.narrow_in_parallel(x, routes, weights), routes, weights)
+            joined = lora.Joined(torch.empty(rows, len(own) + len(weights.down), dtype=dtype))
+            implementation.finish(implementation.own(joined, weights), joined, routes, weights)
     implementation.add_up(y, torch.empty(rows, 16, dtype=dtype), routes, weights)
     if dtype.itemsize < 4:
         # the most shared memory

@@ -87,6 +87,15 @@ def on_device(weights: AdapterWeights) -> AdapterWeights:
     return AdapterWeights(weights.down.to(DEVICE), weights.up.to(DEVICE), weights.slots, weights.outputs)
 
 
+def joined(case: Case) -> AdapterWeights:
+    """The adapters of a case with a random own weight of their layer."""
+    weights, inputs = case.weights, case.x.shape[1]
+    own = torch.randn(sum(weights.outputs), inputs, generator=torch.Generator().manual_seed(1)).to(case.x.dtype)
+    found = AdapterWeights.joined_with(own.to(DEVICE), weights.outputs, weights.slots, weights.rank)
+    found.copy_from(on_device(weights))
+    return found
+
+
 def run(case: Case, implementation: str) -> Tensor:
     device = "cuda" if GPU and implementation == "cuda" else "cpu"
     weights = case.weights
@@ -218,6 +227,33 @@ def test_products_begun_ahead_of_the_layer_cuda() -> None:
 
 
 @cuda_only
+def test_products_joined_with_the_layers_own_cuda() -> None:
+    """One product computes the layer and all slots, in steps of few rows and of many."""
+    fastest = {way: (float(way is not Way.JOINED),) * len(ways.MEASURED_ROWS) for way in Way}
+    set_times(fastest)
+    try:
+        for rows, dtype in ((1, torch.float32), (40, torch.float32), (300, torch.float16)):
+            case = make_case(rows, rank=16, inputs=600, dtype=dtype, outputs=(24, 8, 16, 8))
+            weights = joined(case)
+            assert weights.joined is not None
+            assert weights.joined.data_ptr() == weights.own.data_ptr()
+            routes = route_rows(case.rows.to(DEVICE), weights.slots, weights.rank, implementation="cuda")
+            x = case.x.to(DEVICE)
+            own = torch.nn.functional.linear(x, weights.own)
+            begun = begin_adapters(x, routes, weights)
+            assert begun is not None
+            assert begun.own is not None
+            torch.testing.assert_close(begun.own, own, atol=0.02, rtol=1e-3)
+            case = case._replace(y=begun.own.cpu().clone())
+            assert_near(case, add_adapters(begun.own, x, routes, weights, begun).cpu())
+            apart = on_device(case.weights)
+            begun = begin_adapters(x, routes, apart)
+            assert begun is None or begun.own is None
+    finally:
+        set_times({})
+
+
+@cuda_only
 def test_what_is_not_begun_cuda() -> None:
     """Inputs that the layer divides among ranks, rows with gaps between their numbers, and other implementations."""
     case = make_case(4)
@@ -236,8 +272,8 @@ def test_what_is_not_begun_cuda() -> None:
 @cuda_only
 def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule decides until the ways are measured, in layers that compute both of them, once in a process."""
-    assert [fastest_way(rows) for rows in (1, 256, 257)] == [Way.PARALLEL, Way.PARALLEL, Way.IN_TURN]
-    weights, calls = on_device(make_case(rank=16).weights), list[tuple[Way, int]]()
+    assert [fastest_way(rows, joined=True) for rows in (1, 256, 257)] == 2 * [Way.PARALLEL] + [Way.IN_TURN]
+    weights, calls = joined(make_case(rank=16)), list[tuple[Way, int]]()
     plain = CudaLora.layer
 
     def layer(self: CudaLora, own: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights, way: Way) -> Tensor:
@@ -247,7 +283,7 @@ def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(compute: Callable[[], object], stream: object) -> float:
         compute()
         way, rows = calls[-1]
-        return float(rows if way is Way.PARALLEL else 64)
+        return {Way.PARALLEL: rows, Way.IN_TURN: 64.0, Way.JOINED: 1.5 if rows == 16 else 100.0}[way]
 
     monkeypatch.setattr(CudaLora, "layer", layer)
     monkeypatch.setattr(measure, "_seconds", seconds)
@@ -257,7 +293,10 @@ def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         set_times(measure.measure_ways(weights, CudaLora("cuda").layer))
         assert set(calls) == {(way, rows) for way in Way for rows in (1, 16, 100)}
-        assert [fastest_way(rows) for rows in (1, 2, 16, 17, 5000)] == 3 * [Way.PARALLEL] + 2 * [Way.IN_TURN]
+        expected = [Way.PARALLEL, Way.JOINED, Way.JOINED, Way.IN_TURN, Way.IN_TURN]
+        assert [fastest_way(rows, joined=True) for rows in (1, 2, 16, 17, 5000)] == expected
+        expected = 3 * [Way.PARALLEL] + 2 * [Way.IN_TURN]
+        assert [fastest_way(rows, joined=False) for rows in (1, 2, 16, 17, 5000)] == expected
         count = len(calls)
         CudaLora("cuda").measure(weights)
         assert len(calls) == count
@@ -276,7 +315,7 @@ def test_a_rule_decides_if_the_ways_cannot_be_measured(
     with caplog.at_level(logging.WARNING):
         CudaLora("cuda").measure(cast(AdapterWeights, SimpleNamespace(down=down, outputs=(8,))))
     assert "out of memory" in caplog.text
-    assert [fastest_way(rows) for rows in (256, 257)] == [Way.PARALLEL, Way.IN_TURN]
+    assert [fastest_way(rows, joined=True) for rows in (256, 257)] == [Way.PARALLEL, Way.IN_TURN]
 
 
 @cuda_only

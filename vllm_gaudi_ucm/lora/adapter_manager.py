@@ -9,6 +9,7 @@ import torch
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.lora.adapter_check import AdapterError, check_adapter
+from vllm_gaudi_ucm.lora.joined_layers import can_join, compute_joined, join
 from vllm_gaudi_ucm.lora.layer_adapters import LayerAdapters
 from vllm_gaudi_ucm.lora.step_routes import StepRoutes
 from vllm_gaudi_ucm.ops.lora.weights import AdapterWeights
@@ -68,10 +69,13 @@ class SlotManager(LRUCacheLoRAModelManager):
             module.set_mapping(adapters)
             if routes.begins and isinstance(module, BaseLinearLayerWithLoRA):
                 module.register_forward_pre_hook(adapters.begin)
+                if adapters.weights.joined is not None:
+                    compute_joined(module, adapters)
         linear = [self.weights[name] for name, one in self.modules.items() if isinstance(one, BaseLinearLayerWithLoRA)]
         if routes.begins and linear:
             # in the smallest layer, the products of adapters take the largest share
-            routes.current.implementation.measure(min(linear, key=lambda one: one.down.shape[1] * len(one.up)))
+            able = [weights for weights in linear if weights.joined is not None] or linear
+            routes.current.implementation.measure(min(able, key=lambda one: one.down.shape[1] * len(one.up)))
 
     def activate_adapter(self, lora_id: int) -> bool:
         is_new = super().activate_adapter(lora_id)
@@ -85,6 +89,8 @@ class SlotManager(LRUCacheLoRAModelManager):
 def _laid_out(module: BaseLayerWithLoRA) -> AdapterWeights:
     """Returns weights without adapters for a layer."""
     if isinstance(module, BaseLinearLayerWithLoRA):
+        if can_join(module):
+            return join(module)
         return _zeros_like(module.lora_a_stacked[0], module.lora_b_stacked)
     if isinstance(module, LogitsProcessorWithLoRA):
         return _zeros_like(module.lora_a_stacked, (module.lora_b_stacked,))

@@ -68,6 +68,10 @@ class LayerAdapters(PunicaWrapperBase):
         if not torch.compiler.is_compiling() and inputs and isinstance(inputs[0], torch.Tensor):
             self._begun = begin_adapters(inputs[0], self.step.current, self.weights)
 
+    def own_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns the layer's own product of x, without a bias, if `begin` computed it."""
+        return None if self._begun is None or not self._begun.is_of(x) else self._begun.own
+
     def update_metadata(self, *_: Any, **others: Any) -> None:
         """Does nothing: a row input of the step has each row's adapter, in place of vLLM's index tensors."""
 

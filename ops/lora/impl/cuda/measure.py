@@ -28,10 +28,11 @@ def measure_ways(like: AdapterWeights, layer: Layer) -> Times:
     """Measures captured layers of the sizes of `like`. Rows take its slots in turn."""
     device, dtype, (_, inputs) = like.down.device, like.down.dtype, like.down.shape
     size = len(like.up) * inputs * dtype.itemsize
-    layers = []
+    ways, layers = [way for way in Way if way is not Way.JOINED or like.joined is not None], []
     for _ in range(max(1, min(CALLS, BYTES // size))):
         own = torch.zeros(len(like.up), inputs, dtype=dtype, device=device)
-        layers.append((own, AdapterWeights.zeros(inputs, like.outputs, like.slots, like.rank, dtype, device)))
+        weights = AdapterWeights.joined_with(own, like.outputs, like.slots, like.rank)
+        layers.append((weights.own, weights))
     steps = []
     for rows in MEASURED_ROWS:
         tiles = group_rows(torch.arange(rows, device=device) % like.slots, like.slots)
@@ -44,11 +45,11 @@ def measure_ways(like: AdapterWeights, layer: Layer) -> Times:
 
     with compiled_side_by_side():
         for step in steps:
-            for way in Way:
+            for way in ways:
                 run(way, *step, calls=1)
     # one stream, because each that multiplies keeps a workspace
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    times = {way: tuple(_seconds(partial(run, way, *step), stream) / CALLS for step in steps) for way in Way}
+    times = {way: tuple(_seconds(partial(run, way, *step), stream) / CALLS for step in steps) for way in ways}
     for rows, *found in zip(MEASURED_ROWS, *times.values(), strict=True):
         each = ", ".join(f"{way} {1e6 * time:.1f} us" for way, time in zip(times, found, strict=True))
         logger.info("A layer of %d to %d with adapters, %d rows: %s", inputs, len(like.up), rows, each)

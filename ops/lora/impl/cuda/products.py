@@ -1,9 +1,11 @@
-"""Adapters on CUDA in Triton: two launches for a layer, whatever the number of its slices and of adapters in a step.
+"""Adapters on CUDA in Triton: one or two launches for a layer, whatever the number of its slices and of adapters in a
+step.
 
 A launch for each step groups its rows by adapter, so a program loads the matrices of one adapter once for all rows of
 its tile. The first product is divided along its depth, because it has few columns, and the second one adds up the
 pieces. The first product needs the layer's input alone: in a captured graph it may run in parallel with the product of
-the layer itself (`ways.py`). The kernels are imported where they are launched, because triton is optional.
+the layer itself, or be a part of it, if the matrices and the layer's weight are in one tensor (`ways.py`). The kernels
+are imported where they are launched, because triton is optional.
 """
 
 from __future__ import annotations
@@ -41,6 +43,20 @@ class Narrow(NamedTuple):
     stream: torch.cuda.Stream | None
 
 
+class Strides(NamedTuple):
+    """Numbers of the first products from a row, a slice, a slot to the next one."""
+
+    row: int
+    slice: int
+    slot: int
+
+
+class Joined(NamedTuple):
+    """A layer's own product and the first products for all slots. found: [rows, outputs + slices * slots * rank]."""
+
+    found: Tensor
+
+
 class CudaLora(LoraImplementation):
     """Adapters by Triton kernels; if chosen by name, also on a CPU under Triton's interpreter."""
 
@@ -70,24 +86,41 @@ class CudaLora(LoraImplementation):
 
     def layer(self, own: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights, way: Way) -> Tensor:
         """Computes a layer and its adapters one way. own: [outputs, inputs], the weight of the layer."""
-        begun = narrow_in_parallel(x, routes, weights) if way is Way.PARALLEL else None
-        y = functional.linear(x, own)
+        begun = self._begin(x, routes, weights, way)
+        y = self.own(begun, weights)
+        if y is None:
+            y = functional.linear(x, own)
         return self.add(y, x, routes, weights) if begun is None else self.finish(y, begun, routes, weights)
 
-    def begin(self, x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Narrow | None:
-        """Computes the first products on a side stream, if that is faster for this number of rows."""
-        covers = len(x) and x.stride(-1) == 1 and len(weights.outputs) <= MOST_SLICES
-        if not covers or fastest_way(len(x)) is not Way.PARALLEL:
+    def begin(self, x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Narrow | Joined | None:
+        """Computes the first products on a side stream, or with the layer's own one, if either is faster for this
+        number of rows.
+        """
+        if not len(x) or x.stride(-1) != 1 or len(weights.outputs) > MOST_SLICES:
             return None
-        return narrow_in_parallel(x, routes, weights)
+        return self._begin(x, routes, weights, fastest_way(len(x), joined=weights.joined is not None))
 
-    def wait(self, begun: Narrow) -> None:
-        if begun.stream is not None:
+    def _begin(self, x: Tensor, routes: RowTiles, weights: AdapterWeights, way: Way) -> Narrow | Joined | None:
+        if way is Way.JOINED:
+            assert weights.joined is not None, "asked for by fastest_way alone"
+            return Joined(functional.linear(x, weights.joined))
+        return narrow_in_parallel(x, routes, weights) if way is Way.PARALLEL else None
+
+    def own(self, begun: Narrow | Joined | None, weights: AdapterWeights) -> Tensor | None:
+        return begun.found[:, : len(weights.up)] if isinstance(begun, Joined) else None
+
+    def wait(self, begun: Narrow | Joined) -> None:
+        if isinstance(begun, Narrow) and begun.stream is not None:
             torch.cuda.current_stream(begun.products.device).wait_stream(begun.stream)
 
-    def finish(self, y: Tensor, begun: Narrow, routes: RowTiles, weights: AdapterWeights) -> Tensor:
+    def finish(self, y: Tensor, begun: Narrow | Joined, routes: RowTiles, weights: AdapterWeights) -> Tensor:
         self.wait(begun)
-        return _widen(y, begun.products, routes, weights, begun.sizes, early=False)
+        if isinstance(begun, Narrow):
+            return _widen(y, begun.products, routes, weights, begun.sizes, early=False)
+        narrow = begun.found[:, len(weights.up) :]
+        sizes = choose_second(routes, weights.rank)
+        strides = Strides(narrow.stride(0), weights.slots * weights.rank, weights.rank)
+        return _widen(y, narrow, routes, weights, sizes, early=False, by_row=strides)
 
     def add(self, y: Tensor, x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Tensor:
         if not len(x):
@@ -102,7 +135,8 @@ class CudaLora(LoraImplementation):
         if not len(y):
             return y
         sizes = choose_second(routes, weights.rank)
-        return _widen(y, narrow.contiguous(), routes, weights, sizes, early=False, by_row=True)
+        by_row = Strides(weights.rank, 0, 0)
+        return _widen(y, narrow.contiguous(), routes, weights, sizes, early=False, by_row=by_row)
 
 
 def narrow_in_parallel(x: Tensor, routes: RowTiles, weights: AdapterWeights) -> Narrow:
@@ -150,10 +184,10 @@ def _widen(
     sizes: Sizes,
     *,
     early: bool,
-    by_row: bool = False,
+    by_row: Strides | None = None,
 ) -> Tensor:
-    """Adds the second products to y, [rows, outputs] in place if a row has no gaps. narrow: as of `Narrow`, or by_row
-    [rows, slices * rank].
+    """Adds the second products to y, [rows, outputs] in place if a row has no gaps. narrow: as of `Narrow`; or its rows
+    are in the order of y, with the strides by_row.
     """
     from vllm_gaudi_ucm.ops.lora.impl.cuda.triton import products
 
@@ -162,10 +196,11 @@ def _widen(
     starts = [*accumulate(weights.outputs)]
     across = sum(-(-(end - start) // sizes.outputs) for start, end in pairwise((0, *starts)))
     starts += [starts[-1]] * (MOST_SLICES - slices)
+    strides = by_row or Strides(slices * weights.rank, weights.rank, 0)
     products.widen_rows[(across, len(routes.owners))](
         *(y, narrow, weights.up, routes.order, routes.owners),
-        *(sizes.pieces, weights.up.shape[1], y.stride(0), *starts),
-        BY_ROW=by_row,
+        *(sizes.pieces, weights.up.shape[1], y.stride(0), *strides, *starts),
+        BY_ROW=by_row is not None,
         CHUNK=sizes.chunk,
         SLICES=slices,
         RANK=weights.rank,

@@ -1,4 +1,5 @@
-"""Two products of adapters: of rows with the matrices A, and of their results with the matrices B.
+"""Two products of adapters: of rows with the matrices A, and of their results with the matrices B. The first one may
+also come from the layer's own product, which then has columns for all slots.
 
 Both take the tiles of `groups.py`: order, int32 [tiles * ROWS], and owners, int32 [tiles]. A program loads the matrices
 of one adapter once for all rows of its tile; a program of a tile without a slot ends at once.
@@ -77,6 +78,9 @@ def widen_rows(
     pieces,
     columns,
     y_row,
+    narrow_row,
+    narrow_slice,
+    narrow_slot,
     start_1,
     start_2,
     start_3,
@@ -93,8 +97,9 @@ def widen_rows(
 ):
     """Adds narrow times up [outputs, columns] to y [rows, outputs], in place. columns: slots * RANK.
 
-    narrow: [pieces, tiles * ROWS, SLICES * RANK], whose pieces are added up, CHUNK of them at a time. BY_ROW: there is
-    one piece, [rows, SLICES * RANK] in the order of y.
+    narrow: [pieces, tiles * ROWS, ...], whose pieces are added up, CHUNK of them at a time. BY_ROW: there is one piece,
+    [rows, ...] in the order of y. narrow_row, narrow_slice, narrow_slot: numbers from a row, a slice, a slot to the
+    next one.
     Slice i has the outputs from start_i, the first from 0, up to the next one's; beyond the last slice starts are the
     number of all outputs. DEPTH: numbers of the rank that are multiplied at once.
     Programs: (tiles of the outputs, each slice has its own; tiles).
@@ -131,8 +136,9 @@ def widen_rows(
     target = y + tl.where(live, row, 0).to(tl.int64)[:, None] * y_row + output[None, :]
     mask = live[:, None] & valid[None, :]
     before = tl.load(target, mask=mask, other=0.0)
-    line = (tl.where(live, row, 0) if BY_ROW else place).to(tl.int64) * (SLICES * RANK) + part * RANK
-    step = (tl.num_programs(1) * ROWS).to(tl.int64) * (SLICES * RANK)
+    line = (tl.where(live, row, 0) if BY_ROW else place).to(tl.int64) * narrow_row
+    line += part * narrow_slice + slot * narrow_slot
+    step = (tl.num_programs(1) * ROWS).to(tl.int64) * narrow_row
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for deep in tl.static_range(0, RANK, DEPTH):
         number = deep + tl.arange(0, DEPTH)
