@@ -116,7 +116,12 @@ class LMCacheConnectorV1(VllmLMCacheConnector):
             _open_engine(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         # slots are read on the host, where the copies find their blocks; the adapter would move them to the device
-        self._lmcache_engine.device = torch.device("cpu")
+        self._adapter.device = torch.device("cpu")
+
+    @property
+    def _adapter(self) -> Any:
+        """LMCache's adapter; vLLM declares the type of an older one."""
+        return self._lmcache_engine
 
     def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:  # type: ignore[override]
         shapes = {tensor.shape for cache in kv_caches.values() for tensor in cache}
@@ -125,8 +130,8 @@ class LMCacheConnectorV1(VllmLMCacheConnector):
                 f"LMCache with layers of different sizes (found {sorted(map(tuple, shapes))}; take UcmConnector)",
                 "--kv-transfer-config",
             )
-        super().register_kv_caches(dict(kv_caches))
-        engine = self._lmcache_engine._manager.lmcache_engine
+        super().register_kv_caches(dict(kv_caches))  # type: ignore[arg-type]  # as registered by our runner
+        engine = self._adapter._manager.lmcache_engine
         engine.gpu_connector.warm_up(list(kv_caches.values()))
 
     def on_new_request(self, request: Request) -> None:
@@ -144,7 +149,7 @@ class LMCacheConnectorV1(VllmLMCacheConnector):
         libzmq then aborts the process; the one of its look-up client ends all sockets of vLLM. Both are left open.
         Remove when: `ZMQOffloadServer.close` wakes its thread first, and the client has a context of its own.
         """
-        manager = self._lmcache_engine._manager
+        manager = self._adapter._manager
         for part, end in ((manager.health_monitor, "stop"), (manager.lookup_server, "close")):
             if part is not None:
                 getattr(part, end)()

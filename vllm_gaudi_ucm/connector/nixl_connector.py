@@ -68,6 +68,7 @@ class NixlConnector(NixlPullConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
+        assert transfer is not None, "vLLM makes a connector because of it"
         if transfer.kv_buffer_device == "hpu":
             # vLLM's default is the device, whose memory NIXL is not known to register
             transfer.kv_buffer_device = "cpu"
@@ -107,9 +108,9 @@ class NixlConnector(NixlPullConnector):
         worker.set_host_xfer_buffer_ops(copy)
         if worker.use_host_buffer:
             # a Gaudi then has compiled the copies before requests come
-            regions = worker.device_kv_caches, worker.host_xfer_buffers
-            for sources, targets, direction in ((*regions, "d2h"), (*reversed(regions), "h2d")):
-                copy(sources, targets, [DUMMY_BLOCK], [DUMMY_BLOCK], direction)
+            device, host = worker.device_kv_caches, worker.host_xfer_buffers
+            copy(device, host, [DUMMY_BLOCK], [DUMMY_BLOCK], "d2h")
+            copy(host, device, [DUMMY_BLOCK], [DUMMY_BLOCK], "h2d")
 
 
 def _by_head(blocks: torch.Tensor) -> torch.Tensor:
