@@ -13,6 +13,8 @@ from tests.architecture.sources import ROOT, sources
 EXCEPTIONS = {
     "vllm_gaudi_ucm/vllm_api/draft_heads.py": "a head of vLLM takes its weights so",
     # objects of vLLM that it gives plugins to change, or that have no other way
+    "vllm_gaudi_ucm/connector/lmcache_connector.py": "parameters of vLLM's requests, and LMCache's adapter",
+    "vllm_gaudi_ucm/connector/nixl_connector.py": "vLLM's configuration",
     "vllm_gaudi_ucm/connector/transfer_config.py": "vLLM's configuration",
     "vllm_gaudi_ucm/execution/regions.py": "the forward of vLLM's layers, which is compiled",
     "vllm_gaudi_ucm/layers/experts.py": "weights of vLLM's layers, which are packed elsewhere",
@@ -34,6 +36,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/vllm_api/lora.py": "the matrices of vLLM's layers with adapters",
     "vllm_gaudi_ucm/vllm_api/model.py": "the class of vLLM's attention layers",
     "vllm_gaudi_ucm/vllm_api/moe.py": "the class of vLLM's routers",
+    "vllm_gaudi_ucm/vllm_api/nixl.py": "the worker of vLLM's connector",
     "vllm_gaudi_ucm/vllm_api/platforms.py": "vLLM's configuration",
     "vllm_gaudi_ucm/vllm_api/sampling.py": "a method of vLLM's sampler",
     "vllm_gaudi_ucm/speculation/draft_model.py": "a copy of vLLM's configuration",

@@ -33,6 +33,7 @@ TESTED_BY = {
     "python examples/tune_buckets.py": "tests/examples/test_examples.py",
     "python examples/own_sparse_method.py": "tests/examples/test_examples.py",
     "python examples/own_store.py": "tests/examples/test_examples.py",
+    "python examples/two_engines.py": "tests/examples/test_examples.py",
 }
 # Synthetic traffic of full length takes longer than a test should.
 SHORTER = {"trace": ("--steps", "300")}

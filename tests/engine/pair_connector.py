@@ -13,6 +13,8 @@ from vllm_gaudi_ucm.kv_cache.pair import KvPair
 class PairConnector(ExampleConnector):
     """Keeps each layer's rows in a file after its attention, and loads them before the step that needs them."""
 
+    takes_kv_pairs = True
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._pairs: dict[str, KvPair] = kv_caches
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import runpy
@@ -9,8 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from tests.server.server import OFFLINE, Server, start_server
 from tests.warm_process import WarmProcess, kind_of_device
@@ -100,6 +105,44 @@ def test_own_store(tiny_text_model: Path, tmp_path: Path) -> None:
     printed = run_warm("own_store.py", "--model", str(tiny_text_model), folder=tmp_path)
     found = re.findall(r"^(first|again): (\d+) of 325 tokens were stored$", printed, re.M)
     assert dict(found) == {"first": "0", "again": "320"}, printed[-2000:]
+
+
+BLOCKS = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "first"}
+
+
+def answering_server(seen: list[dict[str, Any]], answer: dict[str, Any], status: int = 200) -> httpx.AsyncClient:
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request) -> JSONResponse:
+        seen.append(await request.json())
+        return JSONResponse(answer, status)
+
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_two_engines(status: int) -> None:
+    """Prompts go to one server, and answers come from the other, with applications in place of both."""
+    first: list[dict[str, Any]] = []
+    second: list[dict[str, Any]] = []
+    answer = {"kv_transfer_params": BLOCKS}
+    make_proxy = runpy.run_path(str(EXAMPLES / "two_engines.py"))["make_proxy"]
+
+    async def ask() -> httpx.Response:
+        proxy = make_proxy(answering_server(first, answer, status), answering_server(second, {"text": "four"}))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(proxy), base_url="http://proxy") as client:
+            body = {"prompt": "two and two", "max_tokens": 9, "stream": True, "kv_transfer_params": {"remote_port": 1}}
+            return await client.post("/v1/completions", json=body)
+
+    found = asyncio.run(ask())
+    assert (found.status_code, found.json()) == (200, {"text": "four"})
+    assert [(one["max_tokens"], one["stream"], one["kv_transfer_params"]["do_remote_decode"]) for one in first] == [
+        (1, False, True)
+    ]
+    expected = {"kv_transfer_params": BLOCKS} if status == 200 else {}
+    assert second == [{"prompt": "two and two", "max_tokens": 9, "stream": True, **expected}]
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))

@@ -118,7 +118,20 @@ def test_every_requirement_has_an_upper_bound(content: dict[str, str]) -> None:
 
 def test_extras(content: dict[str, str]) -> None:
     metadata = HeaderParser().parsestr(content["<dist-info>/METADATA"])
-    extras = {"hpu", "tools", "demo", "plot", "speculation", "ray", "redis", "docs", "release", "conformance", "test"}
+    extras = {
+        "hpu",
+        "tools",
+        "demo",
+        "plot",
+        "speculation",
+        "ray",
+        "nixl",
+        "redis",
+        "docs",
+        "release",
+        "conformance",
+        "test",
+    }
     assert set(metadata.get_all("Provides-Extra") or []) == extras
     for_hpu = [r for r in requirements(content) if r.marker is not None and r.marker.evaluate({"extra": "hpu"})]
     assert for_hpu == []

@@ -109,7 +109,7 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
     ),
     (
-        "the KV connector WholeConnector, which takes keys and values of a layer for one tensor",
+        "the KV connector WholeConnector (it does not declare takes_kv_pairs = True), which takes keys and values",
         "--kv-transfer-config",
         {
             "kv_transfer_config": KVTransferConfig(
@@ -443,6 +443,21 @@ def test_what_several_workers_exclude(llama: Path) -> None:
         start(llama, pipeline_parallel_size=2, additional_config={"ucm": offloaded})
 
 
+@pytest.mark.parametrize("name", ["NixlConnector", "LMCacheConnectorV1"])
+def test_pools_of_several_workers(llama: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """covers: A18"""
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.transfer_config.find_spec", lambda package: None)
+    config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+    with pytest.raises(UnsupportedFeatureError, match=rf"{name} without the package .*pip install"):
+        start(llama, kv_transfer_config=config)
+    module = {"NixlConnector": "nixl_connector", "LMCacheConnectorV1": "lmcache_connector"}[name]
+    config = KVTransferConfig(
+        kv_connector=name, kv_connector_module_path=f"vllm_gaudi_ucm.connector.{module}", kv_role="kv_both"
+    )
+    with pytest.raises(UnsupportedFeatureError, match=rf"{name} with 2 workers.*take UcmConnector"):
+        start(llama, kv_transfer_config=config, tensor_parallel_size=2)
+
+
 def test_what_pipeline_stages_exclude(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: A18. Two layers: stages of one each, or of three in all where the partition says so."""
 
@@ -713,6 +728,10 @@ def test_transfer_parameters_that_are_no_mapping_are_refused(name: str) -> None:
     with pytest.raises(VLLMValidationError, match=rf"{name}.*found 5, expected a mapping"):
         UcmPlatform.validate_request(None, params)
     UcmPlatform.validate_request(None, SamplingParams(extra_args={name: {"remote_host": "a"}}))
+    if name == "kv_transfer_params":
+        params = SamplingParams(extra_args={name: {"do_remote_prefill": True}})
+        with pytest.raises(VLLMValidationError, match="'remote_block_ids' is missing"):
+            UcmPlatform.validate_request(None, params)
 
 
 @pytest.mark.parametrize("token", [-1, 10**6, 1 << 40, 10**30])

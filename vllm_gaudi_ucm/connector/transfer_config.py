@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny, field_validator
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.options.errors import WORDS, Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import WORDS, Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.store.base import StoreOptions
@@ -88,11 +89,25 @@ class ConnectorOptions(Section):
 
 logger = plugin_logger(__name__)
 
-OURS, OFFLOADING = "UcmConnector", "OffloadingConnector"
+OURS, OFFLOADING, NIXL, LMCACHE = "UcmConnector", "OffloadingConnector", "NixlConnector", "LMCacheConnectorV1"
+BETWEEN_STEPS = (OURS, NIXL, LMCACHE)
+"""Connectors that have no work inside of a step, between layers."""
 _MULTI = "MultiConnector"
-_VLLMS, _OF_ANY_LAYER = "vllm.distributed.kv_transfer.", (".base", ".multi_connector", ".offloading_connector")
-_MODULE, _OFFLOADING_MODULE = "kv_connector_module_path", "vllm_gaudi_ucm.connector.offloading_connector"
+_MODULE, _ROOM = "kv_connector_module_path", "vllm_gaudi_ucm.connector"
+_OFFLOADING_MODULE = f"{_ROOM}.offloading_connector"
+_OUR_FORMS = {
+    OFFLOADING: _OFFLOADING_MODULE,
+    NIXL: f"{_ROOM}.nixl_connector",
+    LMCACHE: f"{_ROOM}.lmcache_connector",
+}
 _OFFLOADING_SPEC = {"spec_name": "UcmOffloadingSpec", "spec_module_path": _OFFLOADING_MODULE}
+_PACKAGES = {
+    NIXL: ("nixl", 'pip install "vllm-gaudi-ucm[nixl]"'),
+    # what it declares would replace packages of vLLM, and bring CUDA's
+    LMCACHE: ("lmcache", 'pip install --no-deps "lmcache>=0.5.6" aiofile caio'),
+}
+"""Connectors that need a package: its name in Python, and how to install it."""
+_TAKES_PAIRS = "takes_kv_pairs"
 
 
 class ConfiguredConnector(NamedTuple):
@@ -110,21 +125,18 @@ class ConfiguredConnector(NamedTuple):
 
     @property
     def needs_one_tensor(self) -> bool:
-        """True if it is one of vLLM's own that reads a layer's keys and values from one tensor: all except one, for
-        which we have our own form. A connector from outside that inherits what they do with a layer does so, too.
+        """True if it reads a layer's keys and values from one tensor: all connectors of vLLM except those for which we
+        have our own form, and each one from outside that does not declare `takes_kv_pairs = True`.
         """
         if self.module is None:
-            return self.name not in (None, OURS, OFFLOADING)
-        saves_in = _saves_in(self.module, self.name or "")
-        return saves_in.startswith(_VLLMS) and not saves_in.endswith(_OF_ANY_LAYER)
-
-
-def _saves_in(module: str, name: str) -> str:
-    """Returns the module that says what an outside connector does with a layer; empty if vLLM will not find it."""
-    try:
-        return str(getattr(import_module(module), name).save_kv_layer.__module__)
-    except (ImportError, AttributeError):
-        return ""
+            return self.name not in (None, OURS, *_OUR_FORMS)
+        if self.name is None or self.module == _ROOM or self.module in _OUR_FORMS.values():
+            return False
+        try:
+            found = getattr(import_module(self.module), self.name)
+        except (ImportError, AttributeError):
+            return False  # vLLM will not find it either, and says so
+        return getattr(found, _TAKES_PAIRS, False) is not True
 
 
 def configured_connectors(config: KVTransferConfig | None) -> Iterator[ConfiguredConnector]:
@@ -178,9 +190,9 @@ def loads_partly(vllm_config: VllmConfig) -> bool:
 
 
 def complete_transfer_config(vllm_config: VllmConfig) -> None:
-    """Checks the options of our connector, and makes vLLM use our form of its offloading connector.
+    """Checks the options of our connector, and makes vLLM use our forms of its own connectors.
 
-    Raises UcmConfigError for options that cannot be used.
+    Raises UcmConfigError for options that cannot be used, UnsupportedFeatureError for a connector without its package.
     """
     if vllm_config.kv_transfer_config is None and vllm_config.cache_config.kv_offloading_size is not None:
         from vllm.config import KVTransferConfig
@@ -204,9 +216,12 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
             logger.info("kv_load_failure_policy is %r: it is set by the option load_failure of %s", policy, OURS)
             config.kv_load_failure_policy = policy
     for one in found:
-        if one.name != OFFLOADING:
-            continue
-        if one.module is None:
-            one.set_module(_OFFLOADING_MODULE)
-        if "spec_name" not in one.extra:
+        if one.module is None and one.name in _OUR_FORMS:
+            one.set_module(_OUR_FORMS[one.name])
+        if one.name == OFFLOADING and "spec_name" not in one.extra:
             one.extra.update(_OFFLOADING_SPEC)
+        if one.module is None and one.name in _PACKAGES:
+            package, command = _PACKAGES[one.name]
+            if find_spec(package) is None:
+                what = f"the KV connector {one.name} without the package {package} ({command})"
+                raise UnsupportedFeatureError(what, "--kv-transfer-config")

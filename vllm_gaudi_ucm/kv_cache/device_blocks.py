@@ -91,6 +91,25 @@ class DeviceBlocks:
             self.device.end_recipe()
 
 
+# callers may be threads, which start outside inference mode
+@torch.inference_mode()
+def copy_each(
+    device: Device, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], pairs: torch.Tensor
+) -> None:
+    """Copies blocks between a device and the host like `swap_blocks`, complete when this returns. A Gaudi copies one
+    block of one tensor at a time: it would compile a recipe for each number of blocks.
+    """
+    if device.kind != "hpu":
+        for some, others in zip(alike(sources), alike(targets), strict=True):
+            swap_blocks(some, others, pairs)
+        return
+    device.end_recipe()
+    for pair in pairs.split(1):
+        for source, target in zip(sources, targets, strict=True):
+            swap_blocks([source], [target], pair)
+            device.end_recipe()
+
+
 def _block_bytes(cache: torch.Tensor) -> int:
     return cache[0].numel() * cache.element_size()
 

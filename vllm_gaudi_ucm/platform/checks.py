@@ -12,6 +12,7 @@ import torch
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, configured_connectors
+from vllm_gaudi_ucm.connector.transfer_params import check_transfer_params
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError
 from vllm_gaudi_ucm.options.errors import UnsupportedRequestError
@@ -130,6 +131,7 @@ def check_request(given: SamplingParams | PoolingParams, columns: int) -> None:
         if found is not None and not isinstance(found, dict):
             # vLLM reads it as a mapping, in the server and in the engine
             raise ValueError(f"extra_args[{name!r}]: found {found!r}, expected a mapping; correct or remove it")
+    check_transfer_params((params.extra_args or {}).get("kv_transfer_params") or {})
     asked = {
         "prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None,
         "watermarking": bool(params.watermarking),

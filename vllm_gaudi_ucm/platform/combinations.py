@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.config.exclusions import TOKEN_SLOTS
 from vllm_gaudi_ucm.connector.transfer_config import (
     EXTRA_CONFIG,
+    LMCACHE,
+    NIXL,
     OFFLOADING,
     OURS,
     ConnectorOptions,
@@ -109,6 +111,9 @@ def refuse_with_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
             )
         _refuse_with_stages(vllm_config, stages)
     for one in configured_connectors(vllm_config.kv_transfer_config):
+        if one.name in (NIXL, LMCACHE):
+            what = f"the KV connector {one.name} with {parallel.world_size} workers, which has not been tried"
+            raise UnsupportedFeatureError(f"{what} (take {OURS})", "--tensor-parallel-size")
         if one.name == OURS:
             store = ConnectorOptions.resolve(one.extra, one.key).store
             if store.ends_with_process:

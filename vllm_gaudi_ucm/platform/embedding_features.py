@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.connector.transfer_config import LMCACHE, connector_names
 from vllm_gaudi_ucm.platform.feature import Feature, where
 from vllm_gaudi_ucm.vllm_api.platforms import computes_drafts, reads_pictures
 
@@ -21,6 +22,12 @@ OF_PROMPT_EMBEDDINGS: tuple[Feature[VllmConfig], ...] = (
         "--enable-prompt-embeds",
         "one table holds a step's embeddings; --language-model-only serves the text model alone",
         where(_takes_embeddings, reads_pictures),
+    ),
+    Feature(
+        "prompt embeddings with the KV connector LMCacheConnectorV1",
+        "--enable-prompt-embeds",
+        "LMCache finds blocks by their tokens; take UcmConnector",
+        where(_takes_embeddings, lambda c: LMCACHE in connector_names(c)),
     ),
     Feature(
         "prompt embeddings with pipeline stages",

@@ -42,9 +42,10 @@ _ONE_DEVICE = "a request's context is on the devices of one group"
 
 
 def _one_tensor_connector(config: VllmConfig) -> str | None:
-    connectors = configured_connectors(config.kv_transfer_config)
-    names = dict.fromkeys(connector.name for connector in connectors if connector.needs_one_tensor)
-    return ", ".join(filter(None, names)) or None
+    found = [one for one in configured_connectors(config.kv_transfer_config) if one.needs_one_tensor]
+    outside = " (it does not declare takes_kv_pairs = True)"
+    names = dict.fromkeys(f"{one.name}{'' if one.module is None else outside}" for one in found)
+    return ", ".join(names) or None
 
 
 def _one_tensor_backend(config: VllmConfig) -> str | None:

@@ -52,6 +52,7 @@ from vllm_gaudi_ucm.platform.combinations import (
     refuse_with_shared_experts,
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
+from vllm_gaudi_ucm.platform.pool_memory import PoolMemory
 from vllm_gaudi_ucm.platform.quantised_weights import take_measured_cache
 from vllm_gaudi_ucm.platform.sizes import Host, check_host_sizes
 from vllm_gaudi_ucm.platform.state_features import choose_kept_states
@@ -89,7 +90,7 @@ logger = plugin_logger(__name__)
 _DEVICE = get_device(detect_device() or "cpu")
 
 
-class UcmPlatform(Platform):
+class UcmPlatform(PoolMemory, Platform):
     """Gaudi, or the reference device in its place."""
 
     _enum = PlatformEnum.OOT
@@ -394,7 +395,3 @@ class UcmPlatform(Platform):
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UnsupportedFeatureError(f"dtype {dtype}", "--dtype")
-
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        return True

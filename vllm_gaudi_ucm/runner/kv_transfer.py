@@ -105,7 +105,7 @@ class KvTransfer:
     At true shapes, vLLM's attention layers wait for each layer's blocks and save them: they find the connector in
     vLLM's process-wide place. A graph runs no Python, so at static shapes the connector is kept out of that place; the
     runner waits for all layers before the graphs of a step, and saves them afterwards. The same always applies to this
-    plugin's own connector, which has no work between layers.
+    plugin's own connector, NIXL's and LMCache's, which have no work between layers.
 
     Args:
         vllm_config: the engine's config, with a `kv_transfer_config`.

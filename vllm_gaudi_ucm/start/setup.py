@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.batch.request_table import DraftModelRows, RequestTable
 from vllm_gaudi_ucm.config.exclusions import policies_give_orders
-from vllm_gaudi_ucm.connector.transfer_config import OURS
+from vllm_gaudi_ucm.connector.transfer_config import BETWEEN_STEPS
 from vllm_gaudi_ucm.decisions.bucket_choice import choose_buckets, reads_own_blocks, server_limits, step_memory
 from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
@@ -207,7 +207,7 @@ def _make_transfer(model: LoadedModel, kv_cache_config: KVCacheConfig) -> KvTran
         return None
     # latent attention is a layer of ours, which calls no connector
     latent = any(decoder is not None and decoder.latent for decoder in (model.decoder, model.draft_decoder))
-    in_layers = model.kind == "off" and transfer_config.kv_connector != OURS and not latent
+    in_layers = model.kind == "off" and transfer_config.kv_connector not in BETWEEN_STEPS and not latent
     ahead = model.vllm_config.scheduler_config.async_scheduling
     return KvTransfer(model.vllm_config, kv_cache_config, in_layers, model.ranks, ahead=bool(ahead))
 
