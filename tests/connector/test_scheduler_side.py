@@ -334,3 +334,14 @@ def test_a_preempted_request_loads_whole_whatever_was_asked_before(sides: Any, p
     (load,) = side.side.metadata(scheduled()).loads
     assert load.keys == keys[: 4 if preemptions else 1]
     assert load.is_partial == (not preemptions)
+
+
+def test_what_an_ended_request_used_is_sent(sides: Any) -> None:
+    """Loaded and saved blocks, in the order of the context, once."""
+    side = sides()
+    keys = side.save(64)
+    assert side.side.metadata(scheduled()).used == [keys]
+    assert side.side.metadata(scheduled()).used == []
+    side.side.begin(make_request("short", 3))
+    side.side.end("short")
+    assert side.side.metadata(scheduled()).used == []

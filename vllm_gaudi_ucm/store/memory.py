@@ -190,6 +190,14 @@ class MemoryStore(KvStore):
             self._counts.add(hits=hits, misses=len(loans) - hits, bytes_loaded=hits * self._block_bytes)
         return loans
 
+    def use(self, keys: Sequence[bytes]) -> None:
+        check_keys(keys)
+        with self._lock:
+            self._check_open()
+            for key in reversed(keys):
+                if key in self._entries:
+                    self._entries.move_to_end(key)
+
     def end_read(self, entry: HeldBlock, pool: SlotPool, seconds: float) -> None:
         """Ends a loan of an entry's block in this pool."""
         with self._lock:
@@ -348,6 +356,9 @@ class SharedMemoryStore(ConfiguredStore):
 
     def save(self, key: bytes, block: memoryview) -> bool:
         return self._used.save(key, block)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        self._used.use(keys)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._used.delete(keys)

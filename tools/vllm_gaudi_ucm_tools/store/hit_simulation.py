@@ -2,7 +2,8 @@
 
 It follows the connector: requests load the longest stored beginning in full blocks, beyond what the device's own prefix
 cache has, and never the last token of a prompt. Every other full block of prompt and answer is saved. The least
-recently used block leaves first. Requests take no time: one that arrives while another computes finds its blocks.
+recently used block leaves first; once a request ends, its blocks count as used from the last to the first, so that of a
+prompt the end leaves first. Requests take no time: one that arrives while another computes finds its blocks.
 """
 
 from __future__ import annotations
@@ -187,6 +188,9 @@ def simulate(
             figures.partial_tokens += _partial_tokens(chains, request, found, device)
         for node in request.nodes[on_device:]:
             figures.saved_blocks += store.use(node)
+        for node in reversed(request.nodes):
+            if node in store:
+                store.use(node)
         for node in reversed(request.nodes):  # vLLM frees the last block first
             device.use(node)
         figures.peak_blocks = max(figures.peak_blocks, len(store))
