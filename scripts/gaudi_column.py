@@ -95,8 +95,8 @@ def run(cell: Cell, seconds: float) -> dict[str, Any]:
 def walk(args: argparse.Namespace, table: dict[str, Any]) -> None:
     """Runs what is unknown and has no result yet, until the time is up."""
     results, begin = read_results(args.results), time.perf_counter()
-    known = {name for name in table["families"] if NAMES.get(name, name) in script_families()}
-    families = [name for name in args.families or table["families"] if name in known]
+    known = script_families(args.results.with_suffix(".families"))
+    families = [name for name in args.families or table["families"] if NAMES.get(name, name) in known]
     todo = {cell.key: cell for cell in unknown_cells(table, families, args.features)}
     todo = {key: cell for key, cell in todo.items() if args.again and not is_right(results, key) or key not in results}
     print(f"{len(todo)} runs to do, {len(results)} done before", flush=True)
@@ -114,11 +114,15 @@ def is_right(results: dict[str, Any], key: str) -> bool:
     return bool(results.get(key, {}).get("right"))
 
 
-def script_families() -> set[str]:
-    """Returns the families that the script serves, without importing vLLM here."""
+def script_families(file: Path) -> set[str]:
+    """Returns the families that the script serves, kept in a file until the script changes."""
+    if file.exists() and file.stat().st_mtime > (ROOT / SCRIPT).stat().st_mtime:
+        return set(file.read_text().splitlines())
     code = "import scripts.check_device_families as s; print('\\n'.join(name for name, _ in s.configs()))"
     env = {**os.environ, "VLLM_GAUDI_UCM_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(done.stdout)
     return set(done.stdout.splitlines())
 
 

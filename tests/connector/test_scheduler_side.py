@@ -342,6 +342,11 @@ def test_what_an_ended_request_used_is_sent(sides: Any) -> None:
     keys = side.save(64)
     assert side.side.metadata(scheduled()).used == [keys]
     assert side.side.metadata(scheduled()).used == []
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert matched(side, request, computed=32) == 32
+    side.side.end("second")
+    assert side.side.metadata(scheduled()).used == [keys[2:]]
     side.side.begin(make_request("short", 3))
     side.side.end("short")
     assert side.side.metadata(scheduled()).used == []

@@ -122,10 +122,13 @@ class SchedulerSide:
         self._waiting.forget(request_id)
 
     def _used_keys(self, state: RequestState) -> list[bytes]:
-        """Returns the keys of a request's blocks, and of their summaries, in the order of its context."""
-        keys = state.keys.known
-        records = [] if self._partial is None else self._partial.all_records(keys)
-        return [*records, *self._groups.keys_of(keys)]
+        """Returns the keys of a request's blocks, and of their summaries, in the order of its context.
+
+        Without those that were on the device: a store that is too small for all is better used for the others.
+        """
+        first, keys = state.on_device, state.keys.known
+        records = [] if self._partial is None else self._partial.all_records(keys, first)
+        return [*records, *self._groups.keys_of(keys[first:])]
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
         """Plans, before a step is scheduled, which blocks of waiting requests to bring to host memory."""
@@ -162,6 +165,7 @@ class SchedulerSide:
         if state is None or not self._may_load(state):
             return 0
         first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
+        state.begin_behind(first)
         lookup = self._lookup(state, first, end)
         if lookup is None:
             return 0
