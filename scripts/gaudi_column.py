@@ -1,7 +1,8 @@
 """Fills the unknown cells of the column *Gaudi* in docs/models.toml, by engines on the simulated card.
 
-It walks families and features, runs `scripts/check_device_families.py` for each unknown cell, and keeps every outcome
-in a results file, from which the next run resumes. `--fill` then writes the cells that were right.
+It walks families and features, runs `scripts/check_device_families.py` for the unknown cells, and keeps every outcome
+in a results file, from which the next run resumes. `--fill` then writes the cells that were right. In each of these
+engines but the ones at true shapes, and several engines, the card compiles nothing after the warm-up.
 
 usage: python -m scripts.gaudi_column [--families NAME ...] [--features NAME ...] [--minutes N] [--again] [--fill]
 """
@@ -11,11 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,70 +26,72 @@ TABLE = ROOT / "docs" / "models.toml"
 SCRIPT = "scripts/check_device_families.py"
 # names of the script that differ from the table's
 NAMES = {"windows": "mistral, window", "gemma3": "gemma3_text", "llama4": "llama4_text"}
-# cells that the script decides -> what it calls the case, and its arguments
-RUNS: dict[str, tuple[str, list[str]]] = {
-    "buckets": ("dense", ["--features", "dense"]),
-    "prefix cache": ("dense", ["--features", "dense"]),
-    "preemption": ("dense", ["--features", "dense"]),
-    "true shapes": ("true shapes", ["--features", "true shapes"]),
-    "drafts": ("drafts and swaps", ["--features", "drafts and swaps"]),
-    "swap": ("drafts and swaps", ["--features", "drafts and swaps"]),
-    "sparse": ("all blocks chosen", ["--features", "all blocks chosen"]),
-    "stores": ("stores", ["--features", "stores"]),
-    "token slots": ("slots for tokens", ["--features", "slots for tokens"]),
-    "fp8 cache": ("8-bit cache", ["--features", "8-bit cache"]),
-    "several devices": ("2 ranks, 1 stages", ["--tensor-parallel", "2"]),
-    "stages": ("1 ranks, 2 stages", ["--stages", "2"]),
-    "quantised weights": (
-        "dense, fp8 per channel",
-        ["--features", "dense", "--quantised", "fp8 per channel"],
-    ),
-    "engines": ("2 engines", ["--engines", "2"]),
+# cells that the script decides -> what it calls the case, and its arguments; those with none run in one engine after the
+# other of the same process
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "stores": ("stores", ()),
+    "drafts": ("drafts and swaps", ()),
+    "swap": ("drafts and swaps", ()),
+    "sparse": ("all blocks chosen", ()),
+    "fp8 cache": ("8-bit cache", ()),
+    "buckets": ("dense", ()),
+    "prefix cache": ("dense", ()),
+    "preemption": ("dense", ()),
+    "true shapes": ("true shapes", ()),
+    "token slots": ("slots for tokens", ()),
+    "several devices": ("2 ranks, 1 stages", ("--tensor-parallel", "2")),
+    "stages": ("1 ranks, 2 stages", ("--stages", "2")),
+    "quantised weights": ("dense, fp8 per channel", ("--features", "dense", "--quantised", "fp8 per channel")),
+    "engines": ("2 engines", ("--engines", "2")),
 }
-LINE = re.compile(r"^(?P<name>.+?), (?P<said>.*) \(\d+\.\d s\)$")
 
 
-class Cell(NamedTuple):
-    """A run of the script: a family of the table, and the case that decides some of its cells."""
+class Run(NamedTuple):
+    """A process of the script: a family of the table, the cases that decide its cells, and arguments."""
 
     family: str
-    case: str
-    arguments: list[str]
+    cases: tuple[str, ...]
+    arguments: tuple[str, ...]
 
-    @property
-    def key(self) -> str:
-        return f"{self.family}: {self.case}"
+    def key(self, case: str) -> str:
+        return f"{self.family}: {case}"
 
 
-def unknown_cells(table: dict[str, Any], families: list[str], features: list[str]) -> Iterator[Cell]:
-    """Yields runs that decide unknown cells, one feature after the other, without those that the script lacks."""
-    for feature in features:
-        case, arguments = RUNS[feature]
+def runs_to_do(
+    table: dict[str, Any], families: list[str], features: list[str], done: Callable[[str], bool]
+) -> Iterator[Run]:
+    """Yields runs that decide unknown cells. done: whether a case of a family needs no run, by its key."""
+    for arguments in dict.fromkeys(RUNS[feature][1] for feature in features):
         for family in families:
-            if feature not in cells(table, family, "gaudi"):
-                yield Cell(family, case, arguments)
+            known = cells(table, family, "gaudi")
+            wanted = [RUNS[one][0] for one in features if RUNS[one][1] == arguments and one not in known]
+            cases = tuple(case for case in dict.fromkeys(wanted) if not done(f"{family}: {case}"))
+            if cases:
+                yield Run(family, cases, arguments)
 
 
-def run(cell: Cell, seconds: float) -> dict[str, Any]:
-    """Runs the script for a cell; returns whether it was right, what it said, and seconds."""
+def run(asked: Run, seconds: float) -> dict[str, dict[str, Any]]:
+    """Runs the script; returns for each case whether it was right, and what the script said of it."""
     # tests/sim_path.py imports nothing of torch, so this process needs no card
     from tests.sim_path import SIM_PATH
 
     path = os.pathsep.join(filter(None, (SIM_PATH, str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, "VLLM_GAUDI_UCM_DEVICE": "hpu", "HF_HUB_OFFLINE": "1"}
-    name = NAMES.get(cell.family, cell.family)
-    command = [sys.executable, SCRIPT, "--families", name, *cell.arguments]
-    begin = time.perf_counter()
+    name = NAMES.get(asked.family, asked.family)
+    arguments = asked.arguments or ("--features", *asked.cases)
+    command = [sys.executable, SCRIPT, "--families", name, *arguments]
     try:
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
-        output, status = done.stdout, done.returncode
-        end = done.stderr[-1500:]
-    except subprocess.TimeoutExpired:
-        output, status, end = "", -1, f"still running after {seconds:.0f} s"
-    said = [line for line in output.splitlines() if line.startswith(f"{name}, {cell.case}: ")]
-    is_right = status == 0 and len(said) == 1 and "WRONG" not in said[0]
-    text = said[0].partition(": ")[2] if said else "no such case" if status == 0 else end
-    return {"right": is_right, "said": text, "seconds": round(time.perf_counter() - begin, 1)}
+        output, end = done.stdout, done.stderr[-1500:] if done.returncode else "the script has no such case"
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        end = f"still running after {seconds:.0f} s"
+    found = {}
+    for case in asked.cases:
+        begin = f"{name}, {case}: "
+        said = next((line.removeprefix(begin) for line in output.splitlines() if line.startswith(begin)), None)
+        found[asked.key(case)] = {"right": said is not None and "WRONG" not in said, "said": said or end}
+    return found
 
 
 def walk(args: argparse.Namespace, table: dict[str, Any]) -> None:
@@ -97,17 +99,22 @@ def walk(args: argparse.Namespace, table: dict[str, Any]) -> None:
     results, begin = read_results(args.results), time.perf_counter()
     known = script_families(args.results.with_suffix(".families"))
     families = [name for name in args.families or table["families"] if NAMES.get(name, name) in known]
-    todo = {cell.key: cell for cell in unknown_cells(table, families, args.features)}
-    todo = {key: cell for key, cell in todo.items() if args.again and not is_right(results, key) or key not in results}
-    print(f"{len(todo)} runs to do, {len(results)} done before", flush=True)
-    for number, (key, cell) in enumerate(todo.items(), 1):
+
+    def done(key: str) -> bool:
+        return is_right(results, key) if args.again else key in results
+
+    todo = list(runs_to_do(table, families, args.features, done))
+    print(f"{len(todo)} runs to do, {len(results)} cases done before", flush=True)
+    for number, asked in enumerate(todo):
         if args.minutes is not None and time.perf_counter() - begin > 60 * args.minutes:
-            print(f"{len(todo) - number + 1} runs are left; run the command again")
+            print(f"{len(todo) - number} runs are left; run the command again")
             return
-        results[key] = found = run(cell, args.timeout)
+        found = run(asked, args.timeout)
+        results |= found
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"[{number}/{len(todo)}] {key}: {'right' if found['right'] else 'WRONG'}, {found['said']}", flush=True)
+        for key, one in found.items():
+            print(f"{key}: {'right' if one['right'] else 'WRONG'}, {one['said']}", flush=True)
 
 
 def is_right(results: dict[str, Any], key: str) -> bool:

@@ -16,7 +16,8 @@ class FaultStore(KvStore):
 
     load_seconds, lookup_seconds: what a call takes. fails, raises: loads miss although lookups hit, or raise.
     lost: keys that alone fail. refuses: nothing is saved. hangs: calls wait until it is cleared.
-    used: keys of `use`, with the number of blocks saved before. asked: keys of the last look-up, in a prompt's order; `saved` has the order in which threads happened to save.
+    asked: keys of the last look-up, in a prompt's order; `saved` has the order in which threads happened to save.
+    used: keys of `use`, with the number of blocks saved before.
     """
 
     def __init__(self) -> None:
