@@ -185,7 +185,9 @@ def compilations(engine: Engine) -> list[int]:
 def assert_none_compiled(engine: Engine, warm: list[int]) -> None:
     """Compares the counts with those after the warm-up."""
     now = compilations(engine)
-    assert now == warm, f"recipes compiled after the warm-up: {[one - other for one, other in zip(now, warm)]}"
+    assert now == warm, (
+        f"recipes compiled after the warm-up: {[one - other for one, other in zip(now, warm, strict=True)]}"
+    )
 
 
 def is_off(one: Answer, other: Answer) -> bool:

@@ -26,8 +26,8 @@ TABLE = ROOT / "docs" / "models.toml"
 SCRIPT = "scripts/check_device_families.py"
 # names of the script that differ from the table's
 NAMES = {"windows": "mistral, window", "gemma3": "gemma3_text", "llama4": "llama4_text"}
-# cells that the script decides -> what it calls the case, and its arguments; those with none run in one engine after the
-# other of the same process
+# cells that the script decides -> what it calls the case, and its arguments; cases without arguments run one after the
+# other in a process
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stores": ("stores", ()),
     "drafts": ("drafts and swaps", ()),

@@ -32,8 +32,9 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def brute_force(prompts: list[list[int]], answers: list[list[int]], size: int, most: int) -> tuple[int, int, int]:
-    """Loaded, saved and evicted blocks of an LRU store whose keys are the tokens of whole prefixes; at its end a request
-    uses them from the last to the first."""
+    """Loaded, saved and evicted blocks of an LRU store whose keys are the tokens of whole prefixes. A request that ends
+    uses them from the last to the first.
+    """
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     loaded = saved = evicted = 0
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -1,7 +1,7 @@
 """`gaudi-ucm warm`: starts an engine, warms every bucket, and exits, so that the recipes are on disk before it serves.
 
-With `--processes N` engines warm shares of the buckets at the same time, each on devices of its own. The first one warms
-the first bucket before the others start, so no recipe is compiled twice. A last engine then warms everything from the
+With `--processes N` engines warm shares of the buckets at once, each on devices of its own. The first one warms the
+first bucket before the others start, so no recipe is compiled twice. A last engine then warms everything from the
 folder; the recipes that it still compiles are those that the folder does not keep.
 """
 
