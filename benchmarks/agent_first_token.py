@@ -36,6 +36,11 @@ from vllm_gaudi_ucm_tools.store.traffic_log import TrafficLog, read_traffic
 
 SIDES = ("none", "memory", "file", "tiered", "partial hits", "memory mode", "vLLM's offloading")
 LOADS = ("low", "high")
+PASSED = (
+    *("model", "dtype", "load_format", "trace", "trace_block_tokens", "block_size", "step_tokens", "device_tokens"),
+    *("cache_bytes", "store_bytes", "at_once", "most_answer"),
+)
+"""Options that the process of a side gets."""
 MEMORY_MODE = {
     "ucm_sparse_method": "GSA",
     "ucm_sparse_config": {"GSA": {"sparse_steps": "always", "min_tokens": 512}},
@@ -127,14 +132,15 @@ def measure_side(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     with tempfile.TemporaryDirectory() as folder:
         engine = LLM(
             str(args.model),
-            dtype="float32",
+            dtype=args.dtype,
+            load_format=args.load_format,
             skip_tokenizer_init=True,
             max_model_len=-(-longest // args.block_size) * args.block_size,
             max_num_seqs=max(2, args.at_once),
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=args.step_tokens,
             block_size=args.block_size,
             num_gpu_blocks_override=args.device_tokens // args.block_size,
-            kv_cache_memory_bytes=2 << 30,
+            kv_cache_memory_bytes=args.cache_bytes,
             disable_log_stats=True,
             **engine_options(args.side, folder, args.store_bytes),
         )
@@ -163,9 +169,8 @@ def measure(args: argparse.Namespace) -> list[Run]:
                     continue
                 output = Path(folder) / "side.json"
                 command = [sys.executable, "-m", "benchmarks.agent_first_token", "--side", side, "--round", str(round_)]
-                for name in ("model", "trace", "trace_block_tokens", "block_size", "device_tokens", "store_bytes"):
+                for name in PASSED:
                     command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-                command += ["--at-once", str(args.at_once), "--most-answer", str(args.most_answer)]
                 command += ["--loads", *args.loads, "--json", str(output)]
                 ended = subprocess.run(command, capture_output=True, text=True)
                 if ended.returncode:
@@ -266,6 +271,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--at-once", type=positive, default=4, help="requests in the engine at high load")
     parser.add_argument("--most-answer", type=positive, default=4, help="tokens of an answer, at most")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--load-format", default="auto", help="of vLLM; dummy: random weights, for a folder without any")
+    parser.add_argument("--step-tokens", type=positive, default=512, help="most tokens of a step")
+    parser.add_argument("--cache-bytes", type=positive, default=2 << 30, help="memory that holds --device-tokens")
     parser.add_argument("--block-size", type=positive, default=32)
     parser.add_argument("--device-tokens", type=positive, default=4096, help="tokens of the device's KV cache")
     parser.add_argument("--store-bytes", type=positive, default=2 << 30)
