@@ -33,10 +33,10 @@ NOT_TRIED = "no test has a model like it"
 VALIDATED = """## What vllm-gaudi has validated
 
 The vendor's plugin, vllm-gaudi, names 56 configurations that it has validated on a Gaudi (revision 091bbadd,
-2026-08-21). **None of them has run on a Gaudi here, and none of these weights were loaded**: the marks are those of
-small models of the same family on the simulated card, with the meaning that they have above. An empty cell: the
-configuration does not ask for it. The family is that of the model's text part, by its name and publications, not by
-its configuration file. *Without pictures*: the engine refuses pictures of this model by name;
+2026-08-21). **None of them has run on a Gaudi here, and none of these weights were loaded**: the marks are copied from
+the table above, where small models of the same family run on the simulated card. A cell is empty if the configuration
+does not need the feature. *Here* names the family of the text part, by name and publications of the model, not by its
+configuration file. *Without pictures*: the engine refuses pictures of this model by name;
 `--language-model-only` serves its text part. Other decoders with full attention that vLLM implements load the same
 way as the tested ones; vLLM 0.33 loads GPTBigCode (Granite 20B and 34B code) and Hunyuan by its Transformers backend.
 """

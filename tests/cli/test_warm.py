@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.hpu_process import run_on_card
+from tests.engine.tiny_models import make_config, make_model
 from vllm_gaudi_ucm.cli import main as cli
 
 SIZES = ["--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--block-size", "16"]
@@ -37,8 +38,9 @@ def warm_twice(model: str, folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow  # starts engines on the simulated card
-def test_what_a_share_has_compiled_is_not_compiled_again(tiny_llama: Path, tmp_path: Path) -> None:
-    share, rest, again = run_on_card(warm_twice, tmp_path, model=str(tiny_llama), folder=str(tmp_path)).result
+def test_what_a_share_has_compiled_is_not_compiled_again(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", make_config("llama"))
+    share, rest, again = run_on_card(warm_twice, tmp_path, model=str(model), folder=str(tmp_path)).result
     assert share["compiled"] > 0
     assert 0 < share["graphs"]["warm"] < rest["graphs"]["warm"]
     assert share["graphs"]["cold"] > 0
@@ -54,9 +56,9 @@ def test_what_a_share_has_compiled_is_not_compiled_again(tiny_llama: Path, tmp_p
     ("arguments", "message"),
     [
         ([], "MODEL: expected a model"),
-        (["--processes", "0", "m"], "--processes: found 0"),
-        (["m"], "--recipe-cache: not given"),
-        (["--recipe-cache", "r", "m", "--data-parallel-size", "2"], "--data-parallel-size 2: warming several engines"),
+        (["--processes", "0", "."], "--processes: found 0"),
+        (["."], "--recipe-cache: not given"),
+        (["--recipe-cache", "r", ".", "--data-parallel-size", "2"], "--data-parallel-size 2: warming several engines"),
     ],
 )
 def test_a_mistake_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,5 +69,5 @@ def test_a_mistake_is_named(arguments: list[str], message: str, capsys: pytest.C
 def test_two_commands_do_not_fill_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open(tmp_path / ".r.warm.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert cli.main(["warm", "--recipe-cache", str(tmp_path / "r"), "m"]) == 2
+        assert cli.main(["warm", "--recipe-cache", str(tmp_path / "r"), "."]) == 2
     assert "another `gaudi-ucm warm` is filling it" in capsys.readouterr().err

@@ -166,8 +166,7 @@ class MemoryStore(KvStore):
 
     def load(self, key: bytes, into: memoryview) -> bool:
         view = block_view("into", into, self._block_bytes, writable=True)
-        (loan,) = self.lend([key])
-        if loan is None:
+        if (loan := self.lend([key])[0]) is None:
             return False
         with loan as block:
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(block, np.uint8))
@@ -194,9 +193,8 @@ class MemoryStore(KvStore):
         check_keys(keys)
         with self._lock:
             self._check_open()
-            for key in reversed(keys):
-                if key in self._entries:
-                    self._entries.move_to_end(key)
+            for key in filter(self._entries.__contains__, reversed(keys)):
+                self._entries.move_to_end(key)
 
     def end_read(self, entry: HeldBlock, pool: SlotPool, seconds: float) -> None:
         """Ends a loan of an entry's block in this pool."""
@@ -303,8 +301,7 @@ class MemoryStore(KvStore):
         return slot
 
     def _remove(self, key: bytes) -> bool:
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        if (entry := self._entries.pop(key, None)) is None:
             return False
         entry.removed = True
         if entry.readers:
@@ -390,10 +387,9 @@ class SharedMemoryStore(ConfiguredStore):
 
     @property
     def _used(self) -> MemoryStore:
-        store = self._store
-        if store is None:
+        if self._store is None:
             raise RuntimeError("the memory store is closed")
-        return store
+        return self._store
 
 
 def _new_store(options: MemoryStoreOptions, block_bytes: int, evicts: bool) -> MemoryStore:
