@@ -272,9 +272,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=positive, default=4, help="requests in the engine at high load")
     parser.add_argument("--most-answer", type=positive, default=4, help="tokens of an answer, at most")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--load-format", default="auto", help="of vLLM; dummy: random weights"
-    )
+    parser.add_argument("--load-format", default="auto", help="of vLLM; dummy: random weights")
     parser.add_argument("--step-tokens", type=positive, default=512, help="most tokens of a step")
     parser.add_argument("--cache-bytes", type=positive, default=2 << 30, help="memory that holds --device-tokens")
     parser.add_argument("--block-size", type=positive, default=32)

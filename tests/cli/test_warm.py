@@ -20,27 +20,34 @@ SIZES += ["--kv-cache-memory-bytes", str(2 << 20), "--dtype", "float32"]
 OPTIONS = {"ucm": {"graphs": {"max_graphs": 3}}}
 
 
-def warm_twice(model: str, folder: str) -> list[dict[str, Any]]:
+@pytest.fixture(autouse=True)
+def no_folder_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets no folder of recipes: torch names its own in the environment once it has used it."""
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "PT_HPU_RECIPE_CACHE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def warm_twice(model: str, place: str) -> list[dict[str, Any]]:
     """Reports of the command: a share, everything from then on, and everything again."""
     from habana_frameworks.torch.simulator.recipes import recipes
 
     found = []
-    share = ["--share", "0", "2", f"{folder}/share.json"]
+    share = ["--share", "0", "2", f"{place}/share.json"]
     # the first one without the model's weights
     for more, flags in ((share, ["--load-format", "dummy"]), (["--json"], []), (["--json"], [])):
         # as in a process that has just started
         recipes.forget()
-        command = ["warm", "--recipe-cache", f"{folder}/recipes", *more, model, *SIZES, *flags]
+        command = ["warm", "--recipe-cache", f"{place}/recipes", *more, model, *SIZES, *flags]
         with redirect_stdout(io.StringIO()) as output:
             assert cli.main([*command, "--additional-config", json.dumps(OPTIONS)]) == 0
-        found.append(json.loads(output.getvalue() or Path(f"{folder}/share.json").read_text()))
+        found.append(json.loads(output.getvalue() or Path(f"{place}/share.json").read_text()))
     return found
 
 
 @pytest.mark.slow  # starts engines on the simulated card
 def test_what_a_share_has_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", make_config("llama"))
-    share, rest, again = run_on_card(warm_twice, tmp_path, model=str(model), folder=str(tmp_path)).result
+    share, rest, again = run_on_card(warm_twice, tmp_path, model=str(model), place=str(tmp_path)).result
     assert share["compiled"] > 0
     assert 0 < share["graphs"]["warm"] < rest["graphs"]["warm"]
     assert share["graphs"]["cold"] > 0

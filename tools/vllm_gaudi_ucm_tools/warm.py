@@ -83,8 +83,10 @@ def run(args: argparse.Namespace) -> int:
     device = detect_device()
     if device is None:
         raise ValueError("the plugin is not active here; `gaudi-ucm doctor` says why")
+    # before vLLM is imported: torch sets inductor's variable itself once it has used the folder
+    of_environment = hpu_recipe_cache() if device == "hpu" else inductor_cache()
     engine_args = read_flags(args.engine)
-    folder = cache_folder(args.recipe_cache, engine_args, device)
+    folder = cache_folder(args.recipe_cache, of_environment, engine_args, device)
     if args.share is not None:
         _warm_share(engine_args, folder, args)
         return 0
@@ -123,9 +125,8 @@ def read_flags(flags: list[str]) -> EngineArgs:
     return found
 
 
-def cache_folder(asked: Path | None, engine_args: EngineArgs, device: str) -> Path:
+def cache_folder(asked: Path | None, of_environment: Path | None, engine_args: EngineArgs, device: str) -> Path:
     """Returns the folder that the engine will use: of the environment, the option, or the configuration."""
-    of_environment = hpu_recipe_cache() if device == "hpu" else inductor_cache()
     configured = resolve_config(engine_args.additional_config).graphs.recipe_cache
     folder = of_environment or asked or configured
     if folder is None:
