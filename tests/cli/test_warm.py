@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.cli import main as cli
 
 SIZES = ["--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--block-size", "16"]
 SIZES += ["--kv-cache-memory-bytes", str(2 << 20), "--dtype", "float32"]
-OPTIONS = {"ucm": {"graphs": {"max_graphs": 3}}}
+OPTIONS = {"ucm": {"graphs": {"max_graphs": 6}}}
 
 
 @pytest.fixture(autouse=True)
