@@ -86,7 +86,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve release test test-models test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-pooling bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve release test test-models test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance gaudi-column lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-pooling bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ test-window: $(PLUGIN_STAMP) $(MODEL_STAMP) $(WINDOW_STAMPS) ## A small suite on
 
 test-gaudi-torch: ## The part of that suite for the simulated card, with each torch that Gaudi's software ships
 	@$(MAKE) --no-print-directory test-window PAIR='$(GAUDI_PAIRS)' PARTS=card
+
+gaudi-column: $(PLUGIN_STAMP) ## Run what docs/models.toml does not know of the simulated card, hours; resumes: make gaudi-column ARGS="--minutes 30", then ARGS=--fill
+	$(run_env) OMP_NUM_THREADS=1 $(PY) -m scripts.gaudi_column $(ARGS)
 
 lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	$(VENV)/bin/ruff check .

@@ -1,9 +1,11 @@
 """Time to the first token on a trace of agents: no store, our stores, partial hits, memory mode, vLLM's offloading.
 
-`python -m benchmarks.agent_first_token --model FOLDER [--trace FILE] [--sides ...] [--loads low high] [--rounds 3]`.
+`python -m benchmarks.agent_first_token --model FOLDER [--trace FILE] [--sides ...] [--loads low high] [--rounds 5]`.
 The trace is in Mooncake's format; `gaudi-ucm store agent-trace` writes such. Each block id becomes random tokens of
-its own. Each side is an engine in a process of its own, whose prefix cache holds `--device-tokens`; sides take turns.
-At low load requests come one by one, at high load `--at-once` of them are always in the engine.
+its own. Each side is an engine in a process of its own, whose prefix cache holds `--device-tokens`. A round has every
+side once, and each round begins with another side. Figures are medians of the rounds, with the least and the most.
+At low load requests come one by one, at high load `--at-once` of them are always in the engine. `--json` keeps every
+run; the same command then goes on with those that are missing.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,8 +34,13 @@ from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm_tools.store.agent_trace import AgentTraffic
 from vllm_gaudi_ucm_tools.store.traffic_log import TrafficLog, read_traffic
 
-SIDES = ("none", "memory", "file", "partial hits", "memory mode", "vLLM's offloading")
+SIDES = ("none", "memory", "file", "tiered", "partial hits", "memory mode", "vLLM's offloading")
 LOADS = ("low", "high")
+PASSED = (
+    *("model", "dtype", "load_format", "trace", "trace_block_tokens", "block_size", "step_tokens", "device_tokens"),
+    *("cache_bytes", "store_bytes", "at_once", "most_answer"),
+)
+"""Options that the process of a side gets."""
 MEMORY_MODE = {
     "ucm_sparse_method": "GSA",
     "ucm_sparse_config": {"GSA": {"sparse_steps": "always", "min_tokens": 512}},
@@ -41,11 +48,25 @@ MEMORY_MODE = {
 }
 
 
+class Run(NamedTuple):
+    """The requests of a side in one round, at one load: milliseconds to the first token (`ms`), and the cached share of
+    the prompt (`cached`).
+    """
+
+    round: int
+    side: str
+    load: str
+    requests: list[dict[str, float]]
+
+
 def engine_options(side: str, folder: str, store_bytes: int) -> dict[str, Any]:
     """Returns what an engine of a side is started with, in addition to what all have."""
-    stores = {
+    file = {"kind": "file", "path": f"{folder}/store", "capacity": store_bytes, "deadline": 10.0, "fsync": False}
+    stores: dict[str, dict[str, Any]] = {
         "memory": {"kind": "memory", "capacity": store_bytes},
-        "file": {"kind": "file", "path": f"{folder}/store", "capacity": store_bytes, "deadline": 10.0, "fsync": False},
+        "file": file,
+        # a quarter of the blocks in memory
+        "tiered": {"kind": "tiered", "front": {"capacity": store_bytes // 4}, "behind": file},
     }
     if side in stores:
         from vllm.config import KVTransferConfig
@@ -111,14 +132,15 @@ def measure_side(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     with tempfile.TemporaryDirectory() as folder:
         engine = LLM(
             str(args.model),
-            dtype="float32",
+            dtype=args.dtype,
+            load_format=args.load_format,
             skip_tokenizer_init=True,
             max_model_len=-(-longest // args.block_size) * args.block_size,
             max_num_seqs=max(2, args.at_once),
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=args.step_tokens,
             block_size=args.block_size,
             num_gpu_blocks_override=args.device_tokens // args.block_size,
-            kv_cache_memory_bytes=2 << 30,
+            kv_cache_memory_bytes=args.cache_bytes,
             disable_log_stats=True,
             **engine_options(args.side, folder, args.store_bytes),
         )
@@ -135,44 +157,108 @@ def measure_side(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Starts a process for each side and round; returns the requests by load and side."""
-    found: dict[str, dict[str, list[dict[str, float]]]] = {
-        load: {side: [] for side in args.sides} for load in args.loads
-    }
+def measure(args: argparse.Namespace) -> list[Run]:
+    """Starts a process for each side and round that `--json` does not have yet; returns the runs of all."""
+    runs = read_runs(args.json)
+    done = {(run.round, run.side) for run in runs}
     with tempfile.TemporaryDirectory() as folder:
         for round_ in range(args.rounds):
-            for side in args.sides:
+            first = round_ % len(args.sides)
+            for side in [*args.sides[first:], *args.sides[:first]]:
+                if (round_, side) in done:
+                    continue
                 output = Path(folder) / "side.json"
                 command = [sys.executable, "-m", "benchmarks.agent_first_token", "--side", side, "--round", str(round_)]
-                for name in ("model", "trace", "trace_block_tokens", "block_size", "device_tokens", "store_bytes"):
+                for name in PASSED:
                     command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-                command += ["--at-once", str(args.at_once), "--most-answer", str(args.most_answer)]
                 command += ["--loads", *args.loads, "--json", str(output)]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    raise RuntimeError(f"side {side}: exit code {done.returncode}:\n{done.stderr[-4000:]}")
-                for load, requests in json.loads(output.read_text()).items():
-                    found[load][side] += requests
+                ended = subprocess.run(command, capture_output=True, text=True)
+                if ended.returncode:
+                    raise RuntimeError(f"side {side}: exit code {ended.returncode}:\n{ended.stderr[-4000:]}")
+                found = json.loads(output.read_text())
+                runs += [Run(round_, side, load, requests) for load, requests in found.items()]
+                if args.json:
+                    args.json.write_text(json.dumps([run._asdict() for run in runs]) + "\n")
+    return runs
+
+
+def read_runs(path: Path | None) -> list[Run]:
+    return [Run(**run) for run in json.loads(path.read_text())] if path is not None and path.exists() else []
+
+
+class Figures(NamedTuple):
+    """Figures of a side at one load; each has a number for every round.
+
+    median, mean, p90: milliseconds to the first token. cached: share of prompt tokens that were not computed. ratio:
+    the mean, divided by the mean of the first side in the same round.
+    """
+
+    median: list[float]
+    mean: list[float]
+    p90: list[float]
+    cached: list[float]
+    ratio: list[float]
+
+
+def figures_of(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
+    """Returns the figures by load and side; rounds that lack the first side are left out."""
+    found: dict[str, dict[str, Figures]] = {}
+    means = {(run.load, run.side, run.round): statistics.mean(one["ms"] for one in run.requests) for run in runs}
+    first = runs[0].side if runs else ""
+    for run in sorted(runs, key=lambda run: run.round):
+        base = means.get((run.load, first, run.round))
+        if base is None:
+            continue
+        figures = found.setdefault(run.load, {}).setdefault(run.side, Figures([], [], [], [], []))
+        times = sorted(one["ms"] for one in run.requests)
+        figures.median.append(statistics.median(times))
+        figures.mean.append(statistics.mean(times))
+        figures.p90.append(times[min(len(times) - 1, int(0.9 * len(times)))])
+        figures.cached.append(statistics.mean(one["cached"] for one in run.requests))
+        figures.ratio.append(figures.mean[-1] / base)
     return found
 
 
-def print_table(found: dict[str, dict[str, list[dict[str, float]]]]) -> None:
-    table = Table(title="time to the first token, all requests of all rounds")
-    for column in ("load", "side", "median, ms", "mean, ms", "p90, ms", "cached", "of the first side's mean"):
+def print_table(found: dict[str, dict[str, Figures]]) -> None:
+    table = Table(title="time to the first token: median of the rounds (least to most)")
+    for column in (
+        "load",
+        "side",
+        "rounds",
+        "median, ms",
+        "mean, ms",
+        "p90, ms",
+        "cached",
+        "mean, of the first side's",
+    ):
         table.add_column(column, justify="left" if column in ("load", "side") else "right")
     for load, sides in found.items():
-        first = None
-        for side, requests in sides.items():
-            times = sorted(request["ms"] for request in requests)
-            mean = statistics.mean(times)
-            first = first or mean
-            cached = statistics.mean(request["cached"] for request in requests)
-            p90 = times[min(len(times) - 1, int(0.9 * len(times)))]
-            figures = f"{statistics.median(times):.0f}", f"{mean:.0f}", f"{p90:.0f}", f"{cached:.0%}"
-            table.add_row(load, side, *figures, f"{mean / first:.2f}")
+        for side, figures in sides.items():
+            times = [f"{statistics.median(one):.0f}" for one in (figures.median, figures.mean, figures.p90)]
+            cached, ratio = statistics.median(figures.cached), statistics.median(figures.ratio)
+            spread = f"{ratio:.2f} ({min(figures.ratio):.2f} to {max(figures.ratio):.2f})"
+            table.add_row(load, side, str(len(figures.ratio)), *times, f"{cached:.0%}", spread)
         table.add_section()
-    report_console(least_width=110).print(table)
+    report_console(least_width=120).print(table)
+
+
+def draw(found: dict[str, dict[str, Figures]], path: Path) -> None:
+    """Draws the ratios to the first side: a bar for the median, a dot for each round."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(found), 3.6), dpi=130, layout="constrained")
+    places = figure.subplots(1, len(found), sharex=True, squeeze=False)[0]
+    for axes, (load, sides) in zip(places, found.items(), strict=True):
+        names = list(sides)[::-1]
+        medians = [statistics.median(sides[name].ratio) for name in names]
+        axes.barh(names, medians, color="#56B4E9")
+        for number, name in enumerate(names):
+            axes.plot(sides[name].ratio, [number] * len(sides[name].ratio), "k.", markersize=4)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_title(f"{load} load", loc="left", fontsize=10)
+        axes.set_xlabel(f"mean time to the first token, of {names[-1]}'s")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -182,13 +268,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace-block-tokens", type=positive, default=32)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--at-once", type=positive, default=4, help="requests in the engine at high load")
     parser.add_argument("--most-answer", type=positive, default=4, help="tokens of an answer, at most")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--load-format", default="auto", help="of vLLM; dummy: random weights")
+    parser.add_argument("--step-tokens", type=positive, default=512, help="most tokens of a step")
+    parser.add_argument("--cache-bytes", type=positive, default=2 << 30, help="memory that holds --device-tokens")
     parser.add_argument("--block-size", type=positive, default=32)
     parser.add_argument("--device-tokens", type=positive, default=4096, help="tokens of the device's KV cache")
     parser.add_argument("--store-bytes", type=positive, default=2 << 30)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every run in this file, and resume from it")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios (PNG, SVG or PDF)")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -219,9 +310,10 @@ def main(argv: list[str] | None = None) -> int:
             args.trace.write_text("".join(f"{json.dumps(line)}\n" for line in SMALL.lines()))
         measured = measure(args)
     print(describe_machine())
-    print_table(measured)
-    if args.json:
-        args.json.write_text(json.dumps(measured) + "\n")
+    found = figures_of(measured)
+    print_table(found)
+    if args.plot:
+        draw(found, args.plot)
     return 0
 
 

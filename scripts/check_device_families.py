@@ -2,6 +2,7 @@
 
 For machines that CI does not have: needs no network and no model file. Prompts come in chunks, some requests are
 preempted, and the longest prompt comes again and hits the prefix cache. Every step runs in a bucket, as a graph.
+On Gaudi, where compilations are counted, none may happen after the warm-up.
 `--more` adds other features, each in an engine of its own; --features names some of all.
 Several workers compare in each step what they run. `--quantised` serves checkpoints whose linear layers and experts are
 quantised, and compares with Transformers on the exact values of the same weights.
@@ -35,7 +36,8 @@ from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_local_attention import BLOOM
 from tests.engine.tiny_models import FAMILIES, make_config, make_model
 from tests.engine.window_models import GPT_OSS, LLAMA4, MODELS, window_config
-from tests.engine.worker_processes import EngineOfWorkers
+from tests.engine.worker_processes import EngineOfWorkers, count_compilations
+from vllm_gaudi_ucm.device import get_device
 
 LENGTH = 48
 # a cache of 23 blocks of 16 has room for few requests, of up to 16 blocks
@@ -101,10 +103,13 @@ def serve(name: str, model: Path, meant: Path, case: Case) -> str:
     prompts, options = make_prompts(), {**sizes(name), **case.options}
     kind = EngineOfWorkers if WORKERS & options.keys() else Engine
     with kind(model, {**GRAPHS, **case.ucm}, **options) as engine:
+        warm = compilations(engine)
         answers = engine.greedy(prompts, LENGTH)
         again = engine.greedy([prompts[1]], LENGTH) + engine.greedy([prompts[1]], LENGTH)
         preempted = engine.preemptions
         engine.check_idle()
+        if case.what != "true shapes":
+            assert_none_compiled(engine, warm)
     ReferenceModel(meant, "eager").assert_greedy([*prompts, prompts[1], prompts[1]], [*answers, *again])
     hit = again[1].cached_tokens
     assert hit >= 160, f"{hit} tokens of a prefix hit, expected most of 190"
@@ -130,9 +135,11 @@ def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
         for _ in range(2):
             config = transfer(file_store(Path(folder)))
             with Engine(model, {**GRAPHS, **case.ucm}, kv_transfer_config=config, **sizes(name)) as engine:
+                warm = compilations(engine)
                 found.append(engine.alone(prompts, LENGTH))
                 for _ in range(3):
                     engine.step()
+                assert_none_compiled(engine, warm)
     reference = ReferenceModel(meant, "eager")
     for answers in found:
         reference.assert_greedy(prompts, answers)
@@ -146,7 +153,9 @@ def serve_narrow(name: str, model: Path, case: Case) -> str:
     """Compares a cache of 8-bit floats with one that holds their values in a wider dtype: the same tokens."""
     prompts, ucm, options = make_prompts(), {**GRAPHS, **case.ucm}, sizes(name)
     with Engine(model, ucm, kv_cache_dtype="fp8", **options) as engine:
+        warm = compilations(engine)
         found = engine.greedy(prompts, LENGTH)
+        assert_none_compiled(engine, warm)
     with rounding_engine(model, ucm=ucm, **options) as engine:
         expected = engine.greedy(prompts, LENGTH)
     off = [index for index, pair in enumerate(zip(found, expected, strict=True)) if is_off(*pair)]
@@ -162,6 +171,23 @@ def serve_narrow(name: str, model: Path, case: Case) -> str:
         assert most <= ROUNDED, f"answer {index} is off by {most:.1e}, expected at most {ROUNDED:.0e}"
     assert others, f"answers {off} are not those of rounded rows, and no number was rounded the other way"
     return f"{said}; all do with {others} numbers rounded the other way, in the middle of two 8-bit floats"
+
+
+def compilations(engine: Engine) -> list[int]:
+    """Returns how many recipes each worker's card has compiled; nothing on devices that do not count them."""
+    if os.environ.get("VLLM_GAUDI_UCM_DEVICE") != "hpu":
+        return []
+    if isinstance(engine, EngineOfWorkers):
+        return engine.on_workers(count_compilations)
+    return [get_device("hpu").compilations()]
+
+
+def assert_none_compiled(engine: Engine, warm: list[int]) -> None:
+    """Compares the counts with those after the warm-up."""
+    now = compilations(engine)
+    assert now == warm, (
+        f"recipes compiled after the warm-up: {[one - other for one, other in zip(now, warm, strict=True)]}"
+    )
 
 
 def is_off(one: Answer, other: Answer) -> bool:

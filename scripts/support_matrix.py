@@ -29,6 +29,19 @@ writes the page.
 """
 
 
+NOT_TRIED = "no test has a model like it"
+VALIDATED = """## What vllm-gaudi has validated
+
+The vendor's plugin, vllm-gaudi, names 56 configurations that it has validated on a Gaudi (revision 091bbadd,
+2026-08-21). **None of them has run on a Gaudi here, and none of these weights were loaded**: the marks are copied from
+the table above, where small models of the same family run on the simulated card. A cell is empty if the configuration
+does not need the feature. *Here* names the family of the text part, by name and publications of the model, not by its
+configuration file. *Without pictures*: the engine refuses pictures of this model by name;
+`--language-model-only` serves its text part. Other decoders with full attention that vLLM implements load the same
+way as the tested ones; vLLM 0.33 loads GPTBigCode (Granite 20B and 34B code) and Hunyuan by its Transformers backend.
+"""
+
+
 def load() -> dict[str, Any]:
     return tomllib.loads((DOCS / "models.toml").read_text(encoding="utf-8"))
 
@@ -42,7 +55,7 @@ def cells(table: dict[str, Any], family: str, device: str) -> dict[str, str]:
 
 def page(table: dict[str, Any]) -> str:
     sections = (line for device in DEVICES for line in _section(table, device))
-    return "\n".join([INTRO, *_features(table), *sections, *_remedies(table)]) + "\n"
+    return "\n".join([INTRO, *_features(table), *sections, *_remedies(table), *_validated(table)]) + "\n"
 
 
 def _features(table: dict[str, Any]) -> Iterator[str]:
@@ -72,6 +85,21 @@ def _remedies(table: dict[str, Any]) -> Iterator[str]:
             remedies.setdefault(f"{feature}: {cell.removeprefix(REFUSED)}", []).append(entry["title"])
     yield "\n## Refused\n"
     yield from (f"- {remedy} ({'; '.join(families)})" for remedy, families in remedies.items())
+
+
+def _validated(table: dict[str, Any]) -> Iterator[str]:
+    """Lists the vendor's configurations, with the cells of their families on the simulated card."""
+    yield f"\n{VALIDATED}"
+    yield "| model | cards | dtypes | here | in buckets | on several cards | 8-bit weights |"
+    yield "|---|---|---|---|---|---|---|"
+    for one in table["validated"]:
+        family, cards = one.get("family"), one["cards"]
+        title = NOT_TRIED if family is None else table["families"][family]["title"]
+        here = f"without pictures ({title})" if "pictures" in one else title
+        found = {} if family is None else cells(table, family, "gaudi")
+        wanted = [("buckets", True), ("several devices", cards != "1"), ("quantised weights", "FP8" in one["dtypes"])]
+        marks = [_mark(found.get(feature)) if is_wanted else "" for feature, is_wanted in wanted]
+        yield f"| {one['model']} | {cards} | {one['dtypes']} | {here} | {' | '.join(marks)} |"
 
 
 def _mark(cell: str | None) -> str:

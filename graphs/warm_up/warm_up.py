@@ -121,6 +121,17 @@ class WarmUp:
         while (key := self.ready.next_cold()) is not None:
             self.warm(key, compile_only)
 
+    def run_share(self, index: int, count: int, compile_only: bool = False) -> None:
+        """Warms every `count`-th bucket from `index` on that is still cold, for engines that divide the work.
+
+        All engines number the buckets alike, whatever is warm in each.
+        """
+        buckets = self.ready.buckets
+        keys: list[BucketKey] = [*buckets.forward, *buckets.logits]
+        for key in keys[index::count]:
+            if key in self.ready.cold:
+                self.warm(key, compile_only)
+
     def warm(self, key: BucketKey, compile_only: bool = False) -> None:
         """Warms one graph beyond the skeleton, or drops it: it does not fit the memory, or it raised an error.
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import agent_first_token
-from benchmarks.agent_first_token import SMALL, engine_options, first_tokens, main, prompts_of
+from benchmarks.agent_first_token import SMALL, Run, engine_options, first_tokens, main, parse, prompts_of
 from vllm_gaudi_ucm_tools.store.traffic_log import TrafficLog, read_traffic
 
 
@@ -80,14 +80,37 @@ def test_every_request_has_a_time(log: TrafficLog, at_once: int) -> None:
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Ratios are of one round each; a round without the first side has none."""
+    times = {(0, "none"): 4.0, (0, "memory"): 1.0, (1, "memory"): 5.0, (1, "none"): 10.0, (2, "memory"): 9.0}
+
     def measured(args: Any) -> Any:
         assert args.trace.is_file()
-        return {"low": {"none": [{"ms": 4.0, "cached": 0.0}], "memory": [{"ms": 1.0, "cached": 0.9}]}}
+        return [Run(round_, side, "low", [{"ms": ms, "cached": 0.9}]) for (round_, side), ms in times.items()]
 
     monkeypatch.setattr(agent_first_token, "measure", measured)
-    assert main(["--json", str(tmp_path / "figures.json")]) == 0
-    assert "0.25" in capsys.readouterr().out
-    assert json.loads((tmp_path / "figures.json").read_text())["low"]["memory"][0]["cached"] == 0.9
+    assert main(["--plot", str(tmp_path / "ratios.png")]) == 0
+    assert "0.38 (0.25 to 0.50)" in capsys.readouterr().out
+    assert (tmp_path / "ratios.png").stat().st_size > 1000
+
+
+def test_a_second_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each round begins with another side, and what the file has is not measured again."""
+    begun: list[tuple[str, str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        begun.append((command[command.index("--round") + 1], command[command.index("--side") + 1]))
+        if len(begun) == 3:
+            return SimpleNamespace(returncode=1, stderr="killed")
+        Path(command[-1]).write_text(json.dumps({"low": [{"ms": 1.0, "cached": 0.0}]}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(agent_first_token.subprocess, "run", run)
+    file = tmp_path / "runs.json"
+    args = parse(["--trace", "t", "--rounds", "2", "--sides", "none", "memory", "--loads", "low", "--json", str(file)])
+    with pytest.raises(RuntimeError, match="side memory: exit code 1"):
+        agent_first_token.measure(args)
+    assert len(agent_first_token.measure(args)) == 4
+    assert begun == [("0", "none"), ("0", "memory"), ("1", "memory"), ("1", "memory"), ("1", "none")]
 
 
 def test_each_side_is_different(tmp_path: Path) -> None:

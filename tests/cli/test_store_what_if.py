@@ -32,7 +32,9 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def brute_force(prompts: list[list[int]], answers: list[list[int]], size: int, most: int) -> tuple[int, int, int]:
-    """Loaded, saved and evicted blocks of an LRU store whose keys are the tokens of whole prefixes."""
+    """Loaded, saved and evicted blocks of an LRU store whose keys are the tokens of whole prefixes. A request that ends
+    uses them from the last to the first.
+    """
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     loaded = saved = evicted = 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -48,6 +50,9 @@ def brute_force(prompts: list[list[int]], answers: list[list[int]], size: int, m
             if len(held) > most:
                 held.popitem(last=False)
                 evicted += 1
+        for end in range(len(known) // size * size, 0, -size):
+            if tuple(known[:end]) in held:
+                held.move_to_end(tuple(known[:end]))
     return loaded, saved, evicted
 
 

@@ -17,6 +17,7 @@ class FaultStore(KvStore):
     load_seconds, lookup_seconds: what a call takes. fails, raises: loads miss although lookups hit, or raise.
     lost: keys that alone fail. refuses: nothing is saved. hangs: calls wait until it is cleared.
     asked: keys of the last look-up, in a prompt's order; `saved` has the order in which threads happened to save.
+    used: keys of `use`, with the number of blocks saved before.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,7 @@ class FaultStore(KvStore):
         self.goes_on.set()
         self.loaded: list[bytes] = []
         self.saved: list[bytes] = []
+        self.used: list[tuple[bytes, int]] = []
         self.looked_up = 0
         self.asked: list[bytes] = []
         self._lock = threading.Lock()
@@ -63,6 +65,12 @@ class FaultStore(KvStore):
             self.saved.append(key)
             self.blocks[key] = bytes(block)
             return True
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        if self.raises:
+            raise OSError("the store is gone")
+        with self._lock:
+            self.used += [(key, len(self.saved)) for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._lock:

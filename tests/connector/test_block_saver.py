@@ -165,3 +165,21 @@ def test_a_copy_that_raises_takes_no_room(blocks: DeviceBlocks, monkeypatch: pyt
     assert saver.take_unsaved() == []
     assert saver.flush(60.0)
     saver.close()
+
+
+def test_uses_follow_the_saves(blocks: DeviceBlocks) -> None:
+    """And an error of the store costs nothing."""
+    store = FaultStore()
+    store.goes_on.clear()
+    saver = saver_of(store, blocks, capacity=4, workers=1)
+    saver.submit(saves(1, 5))
+    saver.submit_use([b"used" * 8])
+    assert store.used == []
+    store.goes_on.set()
+    assert saver.flush(60.0)
+    assert store.used == [(b"used" * 8, 2)]
+    store.raises = True
+    saver.submit_use([b"used" * 8])
+    assert saver.flush(60.0)
+    saver.close()
+    saver.check_integrity()

@@ -334,3 +334,19 @@ def test_a_preempted_request_loads_whole_whatever_was_asked_before(sides: Any, p
     (load,) = side.side.metadata(scheduled()).loads
     assert load.keys == keys[: 4 if preemptions else 1]
     assert load.is_partial == (not preemptions)
+
+
+def test_what_an_ended_request_used_is_sent(sides: Any) -> None:
+    """Loaded and saved blocks, in the order of the context, once."""
+    side = sides()
+    keys = side.save(64)
+    assert side.side.metadata(scheduled()).used == [keys]
+    assert side.side.metadata(scheduled()).used == []
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert matched(side, request, computed=32) == 32
+    side.side.end("second")
+    assert side.side.metadata(scheduled()).used == [keys[2:]]
+    side.side.begin(make_request("short", 3))
+    side.side.end("short")
+    assert side.side.metadata(scheduled()).used == []

@@ -11,6 +11,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from scripts.support_matrix import DEVICES, DOCS, REFUSED, cells, load, page
 from tests.docs.commands import ROOT
 from tests.engine.tiny_models import FAMILIES
+from vllm_gaudi_ucm.platform.picture_features import FAMILIES as PICTURES
 
 TABLE = load()
 
@@ -60,3 +61,13 @@ def test_a_refusal_says_what_to_do_instead(family: str) -> None:
     for feature, cell in TABLE["families"][family]["refused"].items():
         assert cell.startswith(REFUSED), feature
         assert any(word in cell for word in ("take ", "leave ")), (feature, cell)
+
+
+def test_validated_configurations_have_a_family_or_none() -> None:
+    """Pictures that the page calls refused are refused, and classes that it names are vLLM's."""
+    assert len(TABLE["validated"]) == len({one["model"] for one in TABLE["validated"]}) == 56
+    for one in TABLE["validated"]:
+        assert one.get("family", "llama") in TABLE["families"], one
+        refused = one.get("pictures")
+        assert refused not in PICTURES, one
+        assert refused is None or refused in ModelRegistry.get_supported_archs(), one

@@ -9,6 +9,7 @@ from typing import Any
 from vllm import RequestOutput
 
 from tests.engine.serving import Engine
+from vllm_gaudi_ucm.device import get_device
 
 Look = Callable[[Any], Any]
 """A function of a module that is told a worker, in the worker's process."""
@@ -58,3 +59,8 @@ def live_requests(worker: Any) -> list[str]:
     table = worker.model_runner.parts.requests
     table.check_integrity()
     return list(table.requests)
+
+
+def count_compilations(worker: Any) -> int:
+    """Recipes that the worker's card has compiled so far."""
+    return int(get_device(worker.device.type).compilations())

@@ -100,3 +100,21 @@ def test_failures_in_a_row_option(tmp_path: Path, open_one: Any, failures: int) 
         assert store.stats().breaker == "closed", count
         assert loaded(store, 1) is None
     assert store.stats().breaker == "open"
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", "tiered"])
+def test_the_end_of_a_used_prompt_leaves_first(kind: str, tmp_path: Path, open_one: Any) -> None:
+    """Blocks that are not there are not used, and none comes back."""
+    options = {"kind": "memory", "capacity": CAPACITY, "pin": False}
+    if kind != "memory":
+        behind = {"kind": "file", "path": str(tmp_path / "s"), "capacity": CAPACITY, "deadline": 20.0, "fsync": False}
+        options = behind if kind == "file" else {"kind": "tiered", "front": options, "behind": behind}
+    store = open_one(options)
+    for number in range(BLOCKS):
+        assert store.save(key(number), block(number))
+    store.use([key(number) for number in (0, 1, 2, 3, 99)])
+    store.use([key(number) for number in (4, 5, 6, 7)])
+    for number in range(20, 25):
+        assert store.save(key(number), block(number))
+    assert holds(store, range(30)) == [4, 5, 6, 20, 21, 22, 23, 24]
+    store.check_integrity()

@@ -36,6 +36,7 @@ COMMANDS = {
 TOOLS = {
     "plan": "show buckets, padding, memory and warm-up before paying for them",
     "tune": "choose the best buckets for a phase log",
+    "warm": "fill the recipe cache of an engine before it serves, and exit",
     "phases": "summarise or draw a phase log",
     "calibrate": "measure the ranges of a model's layers, for --quantization inc",
     "store": "count, verify or clear stored KV blocks, or model a store for logged traffic",

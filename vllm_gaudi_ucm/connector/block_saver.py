@@ -34,6 +34,14 @@ class QueuedSave:
     queued: float
 
 
+@dataclass(frozen=True)
+class QueuedUse:
+    """Blocks of a request that has ended, in their order, which count as used once its saves are stored."""
+
+    keys: Sequence[bytes]
+    queued: float
+
+
 class SaveQueue:
     """A first-in, first-out queue. Its entries are handed out once the engine is idle, and otherwise only
 
@@ -61,7 +69,7 @@ class SaveQueue:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for threads that store
         self._settled = threading.Condition(self._lock)  # for callers of `flush`
-        self._waiting: deque[QueuedSave] = deque()
+        self._waiting: deque[QueuedSave | QueuedUse] = deque()
         self._taken = 0
         self._expected = 0
         self._flushing = 0
@@ -95,8 +103,15 @@ class SaveQueue:
             if blocks:
                 self._changed.notify()
 
-    def take_save(self) -> QueuedSave | None:
-        """Waits for the next block that is due; None once the queue is closed and empty."""
+    def put_use(self, keys: Sequence[bytes]) -> None:
+        """Queues the use of blocks, behind all saves; not if there is no place for it."""
+        if self.reserve(1):
+            with self._lock:
+                self._waiting.append(QueuedUse(keys, self._clock()))
+                self._changed.notify()
+
+    def take_save(self) -> QueuedSave | QueuedUse | None:
+        """Waits for the next entry that is due; None once the queue is closed and empty."""
         with self._lock:
             while not self._waiting or not self._is_due():
                 if not self._waiting and self._is_closed:
@@ -220,6 +235,10 @@ class BlockSaver:
             fill(buffers[0])
         self._queue.put([(key, buffers[0], False)])
 
+    def submit_use(self, keys: Sequence[bytes]) -> None:
+        """Has the store count these blocks as used, the last one first, once all saves so far are stored."""
+        self._queue.put_use(keys)
+
     def refuse(self, key: bytes) -> None:
         """Notes a record that is not stored: `take_unsaved` returns it."""
         with self._lock:
@@ -279,6 +298,9 @@ class BlockSaver:
 
     def _run(self) -> None:
         while (save := self._queue.take_save()) is not None:
+            if isinstance(save, QueuedUse):
+                self._use(save.keys)
+                continue
             is_saved = False
             try:
                 is_saved = self._store.save(save.key, save.buffer)
@@ -292,3 +314,10 @@ class BlockSaver:
                     self._unsaved.append(save.key)
                 self._free.append(save.buffer)
             self._queue.release()
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        try:
+            self._store.use(keys)
+        except Exception as error:
+            logger.warning("blocks could not be marked as used: %s: %s", type(error).__name__, error)
+        self._queue.release()

@@ -52,13 +52,16 @@ class RecordSave:
 
 @dataclass
 class UcmMetadata(KVConnectorMetadata):
-    """The message from the scheduler to the worker. lookups: its LookupCounts as a tuple, for the worker's metrics."""
+    """The message from the scheduler to the worker. lookups: its LookupCounts as a tuple, for the worker's metrics.
+    used: the keys of each request that has ended, in the order of its context.
+    """
 
     loads: list[BlockLoad] = field(default_factory=list)
     saves: list[BlockSave] = field(default_factory=list)
     records: list[RecordSave] = field(default_factory=list)
     prefetch: PrefetchPlan = field(default_factory=PrefetchPlan)
     lookups: tuple[int, int, int, int] = (0, 0, 0, 0)
+    used: list[list[bytes]] = field(default_factory=list)
 
 
 @dataclass

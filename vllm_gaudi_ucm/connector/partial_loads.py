@@ -51,6 +51,10 @@ class PartialLoads:
             return []
         return [_record_key(keys[numbers[-1]]) for numbers in self._groups(first, len(keys))]
 
+    def all_records(self, keys: Sequence[bytes], first: int) -> list[bytes]:
+        """Returns the keys of the records of blocks from `first` on. keys: of the first blocks of a context."""
+        return [_record_key(keys[numbers[-1]]) for numbers in self._groups(first, len(keys))]
+
     def wanted(self, request: Request, keys: Sequence[bytes], first: int) -> list[bytes]:
         """Returns what will be loaded of a stored prompt when its turn comes; arguments as for `record_keys`."""
         records = self.record_keys(request, keys, first)

@@ -22,7 +22,7 @@ class RequestState:
     """is_dense: whether its keys are for requests that are dense under a sparse method. is_closed: no further blocks
     are loaded for it. lost: blocks of its load that a worker could not load. is_late: its load was late for a worker.
     saved: blocks that were sent, or found. is_whole: its next load leaves nothing in the store. has_records: the
-    summaries of its prompt were offered.
+    summaries of its prompt were offered. on_device: its first blocks that were not looked up.
     """
 
     request: Request
@@ -36,6 +36,12 @@ class RequestState:
     saved: int = 0
     is_whole: bool = False
     has_records: bool = False
+    on_device: int = 0
+
+    def begin_behind(self, blocks: int) -> None:
+        """Notes how many blocks the device had when the request was looked up; after a preemption its own are there."""
+        if not self.saved:
+            self.on_device = blocks
 
     def ask(self, lookup: Lookup) -> None:
         """Sets the current look-up; an earlier one is dropped."""

@@ -62,6 +62,7 @@ class SchedulerSide:
         self._adapters = AdapterDigests()
         self._epoch = b""
         self._loads: list[BlockLoad] = []
+        self._used: list[list[bytes]] = []
         self.known = KnownKeys()
         self.counts = LookupCounts()
         self.store = setup.open_lookups()
@@ -116,7 +117,18 @@ class SchedulerSide:
         state = self._states.pop(request_id, None)
         if state is not None:
             state.drop_lookup()
+            if used := self._used_keys(state):
+                self._used.append(used)
         self._waiting.forget(request_id)
+
+    def _used_keys(self, state: RequestState) -> list[bytes]:
+        """Returns the keys of a request's blocks, and of their summaries, in the order of its context.
+
+        Without those that were on the device: a store that is too small for all is better used for the others.
+        """
+        first, keys = state.on_device, state.keys.known
+        records = [] if self._partial is None else self._partial.all_records(keys, first)
+        return [*records, *self._groups.keys_of(keys[first:])]
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
         """Plans, before a step is scheduled, which blocks of waiting requests to bring to host memory."""
@@ -153,6 +165,7 @@ class SchedulerSide:
         if state is None or not self._may_load(state):
             return 0
         first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
+        state.begin_behind(first)
         lookup = self._lookup(state, first, end)
         if lookup is None:
             return 0
@@ -265,6 +278,7 @@ class SchedulerSide:
         """Returns the message for the step that was just scheduled."""
         self._lookups.end_step()
         loads, self._loads = self._loads, []
+        used, self._used = self._used, []
         plan, self._plan = self._plan, PrefetchPlan()
         saves: list[BlockSave] = []
         records: list[RecordSave] = []
@@ -276,7 +290,7 @@ class SchedulerSide:
                     records += self._saves.records(state, num_scheduled)
         counts = self.counts
         lookups = (counts.requests, counts.timeouts, counts.hit_blocks, counts.missed_blocks)
-        return UcmMetadata(loads, saves, records, plan, lookups)
+        return UcmMetadata(loads, saves, records, plan, lookups, used)
 
     def lost(self, block_ids: set[int], late: Iterable[str]) -> None:
         """Notes blocks that a worker could not load, and requests whose partial loads were too late there. Other

@@ -277,6 +277,8 @@ class WorkerSide:
         """Saves blocks after a step: they are full now, and the next step may overwrite them."""
         if not self._saves:
             return
+        for keys in metadata.used:
+            self.saver.submit_use(keys)
         if self._leaves_out_saves:
             keys = [save.key for save in metadata.saves] + [record.key for record in metadata.records]
             for key in keys:

@@ -87,6 +87,15 @@ def check_recipe_cache(folder: Path, device_kind: str, kind: GraphKind) -> None:
         )
 
 
+def compiled_recipes(device: Device) -> int:
+    """Returns how many recipes this process has compiled, without those that came from a folder."""
+    if device.kind == "hpu":
+        return device.compilations()
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_miss"])
+
+
 def log_cache_hits(folder: Path, device: Device, graphs: int) -> None:
     """Logs one line on the graphs that came from the folder while `graphs` graphs were warmed."""
     if device.kind == "hpu":

@@ -15,7 +15,7 @@ from torch import nn
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.decisions.bucket_choice import reads_own_blocks, server_limits, step_memory
 from vllm_gaudi_ucm.decisions.graph_kind import graph_kind, options_without_effect
-from vllm_gaudi_ucm.decisions.recipe_cache import open_recipe_cache
+from vllm_gaudi_ucm.decisions.recipe_cache import compiled_recipes, open_recipe_cache
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.cpu_threads import choose_threads, waiting_in_words
 from vllm_gaudi_ucm.device.host_limits import find_cores
@@ -27,6 +27,7 @@ from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.distributed.stage import Stage
 from vllm_gaudi_ucm.envs import lazy_mode, local_engines, users_threads, waiting_at_start
 from vllm_gaudi_ucm.graphs.shapes.limits import strip_size
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
 from vllm_gaudi_ucm.layers.device_layers import register_device_layers
 from vllm_gaudi_ucm.layers.experts import register_experts
@@ -236,6 +237,20 @@ class UcmWorker(ModelCalls, RefusedCalls, WorkerBase):
         set_random_seed(self.model_config.seed)
         start_is_over()
         return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def warm_share(self, index: int, count: int) -> None:
+        """Warms every `count`-th bucket from `index` on, for `gaudi-ucm warm`: before the first step."""
+        if self.model_runner.static is not None:
+            self.model_runner.static.warm_share(index, count)
+
+    def warm_up_figures(self) -> dict[str, float]:
+        """Returns the numbers of graphs by state, seconds, and compiled recipes, for `gaudi-ucm warm`."""
+        static = self.model_runner.static
+        if static is None:
+            return {}
+        summary = static.summary()
+        counts: dict[str, float] = {state.value: summary.count(state) for state in GraphState}
+        return {**counts, "seconds": summary.seconds, "compiled": compiled_recipes(self._device)}
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | StepOutput | None:
         """Computes a step up to its logits. None: `sample_tokens` returns the output."""

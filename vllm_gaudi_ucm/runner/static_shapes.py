@@ -168,6 +168,10 @@ class StaticShapes:
             self._warm_up_is_over()
         return self.summary().seconds
 
+    def warm_share(self, index: int, count: int) -> None:
+        """Warms a share of the buckets, after `warm_up` with `ucm.graphs.warm_up: skeleton`."""
+        self._compile_first(lambda compiles_only: self._warm_up.run_share(index, count, compiles_only))
+
     def summary(self) -> WarmUpSummary:
         return self._warm_up.summary()
 

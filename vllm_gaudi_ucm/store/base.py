@@ -83,6 +83,11 @@ class KvStore(ABC):
     def save(self, key: bytes, block: memoryview) -> bool:
         """Stores a copy of the block; True if the store holds it now, even if it did before."""
 
+    def use(self, keys: Sequence[bytes]) -> None:  # noqa: B027  # a store that orders nothing has nothing to do
+        """Counts as a use of those blocks that are there, the last one first, so that of a prompt's blocks the first
+        one leaves last: without it the others cannot be found.
+        """
+
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
         """Removes blocks; returns how many were there."""

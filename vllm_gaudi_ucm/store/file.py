@@ -149,6 +149,10 @@ class FileMedium(Medium):
             with self._lock:
                 self._reserved -= reserved
 
+    def use(self, keys: Sequence[bytes], block_bytes: int) -> None:
+        for key in reversed(keys):
+            self.keep(key, block_bytes)
+
     def _put(self, held: HeldFolder, block: StoredBlock, record: memoryview) -> int:
         if held.in_the_way(block):
             raise RefusedError(f"another entry is in the place of block {block.key.hex()}")

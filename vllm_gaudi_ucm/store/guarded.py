@@ -190,6 +190,8 @@ class CallGuard:
 
 FIRST_UPKEEP_SECONDS = 5.0
 """How long opening waits for the first upkeep; a large folder on a slow disk is indexed in the background."""
+_USES_AT_ONCE = 64
+"""Blocks that one call of the medium marks as used."""
 
 
 class GuardedStore(KvStore):
@@ -284,6 +286,19 @@ class GuardedStore(KvStore):
             self._counts.add(saves=1, bytes_saved=self._block_bytes, save_seconds=time.perf_counter() - begin)
             self._begin_upkeep()
         return is_new is not None
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        self._guard.check_open()
+        check_keys(keys)
+        # each part within a deadline of its own
+        for end in range(len(keys), 0, -_USES_AT_ONCE):
+            part = list(keys[max(0, end - _USES_AT_ONCE) : end])
+            if self._guard.call(lambda _: self._use(part)) is None:  # noqa: B023  # the call is over, or given up
+                return
+
+    def _use(self, keys: Sequence[bytes]) -> bool:
+        self._medium.use(keys, self._block_bytes)
+        return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
         check_keys(keys)

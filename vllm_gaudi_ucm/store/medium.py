@@ -123,6 +123,11 @@ class Medium(ABC):
         Raises RefusedError if this block is refused, FullError if there is no room or no block can be written.
         """
 
+    def use(self, keys: Sequence[bytes], block_bytes: int) -> None:  # noqa: B027  # Redis has a clock of seconds
+        """Counts as a use of those blocks that are there, the last one first; does nothing in a medium whose order of
+        use is too coarse to tell the blocks of a prompt apart.
+        """
+
     @abstractmethod
     def delete(self, blocks: Sequence[StoredBlock]) -> int:
         """Removes blocks; returns how many were there."""

@@ -166,8 +166,7 @@ class MemoryStore(KvStore):
 
     def load(self, key: bytes, into: memoryview) -> bool:
         view = block_view("into", into, self._block_bytes, writable=True)
-        (loan,) = self.lend([key])
-        if loan is None:
+        if (loan := self.lend([key])[0]) is None:
             return False
         with loan as block:
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(block, np.uint8))
@@ -189,6 +188,13 @@ class MemoryStore(KvStore):
             hits = len(loans) - loans.count(None)
             self._counts.add(hits=hits, misses=len(loans) - hits, bytes_loaded=hits * self._block_bytes)
         return loans
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        check_keys(keys)
+        with self._lock:
+            self._check_open()
+            for key in filter(self._entries.__contains__, reversed(keys)):
+                self._entries.move_to_end(key)
 
     def end_read(self, entry: HeldBlock, pool: SlotPool, seconds: float) -> None:
         """Ends a loan of an entry's block in this pool."""
@@ -295,8 +301,7 @@ class MemoryStore(KvStore):
         return slot
 
     def _remove(self, key: bytes) -> bool:
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        if (entry := self._entries.pop(key, None)) is None:
             return False
         entry.removed = True
         if entry.readers:
@@ -349,6 +354,9 @@ class SharedMemoryStore(ConfiguredStore):
     def save(self, key: bytes, block: memoryview) -> bool:
         return self._used.save(key, block)
 
+    def use(self, keys: Sequence[bytes]) -> None:
+        self._used.use(keys)
+
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._used.delete(keys)
 
@@ -379,10 +387,9 @@ class SharedMemoryStore(ConfiguredStore):
 
     @property
     def _used(self) -> MemoryStore:
-        store = self._store
-        if store is None:
+        if self._store is None:
             raise RuntimeError("the memory store is closed")
-        return store
+        return self._store
 
 
 def _new_store(options: MemoryStoreOptions, block_bytes: int, evicts: bool) -> MemoryStore:

@@ -68,6 +68,9 @@ class ShardStore(KvStore):
     def save(self, key: bytes, block: memoryview) -> bool:
         return self._store.save(self._shard.key(key), block)
 
+    def use(self, keys: Sequence[bytes]) -> None:
+        self._store.use(self._shard.keys(keys))
+
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._store.delete(self._shard.keys(keys))
 

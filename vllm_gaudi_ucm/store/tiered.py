@@ -157,6 +157,10 @@ class TieredStore(ConfiguredStore):
             self._note_for_later(key)
         return is_behind or (is_in_front and self._evicts)
 
+    def use(self, keys: Sequence[bytes]) -> None:
+        self._front.use(keys)
+        self._behind.use(keys)
+
     def _note_for_later(self, key: bytes) -> None:
         most = max(1, self._front.stats().blocks)
         with self._lock:

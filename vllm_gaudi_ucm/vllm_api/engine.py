@@ -2,16 +2,27 @@
 
 Public: `EngineArgs`, `AsyncEngineArgs`, `AsyncLLM` and `LoggingConfig`.
 Internal: `LLMEngine` and `Executor`, for an engine whose parts a command looks into; `EngineDeadError`;
-`configure_logging`, for a command that sets the log level before it makes an engine.
+`configure_logging`, for a command that sets the log level before it makes an engine; `FlexibleArgumentParser`, for one
+that takes the flags of a server.
 """
+
+from collections.abc import Sequence
 
 from vllm.config import LoggingConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.logger import configure_logging
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+
+
+def engine_args_of(flags: Sequence[str]) -> EngineArgs:
+    """Returns the arguments of an engine that these flags of `vllm serve` mean, the model's name first."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="gaudi-ucm warm ... MODEL", add_help=False))
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", *flags]))
+
 
 __all__ = [
     "AsyncEngineArgs",
@@ -22,4 +33,5 @@ __all__ = [
     "LLMEngine",
     "LoggingConfig",
     "configure_logging",
+    "engine_args_of",
 ]

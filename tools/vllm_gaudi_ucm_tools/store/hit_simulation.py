@@ -2,7 +2,9 @@
 
 It follows the connector: requests load the longest stored beginning in full blocks, beyond what the device's own prefix
 cache has, and never the last token of a prompt. Every other full block of prompt and answer is saved. The least
-recently used block leaves first. Requests take no time: one that arrives while another computes finds its blocks.
+recently used block leaves first. Once a request ends, the blocks that were not on the device count as used from the
+last to the first, so that of a prompt the end leaves first. Requests take no time: one that arrives while another
+computes finds its blocks.
 """
 
 from __future__ import annotations
@@ -187,6 +189,9 @@ def simulate(
             figures.partial_tokens += _partial_tokens(chains, request, found, device)
         for node in request.nodes[on_device:]:
             figures.saved_blocks += store.use(node)
+        for node in reversed(request.nodes[on_device:]):
+            if node in store:
+                store.use(node)
         for node in reversed(request.nodes):  # vLLM frees the last block first
             device.use(node)
         figures.peak_blocks = max(figures.peak_blocks, len(store))
