@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.engine.connector import file_store, transfer
 from tests.engine.families import prompts
 from tests.engine.latent_attention import STATIC, check_on_card
 from tests.engine.reference_model import ReferenceModel
+from tests.engine.rounded_cache import STEPS, rounding_engine
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import make_config, make_model
 from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.kv_cache.pair import IndexedLatents, LatentRows
 from vllm_gaudi_ucm.observability.metrics_file import metrics_folder
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 pytestmark = pytest.mark.slow  # starts engines
@@ -97,6 +100,17 @@ def test_beside(name: str, model: Path, answers: list[Answer]) -> None:
         counts = _chosen(engine)
         assert counts["rows"] > counts["steps"] > 0
         assert engine.preemptions or "num_gpu_blocks_override" not in options
+
+
+def test_latents_in_8_bit_floats(model: Path, answers: list[Answer]) -> None:
+    """The tokens of a float32 cache that holds what they stand for; keys of the indexer are not rounded."""
+    with rounding_engine(model) as engine:
+        exact = engine.greedy(prompts(), TOKENS)
+    with Engine(model, kv_cache_dtype="fp8", **STEPS) as engine:
+        kinds = {(one.key.dtype, one.index_key.dtype) for one in engine.runner.parts.kv_caches.values()}
+        assert kinds == {(E4M3, torch.float32)}
+        assert_same(engine.greedy(prompts(), TOKENS), exact)
+    assert any(one.logprobs != other.logprobs for one, other in zip(answers, exact, strict=True))
 
 
 def test_stored_blocks(model: Path, answers: list[Answer], tmp_path: Path) -> None:

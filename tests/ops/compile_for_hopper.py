@@ -26,6 +26,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
+from vllm_gaudi_ucm.ops.chosen_tokens.implementation import CHOSEN_TOKENS, IndexRows, TokenPlaces
 from vllm_gaudi_ucm.ops.cuda.state_tiles import carry_on_cuda
 from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.update import update_few as update_deltas
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
@@ -256,6 +257,21 @@ def choices(dtype: torch.dtype) -> None:
     cuda_choose(torch.zeros(3, 700, dtype=dtype), 8, "sigmoid", True, torch.zeros(700), 2.5, torch.int32)
 
 
+def chosen_tokens(dtype: torch.dtype) -> None:
+    """A decode, a chunk over shared blocks and its new tokens in DeepSeek V3.2's sizes; attention over choices."""
+    batch = build([Request(600, 1), Request(700, 3)], Shape(4, 1, 64, 64, 64, dtype, poison=0.0, memory="in keys"))
+    unique, rows = batch.parts.unique, len(batch.query)
+    assert unique is not None
+    places = unique._replace(places=torch.zeros_like(unique.rows), most_of_row=10)
+    keys, slots = torch.empty(batch.key_cache.shape[0] * 64, 128, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    index = IndexRows(torch.empty(rows, 64, 128, dtype=dtype), keys[:rows], torch.empty(rows, 64))
+    cuda = CHOSEN_TOKENS.make("cuda")
+    found = cuda.choose(index, keys, TokenPlaces(batch.parts._replace(unique=places), slots, 64), 256)
+    for kind in (dtype, E4M3) if dtype.itemsize < 4 else ():
+        # of float32 as for other latents
+        cuda.attend(torch.empty(rows, 128, 576, dtype=dtype), torch.empty(640, 576, dtype=kind), found, 0.1, 512)
+
+
 def layers_with_states(dtype: torch.dtype) -> None:
     """Decodes, and verifications of three drafts, of layers as in Qwen3-Next and Granite 4-h."""
     for few in (1, 4):
@@ -328,6 +344,7 @@ def main(dtype: torch.dtype) -> None:
     experts(dtype)
     coded_experts(dtype)
     choices(dtype)
+    chosen_tokens(dtype)
     layers_with_states(dtype)
     assert not never_written(cubins), never_written(cubins)
     for name, shared in found.items():

@@ -9,6 +9,7 @@ from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, TILE_ROWS
+from vllm_gaudi_ucm.ops.chosen_tokens.score_memory import choice_bytes
 from vllm_gaudi_ucm.ops.unified_attention.score_memory import LEAST_ROWS, AttentionSizes, attention_bytes
 
 GIB = 1 << 30
@@ -36,12 +37,16 @@ def step_bytes(shape: ForwardShape, model: ModelSpec, block_size: int, selected_
         max_look_back=None if reach == ALL_TILES else reach * TILE_ROWS,
     )
     latent = model.latent
+    chosen = 0
+    if latent is not None and latent.chosen:
+        tokens = sizes.shared + sizes.unique + (sizes.rows if sizes.causal else 0)
+        chosen = choice_bytes(sizes.rows, tokens, latent.index * model.dtype_bytes)
     if latent is None or not sizes.causal:
-        return attention_bytes(sizes)
+        return max(attention_bytes(sizes), chosen)
     # prompts alone are computed with the keys of each head
     key = latent.nope + latent.rotary
     expanded = replace(sizes, kv_heads=model.heads, dim=key, shared=0, unique=0, selected=0)
-    return max(attention_bytes(sizes), attention_bytes(expanded))
+    return max(attention_bytes(sizes), attention_bytes(expanded), chosen)
 
 
 @dataclass(frozen=True)

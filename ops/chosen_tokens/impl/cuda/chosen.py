@@ -218,5 +218,3 @@ def _sizes(index: IndexRows) -> dict[str, Any]:
 def _power_of_two(size: int) -> int:
     """Returns the smallest power of two that is at least `size` and at least 16, as matrix products need."""
     return max(16, 1 << (size - 1).bit_length())
-
-

@@ -36,9 +36,7 @@ def _find_digit(histogram, wanted):
 def count_digits(scores, histograms, width, wanted, DIGIT: tl.constexpr, PIECE: tl.constexpr):
     """Grid (rows, pieces of PIECE columns). histograms: int32 [rows, DIGITS, BINS], zeros at first."""
     row = tl.program_id(0).to(tl.int64)
-    ordered, seen = _load_ordered(
-        scores + row * width, tl.program_id(1) * PIECE + tl.arange(0, PIECE), width
-    )
+    ordered, seen = _load_ordered(scores + row * width, tl.program_id(1) * PIECE + tl.arange(0, PIECE), width)
     own = histograms + row * DIGITS * BINS
     if DIGIT == 0:
         digit = ordered >> 21

@@ -142,9 +142,7 @@ def score_shared(
             if is_row & (high > low):
                 place = tl.load(places + span * place_span + column)
                 seen = (t >= low) & (t < high) & (t < SIZE)
-                found = _scores_of_row(
-                    query, weights, first_row + own, loaded, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE
-                )
+                found = _scores_of_row(query, weights, first_row + own, loaded, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE)
                 at = own.to(tl.int64)
                 tl.store(scores + at * width + place * SIZE + t, found, mask=seen)
                 tl.store(table + at * num_places + place, block.to(tl.int32))
