@@ -259,17 +259,15 @@ def choices(dtype: torch.dtype) -> None:
 
 def chosen_tokens(dtype: torch.dtype) -> None:
     """A decode, a chunk over shared blocks and its new tokens in DeepSeek V3.2's sizes; attention over choices."""
-    batch = build([Request(600, 1), Request(700, 3)], Shape(4, 1, 64, 64, 64, dtype, poison=0.0, memory="in keys"))
+    batch = build([Request(600, 1), Request(700, 3)], Shape(4, 1, 64, 64, 128, dtype, poison=0.0, memory="in keys"))
     unique, rows = batch.parts.unique, len(batch.query)
     assert unique is not None
-    places = unique._replace(places=torch.zeros_like(unique.rows), most_of_row=10)
-    keys, slots = torch.empty(batch.key_cache.shape[0] * 64, 128, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    places = unique._replace(places=torch.zeros_like(unique.rows), most_of_row=5)
+    keys, slots = torch.empty(batch.key_cache.shape[0] * 128, 128, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
     index = IndexRows(torch.empty(rows, 64, 128, dtype=dtype), keys[:rows], torch.empty(rows, 64))
     cuda = CHOSEN_TOKENS.make("cuda")
-    found = cuda.choose(index, keys, TokenPlaces(batch.parts._replace(unique=places), slots, 64), 256)
-    for kind in (dtype, E4M3) if dtype.itemsize < 4 else ():
-        # of float32 as for other latents
-        cuda.attend(torch.empty(rows, 128, 576, dtype=dtype), torch.empty(640, 576, dtype=kind), found, 0.1, 512)
+    found = cuda.choose(index, keys, TokenPlaces(batch.parts._replace(unique=places), slots, 128), 256)
+    cuda.attend(torch.empty(rows, 128, 576, dtype=dtype), torch.empty(640, 576, dtype=dtype), found, 0.1, 512)
 
 
 def layers_with_states(dtype: torch.dtype) -> None:
@@ -325,6 +323,7 @@ def main(dtype: torch.dtype) -> None:
         # half of the time of all of them in float32, which no model with latents is served in
         attend_latents(dtype)
         attend_latents(dtype, narrow=True)
+        chosen_tokens(dtype)
     rows = batch.key_cache.flatten(0, 1), batch.value_cache.flatten(0, 1)
     kv_cache.write(batch.key, batch.value, *rows, batch.slots)
     kv_cache.copy([batch.key_cache], [batch.value_cache], torch.zeros(1, 2, dtype=torch.int64))
@@ -344,7 +343,6 @@ def main(dtype: torch.dtype) -> None:
     experts(dtype)
     coded_experts(dtype)
     choices(dtype)
-    chosen_tokens(dtype)
     layers_with_states(dtype)
     assert not never_written(cubins), never_written(cubins)
     for name, shared in found.items():
