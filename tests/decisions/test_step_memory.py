@@ -59,11 +59,14 @@ def test_scores_of_chosen_tokens_are_counted_and_have_a_bound() -> None:
     shared = {"index_topk_pattern": "FSSS"}, {"indexer_types": ["full", "shared", "full", "full"]}
     shared += ({"index_topk_freq": 2, "index_skip_topk_offset": 1},)
     assert [ModelSpec.from_hf_config(config_of("v3.2") | one).latent.indexers for one in shared] == [1, 3, 2]
-    decode = ForwardShape.from_sizes(False, 8, 0, 8 * 1024)
     dense = replace(model, latent=replace(model.latent, chosen=0))
-    assert step_bytes(decode, dense, BLOCK) < step_bytes(decode, model, BLOCK)
+    for blocks, same in ((16, True), (17, False), (8 * 1024, False)):
+        decode = ForwardShape.from_sizes(False, 8, 0, blocks)
+        assert (step_bytes(decode, dense, BLOCK) == step_bytes(decode, model, BLOCK)) is same
+    prompt = ForwardShape.from_sizes(True, 2048, 1024, 0)
+    assert step_bytes(prompt, model, BLOCK) < 2 * GIB < step_bytes(prompt, dense, BLOCK)
     for tokens in (131072, 1 << 20, 1 << 23):
-        assert choice_bytes(2048, tokens, 256) <= GIB + tokens * 264
+        assert choice_bytes(2048, tokens, 0, 256) <= GIB + tokens * 264
 
 
 def test_where_nothing_fits_steps_are_as_small_as_may_be() -> None:

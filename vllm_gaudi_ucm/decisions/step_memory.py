@@ -37,16 +37,17 @@ def step_bytes(shape: ForwardShape, model: ModelSpec, block_size: int, selected_
         max_look_back=None if reach == ALL_TILES else reach * TILE_ROWS,
     )
     latent = model.latent
-    chosen = 0
-    if latent is not None and latent.chosen:
-        tokens = sizes.shared + sizes.unique + (sizes.rows if sizes.causal else 0)
-        chosen = choice_bytes(sizes.rows, tokens, latent.index * model.dtype_bytes)
+    tokens = sizes.shared + sizes.unique + (sizes.rows if sizes.causal else 0)
+    if latent is not None and 0 < latent.chosen < tokens:
+        # scores, and attention over what is chosen, in tiles; queries and results are whole
+        whole = attention_bytes(replace(sizes, causal=False, shared=0, unique=0))
+        return max(whole, choice_bytes(sizes.rows, tokens, sizes.unique, latent.index * model.dtype_bytes))
     if latent is None or not sizes.causal:
-        return max(attention_bytes(sizes), chosen)
+        return attention_bytes(sizes)
     # prompts alone are computed with the keys of each head
     key = latent.nope + latent.rotary
     expanded = replace(sizes, kv_heads=model.heads, dim=key, shared=0, unique=0, selected=0)
-    return max(attention_bytes(sizes), attention_bytes(expanded), chosen)
+    return max(attention_bytes(sizes), attention_bytes(expanded))
 
 
 @dataclass(frozen=True)

@@ -351,5 +351,5 @@ def step_metadata(
         )
     # layers without summaries and choices get the same metadata as in a dense server, and are as fast
     if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
-        return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens, chooses)
+        return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens, chooses=chooses)
     return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices)
