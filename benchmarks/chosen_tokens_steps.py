@@ -141,7 +141,6 @@ def serve(options: dict[str, Any], folder: Path) -> dict[str, Any]:
             steps.append(found)
     core.scheduler.connector = None
     engine.engine_core.shutdown()
-    # every number of tokens of a step is its number of requests, which this checks
     return {"device": device_name(), "caches": [type(one).__name__ for one in caches.values()],
             "steps": side.worker_times(steps)}  # fmt: skip
 
