@@ -148,7 +148,70 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
-_OTHERS = {**MIXTURES, **HYBRIDS}
+_CHOOSING = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "moe_layer_freq": 1,
+    "n_shared_experts": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 163840,
+}
+# of rows that choose tokens (DSA)
+CHOOSING: dict[str, dict[str, Any]] = {
+    # the first four layers of DeepSeek V3.2, the last of which has experts, without YaRN and in bfloat16
+    "v3.2": {
+        **_CHOOSING,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "vocab_size": 129280,
+    },
+    "small-v3.2": {
+        **_CHOOSING,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 128,
+        "vocab_size": 4096,
+    },
+}
+_OTHERS = {**MIXTURES, **HYBRIDS, **CHOOSING}
 SHAPES = (*DENSE, *_OTHERS)
 
 

@@ -105,7 +105,9 @@ ALIASES = {
 }
 # Families whose KV cache has one latent per token; others with the same keys cache the keys and values computed from
 # it.
-LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe"}
+LATENT = {
+    "axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "pangu_ultra_moe",
+}  # fmt: skip
 
 MOST = 2**31 - 1  # of any size
 
@@ -116,6 +118,8 @@ class LatentSpec:
     heads.
     nope, value: elements of a head's key without its rotary part, and of its value. query_rank: elements from
     which queries are made; 0: from the hidden states.
+    chosen: most tokens that each row attends to, by the scores of indexers (DSA); 0: all. indexers: layers with one.
+    index: elements of an indexer's key, which is cached for each token.
     """
 
     rank: int
@@ -123,6 +127,13 @@ class LatentSpec:
     nope: int
     value: int
     query_rank: int = 0
+    chosen: int = 0
+    indexers: int = 0
+    index: int = 0
+
+    def shard(self, pipeline: int) -> LatentSpec:
+        """Returns the largest part of a stage; each device has whole indexers."""
+        return replace(self, indexers=-(-self.indexers // pipeline))
 
     def weights(self, hidden: int, heads: int) -> int:
         """Returns the weights of the linear layers around attention."""
@@ -214,6 +225,7 @@ class ModelSpec:
             kv_heads=max(1, self.kv_heads // tensor),
             vocab=-(-self.vocab // tensor),
             tensor=tensor,
+            latent=None if self.latent is None else self.latent.shard(pipeline),
             experts=None if self.experts is None else self.experts.shard(tensor, layers),
             states=None if self.states is None else self.states.shard(tensor, pipeline),
         )
@@ -269,8 +281,9 @@ class ModelSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Returns the bytes of keys and values of one token in all layers of a block."""
-        return self.block_layers * self.kv_elements * self.dtype_bytes
+        """Returns the bytes of keys and values, and of keys of indexers, of one token in all layers of a block."""
+        index = 0 if self.latent is None else self.latent.indexers * self.latent.index
+        return (self.block_layers * self.kv_elements + index) * self.dtype_bytes
 
     @property
     def block_layers(self) -> int:
@@ -292,7 +305,21 @@ LLAMA_8B = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256)
 def _latent(config: Mapping[str, Any]) -> LatentSpec:
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     rank, rotary, nope, value = (_positive(name, config.get(name)) for name in names)
-    return LatentSpec(rank, rotary, nope, value, _optional(config, "q_lora_rank", 0))
+    found = LatentSpec(rank, rotary, nope, value, _optional(config, "q_lora_rank", 0))
+    if not config.get("index_topk"):
+        return found
+    chosen, index = (_positive(name, config.get(name)) for name in ("index_topk", "index_head_dim"))
+    return replace(found, chosen=chosen, indexers=_indexers(config), index=index)
+
+
+def _indexers(config: Mapping[str, Any]) -> int:
+    """Counts the layers with an indexer; others take the choices of an earlier layer (GLM-5)."""
+    pattern, kinds = config.get("index_topk_pattern"), config.get("indexer_types")
+    if pattern is not None or kinds is not None:
+        return sum(kind not in ("S", "shared") for kind in pattern or kinds or ())
+    frequency, skipped = _optional(config, "index_topk_freq", 1), _optional(config, "index_skip_topk_offset", 2)
+    layers = _size(config, "num_hidden_layers")
+    return sum(max(layer - skipped + 1, 0) % frequency == 0 for layer in range(layers))
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -19,7 +19,8 @@ def most_seen(parts: AttentionParts, block_size: int) -> int:
     if parts.causal is not None:
         found += max((one.query_hi - one.key_lo for one in parts.causal.slices), default=0)
     if parts.shared is not None:
-        found += len(parts.shared.blocks) * block_size
+        most = parts.shared.most_of_span
+        found += (len(parts.shared.blocks) if most is None else most) * block_size
     if parts.unique is not None and parts.unique.most_of_row is not None:
         found += parts.unique.most_of_row * block_size
     return found

@@ -54,4 +54,5 @@ CHOSEN_TOKENS: Implementations[ChosenTokensImplementation] = Implementations(
     "vllm_gaudi_ucm.chosen_tokens_implementations",
     reference="vllm_gaudi_ucm.ops.chosen_tokens.impl.reference:ReferenceChosenTokens",
     tiled="vllm_gaudi_ucm.ops.chosen_tokens.impl.tiled:TiledChosenTokens",
+    cuda="vllm_gaudi_ucm.ops.chosen_tokens.impl.cuda.chosen:CudaChosenTokens",
 )

@@ -4,19 +4,25 @@ choose, however steps are cut and padded.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.engine.connector import file_store, transfer
 from tests.engine.families import prompts
 from tests.engine.latent_attention import STATIC, check_on_card
 from tests.engine.reference_model import ReferenceModel
+from tests.engine.rounded_cache import STEPS, rounding_engine
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import make_config, make_model
+from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.kv_cache.pair import IndexedLatents, LatentRows
+from vllm_gaudi_ucm.observability.metrics_file import metrics_folder
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 pytestmark = pytest.mark.slow  # starts engines
@@ -41,6 +47,12 @@ def _reference(model: Path, family: str, chosen: int | None = None) -> Reference
     return reference
 
 
+def _chosen(engine: Engine) -> dict[str, float]:
+    """Returns the counts of steps and rows on /metrics."""
+    samples = scrape(metrics_folder(engine.llm.llm_engine.vllm_config.instance_id))
+    return {of: samples.get(f'gaudi_ucm_chosen_token_{of}_total{{engine="0"}}', 0) for of in ("steps", "rows")}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Path:
     return _make(tmp_path_factory.mktemp("chosen"), "deepseek_v32")
@@ -54,6 +66,10 @@ def answers(model: Path) -> list[Answer]:
         assert all(isinstance(cache, IndexedLatents) for cache in caches.values())
         found = engine.greedy(prompts(), TOKENS)
         engine.check_idle()
+        # the last token of an answer is not computed
+        lengths = [len(prompt) + TOKENS - 1 for prompt in prompts()]
+        expected = sum(n - max(a.cached_tokens, CHOSEN) for n, a in zip(lengths, found, strict=True) if n > CHOSEN)
+        assert _chosen(engine)["rows"] == expected
         again = engine.alone(prompts()[1:3], TOKENS)
         assert all(answer.cached_tokens for answer in again)
         assert_same(again, found[1:3])
@@ -81,7 +97,20 @@ def test_beside(name: str, model: Path, answers: list[Answer]) -> None:
     ucm, options = BESIDE[name]
     with Engine(model, ucm, **options) as engine:
         assert_same(engine.greedy(prompts(), TOKENS), answers)
+        counts = _chosen(engine)
+        assert counts["rows"] > counts["steps"] > 0
         assert engine.preemptions or "num_gpu_blocks_override" not in options
+
+
+def test_latents_in_8_bit_floats(model: Path, answers: list[Answer]) -> None:
+    """The tokens of a float32 cache that holds what they stand for; keys of the indexer are not rounded."""
+    with rounding_engine(model) as engine:
+        exact = engine.greedy(prompts(), TOKENS)
+    with Engine(model, kv_cache_dtype="fp8", **STEPS) as engine:
+        kinds = {(one.key.dtype, one.index_key.dtype) for one in engine.runner.parts.kv_caches.values()}
+        assert kinds == {(E4M3, torch.float32)}
+        assert_same(engine.greedy(prompts(), TOKENS), exact)
+    assert any(one.logprobs != other.logprobs for one, other in zip(answers, exact, strict=True))
 
 
 def test_stored_blocks(model: Path, answers: list[Answer], tmp_path: Path) -> None:
@@ -97,8 +126,8 @@ def test_stored_blocks(model: Path, answers: list[Answer], tmp_path: Path) -> No
 
 def test_layers_share_choices(tmp_path: Path, in_process: None) -> None:
     """GLM-5's second layer takes the choices of the first one, and keeps no keys of an indexer."""
-    changes = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
-    model = _make(tmp_path, "glm_moe_dsa", **changes)
+    model = _make(tmp_path, "glm_moe_dsa", indexer_types=["full", "shared"])
+    assert "index_topk_freq" not in json.loads((model / "config.json").read_text())
     for ucm in ({}, STATIC):
         with Engine(model, ucm, **CHUNKS) as engine:
             kinds = [type(cache) for cache in engine.runner.parts.kv_caches.values()]
@@ -126,6 +155,7 @@ def test_short_contexts_are_dense(model: Path) -> None:
     """There is no indexer then, and no cache of its keys."""
     with Engine(model, max_model_len=CHOSEN) as engine:
         assert all(isinstance(cache, LatentRows) for cache in engine.runner.parts.kv_caches.values())
+        assert not any(_chosen(engine).values())
         found = engine.greedy([prompts()[1][:10]], 8)
     _reference(model, "deepseek_v32").assert_greedy([prompts()[1][:10]], found)
 

@@ -21,6 +21,7 @@ class Model:
     lockstep = None
     window = None
     latent = None
+    chosen = 0
     inputs = BUILT_IN_INPUTS
     is_last = has_logits = True
 

@@ -54,6 +54,7 @@ class Layers:
     window = None
     lockstep = None
     latent = None
+    chosen = 0
     inputs = BUILT_IN_INPUTS
 
     def __init__(self, stage: Neighbours) -> None:

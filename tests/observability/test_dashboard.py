@@ -143,6 +143,7 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.host_stage("drafts by n-grams")
     metrics.warm_up(1, 2, 3.0, 1.0)
     metrics.native_graphs()
+    metrics.chosen_tokens(3)
     SparseMetrics(metrics.file)
     StoreMetrics(metrics.file, "file").set(StoreStats(kind="file"))
     PrefetchMetrics(metrics.file, "connector").set(PrefetchEngine(ScriptedStore(), 1, PrefetchOptions()).stats())

@@ -26,6 +26,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
+from vllm_gaudi_ucm.ops.chosen_tokens.implementation import CHOSEN_TOKENS, IndexRows, TokenPlaces
 from vllm_gaudi_ucm.ops.cuda.state_tiles import carry_on_cuda
 from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.update import update_few as update_deltas
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
@@ -259,6 +260,19 @@ def choices(dtype: torch.dtype) -> None:
     cuda_choose(torch.zeros(3, 700, dtype=dtype), 8, "sigmoid", True, torch.zeros(700), 2.5, torch.int32)
 
 
+def chosen_tokens(dtype: torch.dtype) -> None:
+    """A decode, a chunk over shared blocks and its new tokens in DeepSeek V3.2's sizes; attention over choices."""
+    batch = build([Request(600, 1), Request(700, 3)], Shape(4, 1, 64, 64, 128, dtype, poison=0.0, memory="in keys"))
+    unique, rows = batch.parts.unique, len(batch.query)
+    assert unique is not None
+    places = unique._replace(places=torch.zeros_like(unique.rows), most_of_row=5)
+    keys, slots = torch.empty(batch.key_cache.shape[0] * 128, 128, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    index = IndexRows(torch.empty(rows, 64, 128, dtype=dtype), keys[:rows], torch.empty(rows, 64))
+    cuda = CHOSEN_TOKENS.make("cuda")
+    found = cuda.choose(index, keys, TokenPlaces(batch.parts._replace(unique=places), slots, 128), 256)
+    cuda.attend(torch.empty(rows, 128, 576, dtype=dtype), torch.empty(640, 576, dtype=dtype), found, 0.1, 512)
+
+
 def layers_with_states(dtype: torch.dtype) -> None:
     """Decodes, and verifications of three drafts, of layers as in Qwen3-Next and Granite 4-h."""
     for few in (1, 4):
@@ -312,6 +326,7 @@ def main(dtype: torch.dtype) -> None:
         # half of the time of all of them in float32, which no model with latents is served in
         attend_latents(dtype)
         attend_latents(dtype, narrow=True)
+        chosen_tokens(dtype)
     rows = batch.key_cache.flatten(0, 1), batch.value_cache.flatten(0, 1)
     kv_cache.write(batch.key, batch.value, *rows, batch.slots)
     kv_cache.copy([batch.key_cache], [batch.value_cache], torch.zeros(1, 2, dtype=torch.int64))

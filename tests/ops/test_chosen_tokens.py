@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.oracle import CUDA_RUNS
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.ops.chosen_tokens.api import attend_tokens, choose_tokens, most_seen
 from vllm_gaudi_ucm.ops.chosen_tokens.impl import tiled
+from vllm_gaudi_ucm.ops.chosen_tokens.impl.cuda import chosen as cuda
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import IndexRows, TokenPlaces
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
@@ -23,6 +26,9 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
 )
 
 BLOCK, HEADS, DIM, VALUES, BLOCKS = 4, 3, 8, 6, 64
+# `cuda` on a GPU, or on a CPU in the process of test_interpreter.py
+IMPLEMENTATIONS = ("reference", "tiled", *(("cuda",) if CUDA_RUNS else ()))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Step(NamedTuple):
@@ -75,9 +81,20 @@ def make(name: str, *, sharing: bool, contiguous: bool, dtype: torch.dtype = tor
     query, weights = random(len(slots), HEADS, DIM), random(len(slots), HEADS)
     query[:, :, 1:], keys[:, 1:] = 0, torch.where(keys[:, 1:].isnan(), keys[:, 1:], 0)
     keys[:, 0] = keys[:, 0].mul(2).round()
-    index = IndexRows(query, keys[slots], weights)
+    # sums that are exact in any order
+    index = IndexRows(query.mul(4).round(), keys[slots], weights.mul(4).round())
     places = TokenPlaces(_parts(plan, contiguous), slots, BLOCK)
     return Step(index, keys, places, random(len(slots), 2, DIM), cache, slots_of)
+
+
+def moved(value: Any) -> Any:
+    """Returns tensors in tuples of any kind on the GPU, if there is one."""
+    if isinstance(value, Tensor):
+        return value.to(DEVICE)
+    if isinstance(value, tuple):
+        items = [moved(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
 
 
 def _parts(plan: object, contiguous: bool) -> AttentionParts:
@@ -90,7 +107,8 @@ def _parts(plan: object, contiguous: bool) -> AttentionParts:
             torch.from_numpy(array) for array in (plan.shared.blocks, plan.row_requests, plan.shared.lo, plan.shared.hi)
         )
         groups = tuple(SharedGroup(torch.from_numpy(rows), lo, hi) for rows, lo, hi in plan.shared.groups)
-        shared = SharedPart(blocks, rows, lo, hi, groups)
+        most = plan.shared.most_of_request if contiguous else None
+        shared = SharedPart(blocks, rows, lo, hi, groups, most_of_span=most)
     if plan.unique is not None:
         own = plan.unique
         count = np.bincount(own.rows)
@@ -111,20 +129,29 @@ def _scattered(column: np.ndarray, at: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("implementation", ["reference", "tiled"])
-@pytest.mark.parametrize("name", STEPS)
+# other steps have the parts of these
+QUICK = ("decodes", "all")
+CASES = [(one, name) for one in IMPLEMENTATIONS for name in (QUICK if one == "cuda" and DEVICE == "cpu" else STEPS)]
+
+
+@pytest.mark.parametrize(("implementation", "name"), CASES)
 @pytest.mark.parametrize(("sharing", "contiguous"), [(False, False), (True, False), (True, True)])
 def test_best_tokens(
     implementation: str, name: str, sharing: bool, contiguous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of equal scores the first token; all tokens if there are fewer. Many small tiles give the same."""
-    for rows, numbers, count in ((64, 1 << 24, 5), (3, 40, 5), (64, 1 << 24, 1000)):
+    on_cuda = implementation == "cuda"
+    for rows, numbers, count in ((64, 1 << 24, 5), (3, 40, 5), (64, 1 << 24, 1000))[on_cuda:]:
         monkeypatch.setattr(tiled, "ROWS", rows)
         monkeypatch.setattr(tiled, "NUMBERS", numbers)
-        step = make(name, sharing=sharing, contiguous=contiguous)
-        found = choose_tokens(step.index, step.keys, step.places, count, implementation=implementation)
+        monkeypatch.setattr(cuda, "NUMBERS", numbers * 10)
+        monkeypatch.setattr(cuda, "ATTENDED", rows)
+        monkeypatch.setattr(cuda, "PIECE", 4096 if rows == 64 else 32)
+        step = make(name, sharing=sharing, contiguous=contiguous, dtype=torch.float32 if on_cuda else torch.float64)
+        index, keys, places, query, cache, _ = moved(step) if on_cuda else step
+        found = choose_tokens(index, keys, places, count, implementation=implementation)
         assert found.shape == (len(step.seen), min(count, most_seen(step.places.parts, BLOCK)))
-        attended = attend_tokens(step.query, step.cache, found, 0.7, VALUES, implementation=implementation)
+        attended = attend_tokens(query, cache, found, 0.7, VALUES, implementation=implementation).cpu()
         for row, seen in enumerate(step.seen):
             products = torch.relu(step.index.query[row] @ step.keys[seen].T)
             scores = (step.index.weights[row] @ products).tolist()
@@ -133,6 +160,22 @@ def test_best_tokens(
             assert found[row].tolist() == expected + [-1] * (found.shape[1] - len(expected))
             weights = torch.softmax(step.query[row] @ step.cache[expected].T * 0.7, -1)
             torch.testing.assert_close(attended[row], weights @ step.cache[expected, :VALUES])
+
+
+@pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
+@pytest.mark.parametrize("cached", [torch.bfloat16, E4M3])
+def test_attention_on_cuda_in_low_precision(cached: torch.dtype) -> None:
+    """As torch's tiles compute it, over latents in bfloat16 and in 8-bit floats; of heads in several groups."""
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn((5, 80, 40), generator=random).bfloat16()
+    cache = torch.randn((60, 40), generator=random).to(cached)
+    slots = torch.stack([torch.randperm(60, generator=random)[:33] for _ in range(5)])
+    slots[1, 7:], slots[3] = -1, -1
+    found = [
+        attend_tokens(*moved((query, cache, slots)), 0.2, 32, implementation=name).cpu() for name in ("cuda", "tiled")
+    ]
+    torch.testing.assert_close(*found, atol=0.02, rtol=0.02)
+    assert not found[0][3].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,9 @@ from tests.ops.sass import unwritten_reads  # noqa: E402  asks triton where its 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper; CUDA documentation, compute capability 9.0
 
 # Of many rows, and of models that are served in bfloat16: they take long to compile.
-NOT_IN_FLOAT32 = ("write_out", "attend_windows", "attend_latent_spans", "attend_latent_tiles", "attend_latent_causal")
+CHOSEN_TOKENS = ("score_unique", "score_shared", "score_new", "count_digits", "count_best", "write_best")
+LATENTS = ("attend_latent_spans", "attend_latent_tiles", "attend_latent_causal")
+NOT_IN_FLOAT32 = ("write_out", "attend_windows", *LATENTS, *CHOSEN_TOKENS)
 
 
 @pytest.mark.timeout(600)

@@ -30,6 +30,7 @@ LEAST = {
     "ops.test_cuda_quantised": 25,
     "ops.test_cuda_int8": 25,
     "ops.test_lora": 13,
+    "ops.test_chosen_tokens": 8,
     "ops.test_moe": 8,
     "ops.test_moe_codes": 10,
     "ops.test_expert_choice": 18,

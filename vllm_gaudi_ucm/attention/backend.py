@@ -52,6 +52,7 @@ class UnifiedAttentionMetadata(AttentionMetadata):
     selection: the choices of the step; None if every request is dense.
     new_tokens: the causal part, which is then missing from `parts`; None if `parts` is complete. See
     `LatentSizes.divides`.
+    chooses: whether rows attend to the tokens that they choose (DSA), because some may see more than they may choose.
     """
 
     slots: torch.Tensor
@@ -60,6 +61,7 @@ class UnifiedAttentionMetadata(AttentionMetadata):
     summary_blocks: torch.Tensor | None = None
     selection: LayerSelection | None = None
     new_tokens: PreparedParts | None = None
+    chooses: bool = False
 
 
 class UnifiedAttentionBackend(AttentionBackend):

@@ -8,9 +8,18 @@ import torch
 from torch import nn
 
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import IndexRows
+from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.indexer import IndexerModules
+
+
+def write_index_keys(index: IndexRows, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Writes the keys of the indexer, which are never rounded to 8 bits; returns the cache as [slots, key size].
+
+    cache: [slots, 1, key size].
+    """
+    return write_rows(index.key[:, None], cache, slots)[:, 0]
 
 
 class TokenIndexer(nn.Module):

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend, UnifiedAttentionImpl, UnifiedAttentionMetadata
 from vllm_gaudi_ucm.attention.cache_scales import CacheScales
+from vllm_gaudi_ucm.attention.indexer import write_index_keys
 from vllm_gaudi_ucm.kv_cache.pair import IndexedLatents, LatentRows, in_blocks
-from vllm_gaudi_ucm.ops.chosen_tokens.api import attend_tokens, choose_tokens, most_seen
+from vllm_gaudi_ucm.ops.chosen_tokens.api import attend_tokens, choose_tokens
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import IndexRows, TokenPlaces
 from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
@@ -182,13 +183,13 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
         keys of the indexer in any case.
         """
         parts, count = attn_metadata.parts.parts, self.sizes.chosen
-        all_seen = most_seen(parts, attn_metadata.parts.block_size) <= count
+        all_seen = not attn_metadata.chooses
         rows = len(attn_metadata.slots)
         if index is None:
             # of the last layer with an indexer
             return None if all_seen else self.choices[:rows, :count]
         assert isinstance(kv_cache, IndexedLatents)
-        keys = write_rows(index.key[:, None], kv_cache.index_key, attn_metadata.slots)[:, 0]
+        keys = write_index_keys(index, kv_cache.index_key, attn_metadata.slots)
         if all_seen:
             return None
         places = TokenPlaces(parts, attn_metadata.slots, attn_metadata.parts.block_size)

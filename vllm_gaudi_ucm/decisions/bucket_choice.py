@@ -93,6 +93,9 @@ def _model_spec(vllm_config: VllmConfig) -> ModelSpec:
     if not model.use_mla and config.get("kv_lora_rank"):
         # VLLM_MLA_DISABLE: keys and values of each head are cached
         config |= {"kv_lora_rank": None, "head_dim": model.get_head_size()}
+    if (config.get("index_topk") or 0) >= model.max_model_len:
+        # no context is longer than what a row may choose: there are no indexers
+        config |= {"index_topk": None}
     spec = ModelSpec.from_hf_config(config)
     return spec.shard(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 

@@ -9,6 +9,7 @@ from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, TILE_ROWS
+from vllm_gaudi_ucm.ops.chosen_tokens.score_memory import choice_bytes
 from vllm_gaudi_ucm.ops.unified_attention.score_memory import LEAST_ROWS, AttentionSizes, attention_bytes
 
 GIB = 1 << 30
@@ -36,6 +37,11 @@ def step_bytes(shape: ForwardShape, model: ModelSpec, block_size: int, selected_
         max_look_back=None if reach == ALL_TILES else reach * TILE_ROWS,
     )
     latent = model.latent
+    tokens = sizes.shared + sizes.unique + (sizes.rows if sizes.causal else 0)
+    if latent is not None and 0 < latent.chosen < tokens:
+        # scores, and attention over what is chosen, in tiles; queries and results are whole
+        whole = attention_bytes(replace(sizes, causal=False, shared=0, unique=0))
+        return max(whole, choice_bytes(sizes.rows, tokens, sizes.unique, latent.index * model.dtype_bytes))
     if latent is None or not sizes.causal:
         return attention_bytes(sizes)
     # prompts alone are computed with the keys of each head

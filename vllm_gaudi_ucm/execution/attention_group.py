@@ -31,6 +31,7 @@ from vllm_gaudi_ucm.execution.step_sizes import (
 from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor, group_suffix, place_tiles
 from vllm_gaudi_ucm.graphs.shapes.group_room import GroupBlocks
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.ops.chosen_tokens.api import most_seen
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import Plan, prepare
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
@@ -322,13 +323,14 @@ def step_metadata(
     plan: Plan | None = None,
     room: torch.Tensor | None = None,
     latent: LatentSizes | None = None,
+    chosen: int = 0,
 ) -> UnifiedAttentionMetadata:
     """Prepares a step's parts for the layers of one KV-cache group, and also for dense layers if there are any.
 
-    latent: sizes if all layers have latent attention. See UnifiedAttentionMetadata, LayerSelection and `prepare` for
-    the other arguments.
+    latent: sizes if all layers have latent attention. chosen: most tokens that each row chooses by itself (DSA); 0 for
+    other models. See UnifiedAttentionMetadata, LayerSelection and `prepare` for the other arguments.
     """
-    new_tokens = None
+    new_tokens, chooses = None, bool(chosen) and most_seen(parts, block_size) > chosen
     if latent is not None and sparse is None and latent.divides(parts):
         new_tokens = prepare(AttentionParts(parts.causal), block_size, implementation=implementation, plan=plan)
         if new_tokens.implementation.gives_log_sums:
@@ -349,5 +351,5 @@ def step_metadata(
         )
     # layers without summaries and choices get the same metadata as in a dense server, and are as fast
     if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
-        return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens)
+        return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens, chooses=chooses)
     return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices)

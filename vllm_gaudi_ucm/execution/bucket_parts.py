@@ -98,6 +98,8 @@ class BucketParts:
             lo, from_first = tensors.get("shared_from", self._zero).expand(hi.shape), "shared_from" not in tensors
         spans, rise = tensors["row_spans"], tensors.get("shared_rise")
         most = self._most_blocks
+        if self._group.chooses_tokens:
+            most = min(blocks, self._limits.blocks_per_request)
         return SharedPart(
             blocks=tensors["shared_blocks"],
             row_spans=spans,

@@ -172,6 +172,9 @@ class BucketedExecution:
         # without a cache every step is one of prompts, which a bucket holds
         self._divides = self.ready.buckets.limits.has_cache
         self._shape: StepShape
+        # whether rows choose tokens in the graph of a shape, and in what was computed or captured last
+        self._choosing: dict[ForwardShape, bool] = {}
+        self._chooses = False
 
     @property
     def max_logits(self) -> int:
@@ -197,7 +200,8 @@ class BucketedExecution:
         lockstep = self._decoder.lockstep
         padded = self._lookup(needed if lockstep is None else agreed_bucket(lockstep, needed))
         self._graphs.fill(padded.forward, step)
-        self._shape = StepShape(true, padded, remainder=self._graphs is not self._ordinary)
+        chosen = self._decoder.chosen if self._choosing.get(padded.forward) else 0
+        self._shape = StepShape(true, padded, self._graphs is not self._ordinary, chosen)
         return self._shape
 
     def forward(self) -> None:
@@ -251,6 +255,7 @@ class BucketedExecution:
         if self._handover is not None:
             self._handover.reserve(shape.query_len)
         self._ordinary.warm(shape)
+        self._choosing.setdefault(shape, self._chooses)
         self._shape = StepShape(shape.step(0), shape.step(0))
 
     @property
@@ -335,7 +340,9 @@ class BucketedExecution:
             selection=inputs.selection,
             plan=self._plan,
             latent=self._decoder.latent,
+            chosen=self._decoder.chosen,
         )
+        self._chooses = metadata.chooses
         if self._sparse is not None:
             self._sparse.begin_forward(metadata.selection)
         every = self._groups.metadata(metadata, inputs, self._implementation, self._plan)

@@ -157,6 +157,12 @@ class Decoder:
         sizes = {layer.sizes if isinstance(layer, LatentAttention) else None for layer in self._attention_layers()}
         return sizes.pop() if len(sizes) == 1 else None
 
+    @cached_property
+    def chosen(self) -> int:
+        """Returns the most tokens that each row chooses by itself (DSA); 0 if it attends to all."""
+        layers = self._attention_layers()
+        return max((layer.sizes.chosen for layer in layers if isinstance(layer, LatentAttention)), default=0)
+
     @property
     def specs(self) -> list[AttentionSpec]:
         return [impl.spec for impl in self._attention()]

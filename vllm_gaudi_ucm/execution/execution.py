@@ -15,11 +15,13 @@ class StepShape(NamedTuple):
     """The true shape of a step, and the shape in which it runs.
 
     remainder: whether it runs in a graph for prompt remainders, not in a bucket.
+    chosen: most tokens that each row attended to, because rows chose them by themselves (DSA); 0 in a dense step.
     """
 
     true: Bucket
     padded: Bucket
     remainder: bool = False
+    chosen: int = 0
 
 
 class Execution(Protocol):

@@ -108,10 +108,11 @@ class TrueShapeExecution:
             reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
             room=self._room,
             latent=self._decoder.latent,
+            chosen=self._decoder.chosen,
         )
         self._selection = metadata.selection
         self._metadata = self._groups.metadata(metadata, inputs, self._implementation)
-        return StepShape(shape, shape)
+        return StepShape(shape, shape, chosen=self._decoder.chosen if metadata.chooses else 0)
 
     def forward(self) -> None:
         inputs, metadata = self._inputs, self._metadata

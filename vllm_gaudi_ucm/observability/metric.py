@@ -63,6 +63,12 @@ ATTENTION_MASS = Metric(
     "Estimated attention of the blocks that competed in the last layer that chooses, and of those chosen among them.",
 )
 LOCKS = Metric("gaudi_ucm_sparse_locks", "counter", ("event",), "Choices that KVStar locked, and that it unlocked.")
+CHOSEN_STEPS = Metric(
+    "gaudi_ucm_chosen_token_steps", "counter", (), "Steps that chose the tokens that each row attends to (DSA)."
+)
+CHOSEN_ROWS = Metric(
+    "gaudi_ucm_chosen_token_rows", "counter", (), "Rows of these steps that saw more tokens than they attended to."
+)
 STORE_EVENTS = Metric(
     "gaudi_ucm_store_events", "counter", ("store", "event"), "Blocks and calls of a KV store, by what became of them."
 )

@@ -102,6 +102,11 @@ class StepMetrics:
         forward.add(forward_ms * 1e-3)
         sample.add(sample_ms * 1e-3)
 
+    def chosen_tokens(self, rows: int) -> None:
+        """One step that chose tokens for its rows (DSA). rows: rows that saw more tokens than they chose."""
+        self._labelled(metric.CHOSEN_STEPS).add(1)
+        self._labelled(metric.CHOSEN_ROWS).add(rows)
+
     def bypass(self, reason: str) -> None:
         """One execution outside the captured graphs; `reason` is a label, so it names no request."""
         self._labelled(metric.BYPASSES, reason).add(1)

@@ -166,8 +166,9 @@ def _refuse_with_chosen_tokens(vllm_config: VllmConfig, config: UcmConfig) -> No
     be longer than what a row chooses.
     """
     # not while vLLM is looking for its platform
-    from vllm_gaudi_ucm.vllm_api.model import shares_chosen_tokens, tokens_to_choose
+    from vllm_gaudi_ucm.vllm_api.model import follow_indexer_types, shares_chosen_tokens, tokens_to_choose
 
+    follow_indexer_types(vllm_config.model_config)
     chosen = tokens_to_choose(vllm_config)
     if not chosen:
         return

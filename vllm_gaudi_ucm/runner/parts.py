@@ -325,6 +325,8 @@ class StepRecords(WorkerPart):
                 record = replace(record, **step.figures)
             self.phase_log.append(record)
             self._metrics.step(record.bucket, record.padded, shape.remainder)
+            if shape.chosen:
+                self._metrics.chosen_tokens(int((division.plan.positions >= shape.chosen).sum()))
             self._metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
 
 

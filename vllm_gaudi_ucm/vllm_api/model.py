@@ -76,6 +76,7 @@ __all__ = [
     "YaRNScalingRotaryEmbedding",
     "as_trained",
     "extract_layer_index",
+    "follow_indexer_types",
     "forget_names",
     "get_forward_context",
     "has_attention",
@@ -210,6 +211,19 @@ def tokens_to_choose(vllm_config: "VllmConfig") -> int:
     """
     found = cast("int | None", getattr(vllm_config.model_config.hf_text_config, "index_topk", None))
     return found if found is not None and found < vllm_config.model_config.max_model_len else 0
+
+
+def follow_indexer_types(model_config: "ModelConfig") -> None:
+    """Gives a configuration that lists the kinds of indexers the pattern that vLLM's models read.
+
+    Reason: `deepseek_v2` does not read `indexer_types`, which a checkpoint of GLM-5 may have alone. It would make an
+    indexer without weights in each layer.
+    Remove when: it does.
+    """
+    config = model_config.hf_text_config
+    kinds = getattr(config, "indexer_types", None)
+    if kinds and hasattr(config, "index_topk") and getattr(config, "index_topk_pattern", None) is None:
+        config.index_topk_pattern = "".join("S" if kind == "shared" else "F" for kind in kinds)
 
 
 def shares_chosen_tokens(model_config: "ModelConfig") -> bool:

@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import ChosenTokensImplementation, IndexRows, TokenPlaces
+from vllm_gaudi_ucm.ops.chosen_tokens.score_memory import NUMBERS, ROWS, rows_of_tile
 from vllm_gaudi_ucm.ops.unified_attention.parts import NEG_INF, SharedPart, UniquePart
-
-ROWS = 64
-"""Most rows of a tile."""
-NUMBERS = 1 << 24
-"""Most numbers of a tensor in between, unless a single row, or a block of keys, needs more."""
 
 
 class TiledChosenTokens(ChosenTokensImplementation):
@@ -27,7 +23,8 @@ class TiledChosenTokens(ChosenTokensImplementation):
         shared = None if parts.shared is None else _Shared.of(parts.shared, keys, places.block_size)
         unique = None if parts.unique is None else _Unique.of(parts.unique, index, keys, places.block_size)
         singles = 0 if parts.unique is None else min(parts.unique.num_rows, rows)
-        bounds = [*range(0, singles, ROWS), *range(singles, rows, ROWS), rows]
+        step = rows_of_tile(_most_tokens(places), ROWS, NUMBERS)
+        bounds = [*range(0, singles, step), *range(singles, rows, step), rows]
         found = []
         for lo, hi in pairwise(bounds):
             tile = _Candidates([], [])
@@ -61,6 +58,17 @@ class TiledChosenTokens(ChosenTokensImplementation):
             values = _product(weights.to(query.dtype), keys[..., :value_size], wide)
             pieces.append((values / torch.where(total == 0, 1.0, total)).to(query.dtype))
         return torch.cat(pieces)
+
+
+def _most_tokens(places: TokenPlaces) -> int:
+    """Returns a bound of the tokens of a tile, known on the host."""
+    parts, size = places.parts, places.block_size
+    found = 0 if parts.shared is None else len(parts.shared.blocks) * size
+    if parts.unique is not None:
+        assert parts.unique.most_of_row is not None, "validated"
+        found += parts.unique.most_of_row * size
+    slices = () if parts.causal is None else parts.causal.slices
+    return found + max((one.query_hi - one.key_lo for one in slices), default=0)
 
 
 class _Candidates(NamedTuple):

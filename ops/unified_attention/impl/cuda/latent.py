@@ -33,7 +33,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.triton.latent import (
     attend_latent_tiles,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda.work import Found, Work, room_for, run_side_by_side, scratch
-from vllm_gaudi_ucm.ops.unified_attention.parts import NOTHING_SEEN, SelectedPart, SharedPart
+from vllm_gaudi_ucm.ops.unified_attention.parts import NOTHING_SEEN, AttentionParts, SelectedPart, SharedPart
 
 LARGEST_VALUE, LARGEST_REST = 512, 128
 # Rows times query heads of a program. For each it keeps a sum of 512 elements in registers.
@@ -78,6 +78,29 @@ def attend_latent(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None, 
     run_side_by_side(work, layer.query.device)
     # new tokens are a list as the others, so the merge has no causal part
     merge(layer, replace(plan, starts=None), found, alone=False, log_sums=log_sums)
+
+
+def attend_slots(query: Tensor, cache: Tensor, slots: Tensor, scale: float, out: Tensor) -> bool:
+    """Writes attention of rows over slots of their own to `out` [rows, heads, value size]; False if not covered.
+
+    query: [rows, heads, dim]. cache: [slots, dim]. slots: int64 [rows, chosen], -1 behind the last one of a row.
+    """
+    rows, count = slots.shape
+    in_blocks = cache[:, None, None]
+    values = in_blocks[..., : out.shape[2]]
+    layer = Layer(query, in_blocks[:0, 0], values[:0, 0], in_blocks, values, out, scale / math.log(2))
+    plan = CudaPlan(AttentionParts(), 1, None, None, None)
+    if why_not_latent(layer, plan) is not None:
+        return False
+    seen, entries = (slots >= 0).int().flatten(), slots.flatten()
+    number = torch.arange(rows + 1, dtype=torch.int32, device=slots.device)
+    lists = Lists(entries, entries, torch.zeros_like(seen), seen, seen, number * count)
+    place = torch.where(slots[:, 0] >= 0, number[:-1], -1)
+    work = _spans(layer, plan, "unique", place, lists, entries, 1, (None, None), 1)
+    assert work.found is not None, "of spans"
+    work.launch()
+    merge(layer, plan, [work.found], alone=False)
+    return True
 
 
 def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[Work]:

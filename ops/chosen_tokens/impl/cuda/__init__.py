@@ -1,0 +1,1 @@
+"""Implementation of attention over chosen tokens for CUDA."""
