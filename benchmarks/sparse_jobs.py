@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = random_model(Path(folder), options)
         sides = {name: side(name, ucm, model, options) for name, ucm in engines(options).items()}
         try:
-            for one in track(sides.values(), description="starting"):
-                one.start()
+            with ThreadPoolExecutor() as pool:
+                for started in track([pool.submit(one.start) for one in sides.values()], description="starting"):
+                    started.result()
             times = measure(sides, options)
         finally:
             for one in sides.values():
