@@ -51,8 +51,8 @@ def test_what_a_share_has_compiled_is_not_compiled_again(tmp_path: Path) -> None
     assert share["compiled"] > 0
     assert 0 < share["graphs"]["warm"] < rest["graphs"]["warm"]
     assert share["graphs"]["cold"] > 0
-    # the card's count goes on: each recipe was compiled once, with or without weights
-    assert share["compiled"] < rest["compiled"] == again["compiled"] == again["files"]
+    # the card's count goes on: each recipe was compiled once, with or without weights, and has at least a file
+    assert share["compiled"] < rest["compiled"] == again["compiled"] <= again["files"]
     assert again["files"] == again["files_before"] == rest["files"] > rest["files_before"] > 0
     assert rest["graphs"]["cold"] == rest["graphs"]["failed"] == 0
     assert (rest["device"], rest["versions"]["habana-torch-plugin"][:5]) == ("hpu", "1.24.")
