@@ -54,8 +54,8 @@ def check_adapter(lora: LoRAModel, manager: LRUCacheLoRAModelManager, max_rank: 
         if module is not None:
             if _is_convolution(module):
                 raise AdapterError(
-                    f"found matrices for {name}, which is a convolution, expected linear layers; merge the adapter into "
-                    "the checkpoint"
+                    f"found matrices for {name}, which is a convolution, expected linear layers; merge the adapter "
+                    "into the checkpoint"
                 )
             _check_layer(
                 name, weights, _sizes(module, number, len(manager.packed_modules.get(owner, ())) or 1), max_rank
