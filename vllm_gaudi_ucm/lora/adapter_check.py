@@ -98,7 +98,8 @@ def _sizes(module: BaseLayerWithLoRA, number: int, children: int) -> Sizes:
 
 def _is_convolution(module: BaseLayerWithLoRA) -> bool:
     """Returns whether vLLM has made a linear layer of a convolution: a layer with a state reads its weight alone."""
-    return isinstance(module, BaseLinearLayerWithLoRA) and module.weight.dim() > 2
+    weight = getattr(module.base_layer, "weight", None)
+    return isinstance(module, BaseLinearLayerWithLoRA) and weight is not None and weight.dim() > 2
 
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:
