@@ -98,8 +98,10 @@ def _sizes(module: BaseLayerWithLoRA, number: int, children: int) -> Sizes:
 
 def _is_convolution(module: BaseLayerWithLoRA) -> bool:
     """Returns whether vLLM has made a linear layer of a convolution: a layer with a state reads its weight alone."""
+    if not isinstance(module, BaseLinearLayerWithLoRA):
+        return False
     weight = getattr(module.base_layer, "weight", None)
-    return isinstance(module, BaseLinearLayerWithLoRA) and weight is not None and weight.dim() > 2
+    return weight is not None and weight.dim() > 2
 
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:
