@@ -32,7 +32,7 @@ def inverse_of_unit_lower(lower, ROWS: tl.constexpr, LEVELS: tl.constexpr, PRECI
     row, column = index[:, None], index[None, :]
     found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
     for level in tl.static_range(1, LEVELS):
-        size: tl.constexpr = 1 << level
+        size = 1 << level
         is_corner = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
         corner = tl.dot(found, tl.where(is_corner, lower, 0.0), input_precision=PRECISION)
         found -= tl.dot(corner, found, input_precision=PRECISION)
