@@ -22,13 +22,15 @@ NO_ROW = -1
 """The row of a pad in a tile."""
 SAME_REQUEST = -1
 """The source of a tile that continues from the state after the tile before it."""
+NULL_SLOT = 0
+"""The slot to which pads write, if they write at all."""
 
 
 class StateRows(NamedTuple):
     """Rows of a step, as tensors on the device of the states.
 
     A slot is an index into the states of a layer. A request that begins reads a slot of zeros, which is never written.
-    Pads write to a null slot, which no request reads. No request reads a slot that another one writes in this step.
+    Pads write to `NULL_SLOT`, which no request reads. No request reads a slot that another one writes in this step.
 
     offsets: int64 [rows] rows of the same request that are before this one in the step.
     row_sources: int64 [rows] slot of the state from which the row's request continues.
@@ -94,7 +96,6 @@ def plan_state_rows(
     kept_rows: NDArray[np.int64],
     kept_at: NDArray[np.int64],
     *,
-    null: int,
     few: int = 1,
     width: int = TILE_ROWS,
 ) -> dict[str, NDArray[np.int64]]:
@@ -105,7 +106,6 @@ def plan_state_rows(
         sources: [requests] slots from which requests continue; the slot of zeros for a request that begins.
         kept_rows: [kept] rows after which the state is kept, in any order. A row may be kept in several slots.
         kept_at: [kept] slots to which it is written.
-        null: the slot to which pads are written.
         few: requests with at most so many rows are computed row after row. They keep each row in one slot at most.
         width: rows of a tile, a power of two.
 
@@ -121,7 +121,7 @@ def plan_state_rows(
     offsets = np.arange(rows) - row_starts[owners]
     is_few = counts <= few
     few_rows = np.full((requests, few), NO_ROW, np.int64)
-    few_targets = np.full((requests, few), null, np.int64)
+    few_targets = np.full((requests, few), NULL_SLOT, np.int64)
     alone = np.flatnonzero(is_few[owners])
     few_rows[owners[alone], offsets[alone]] = alone
     kept_few = is_few[owners[kept_rows]]
@@ -129,7 +129,7 @@ def plan_state_rows(
         raise ValueError(f"states: found a row of a request with at most {few} rows kept in two slots, expected one")
     few_targets[owners[kept_rows[kept_few]], offsets[kept_rows[kept_few]]] = kept_at[kept_few]
     places = owners * few + offsets
-    tiles = _Tiles(width, null)
+    tiles = _Tiles(width)
     for request in np.flatnonzero(~is_few).tolist():
         begin, end = int(row_starts[request]), int(row_starts[request + 1])
         mine = np.flatnonzero((kept_rows >= begin) & (kept_rows < end))
@@ -147,7 +147,7 @@ def plan_state_rows(
         "kept_at": np.ascontiguousarray(kept_at),
         "places": places,
         "few_rows": few_rows,
-        "few_sources": np.where(is_few, sources, null),
+        "few_sources": np.where(is_few, sources, NULL_SLOT),
         "few_targets": few_targets,
         "tile_rows": tile_rows,
         "tile_sources": np.array(tiles.sources, np.int64),
@@ -158,9 +158,8 @@ def plan_state_rows(
 class _Tiles:
     """The tiles of a step while they are planned."""
 
-    def __init__(self, width: int, null: int) -> None:
+    def __init__(self, width: int) -> None:
         self._width = width
-        self._null = null
         self.rows: list[list[int]] = []
         self.sources: list[int] = []
         self.targets: list[int] = []
@@ -170,16 +169,16 @@ class _Tiles:
 
         A tile without rows writes the state of the tile before it to one more slot.
         """
-        for row, slot in (*kept, (end - 1, self._null)):
+        for row, slot in (*kept, (end - 1, NULL_SLOT)):
             first = True
             while begin <= row or first:
                 behind = min(begin + self._width, row + 1)
-                if behind == begin and slot == self._null:
+                if behind == begin and slot == NULL_SLOT:
                     break
                 pads = self._width - (behind - begin)
                 self.rows.append([*range(begin, behind), *(NO_ROW for _ in range(pads))])
                 self.sources.append(source)
-                self.targets.append(slot if behind == row + 1 else self._null)
+                self.targets.append(slot if behind == row + 1 else NULL_SLOT)
                 source, begin, first = SAME_REQUEST, behind, False
 
 

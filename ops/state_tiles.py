@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -57,10 +56,6 @@ class TileChange(NamedTuple):
     added: Tensor
     decay: Tensor
     replaced: Tensor | None = None
-
-
-Carry = Callable[[StateRows, Tensor, TileChange], Tensor]
-"""Computes the state after each tile from the one before it; see `carry_states`."""
 
 
 def carry_states(step: StateRows, states: Tensor, change: TileChange) -> Tensor:

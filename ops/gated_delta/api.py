@@ -35,6 +35,17 @@ def gated_delta(
     return GATED_DELTAS.choose(implementation, rows.v.device.type).scan(rows, states, step, normalise=normalise)
 
 
+def delta_gates(
+    a: Tensor, b: Tensor, a_log: Tensor, bias: Tensor, *, implementation: str = AUTO
+) -> tuple[Tensor, Tensor]:
+    """Returns `log_decay`, -exp(a_log) * softplus(a + bias), and `beta`, sigmoid(b), for `DeltaRows`.
+
+    a, b: [rows, parts, heads / parts], as they are in the results of a projection. a_log, bias: [heads].
+    Both results are float32, [rows, heads].
+    """
+    return GATED_DELTAS.choose(implementation, a.device.type).gates(a, b, a_log, bias)
+
+
 def _validate(rows: DeltaRows, states: Tensor, step: StateRows) -> None:
     _, heads, key_dim, value_dim = states.shape
     count, key_heads = len(step.places), rows.k.shape[1]

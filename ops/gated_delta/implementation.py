@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch.nn import functional
+
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
 
 if TYPE_CHECKING:
@@ -29,6 +31,11 @@ class DeltaImplementation(Implementation[None], ABC):
     @abstractmethod
     def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
         """Tensors as in `gated_delta`, validated."""
+
+    def gates(self, a: Tensor, b: Tensor, a_log: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Tensors as in `delta_gates`."""
+        steps = functional.softplus(a.float().flatten(1) + bias.float())
+        return -a_log.float().exp() * steps, b.float().flatten(1).sigmoid()
 
 
 GATED_DELTAS: Implementations[DeltaImplementation] = Implementations(

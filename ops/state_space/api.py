@@ -34,6 +34,11 @@ def state_space(
     return STATE_SPACES.choose(implementation, rows.x.device.type).scan(rows, a, d, states, step)
 
 
+def time_steps(dt: Tensor, bias: Tensor, *, implementation: str = AUTO) -> Tensor:
+    """Returns softplus(dt + bias) for `SpaceRows`, float32. dt: [rows, heads]. bias: [heads]."""
+    return STATE_SPACES.choose(implementation, dt.device.type).time_steps(dt, bias)
+
+
 def _validate(rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> None:
     _, heads, head_dim, size = states.shape
     count, groups = len(step.places), rows.b.shape[1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch.nn import functional
+
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ class SpaceImplementation(Implementation[None], ABC):
     @abstractmethod
     def scan(self, rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> Tensor:
         """Tensors as in `state_space`, validated."""
+
+    def time_steps(self, dt: Tensor, bias: Tensor) -> Tensor:
+        """Tensors as in `time_steps`."""
+        return functional.softplus(dt.float() + bias.float())
 
 
 STATE_SPACES: Implementations[SpaceImplementation] = Implementations(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
 from vllm.lora.request import LoRARequest
 
 from tests.engine.adapters import ALL_LINEAR, EMBEDDINGS, make_adapter, merge_adapter, request_of
@@ -33,8 +34,11 @@ BUCKETS = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 14,
 class Family:
     """A tiny model, its adapters, and what Hugging Face computes with each of them merged; None for the model alone."""
 
-    def __init__(self, folder: Path, model_type: str, modules: Sequence[str] = (*ALL_LINEAR, *EMBEDDINGS)) -> None:
-        self.model = make_model(folder / "model", make_config(model_type))
+    def __init__(
+        self, folder: Path, config: str | PreTrainedConfig, modules: Sequence[str] = (*ALL_LINEAR, *EMBEDDINGS)
+    ) -> None:
+        """config: of the model, or a model type with the common configuration."""
+        self.model = make_model(folder / "model", make_config(config) if isinstance(config, str) else config)
         every, some = tuple(modules), tuple(name for name in modules if name not in EMBEDDINGS)
         self.adapters = [
             make_adapter(folder / "every", self.model, rank=4, modules=every, seed=1),

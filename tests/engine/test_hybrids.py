@@ -28,8 +28,10 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "max
 # room for few requests
 FEW_BLOCKS = {"num_gpu_blocks_override": 24}
 BUCKETS = {"graphs": {"mode": "eager", "max_graphs": 6}}
-# one of each kind of layer
+# one of each kind of layer; other families have the same layers between other parts
 ONE_OF_EACH = ["granitemoehybrid", "lfm2", "qwen3_next"]
+OTHERS = sorted(set(HYBRIDS) - set(ONE_OF_EACH))
+of_each_kind = pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 
@@ -54,6 +56,7 @@ def test_greedy_tokens_are_those_of_transformers(model: Path, served: list[Answe
 
 
 @pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+@of_each_kind
 def test_a_preempted_request_begins_again(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
     with Engine(model, ucm, **OPTIONS, **FEW_BLOCKS) as engine:
         found = engine.greedy(hybrid_prompts(), LENGTH)
@@ -63,6 +66,7 @@ def test_a_preempted_request_begins_again(model: Path, served: list[Answer], ucm
 
 
 @pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+@of_each_kind
 def test_rejected_drafts_are_rolled_back(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
     with Engine(model, ucm, **OPTIONS, speculative_config=NGRAM) as engine:
         found = engine.greedy(hybrid_prompts(), LENGTH)
@@ -70,11 +74,13 @@ def test_rejected_drafts_are_rolled_back(model: Path, served: list[Answer], ucm:
 
 
 @pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+@of_each_kind
 def test_the_next_step_is_planned_while_one_runs(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
     with Engine(model, ucm, **OPTIONS, async_scheduling=True) as engine:
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
 
 
+@of_each_kind
 def test_a_sparse_method_chooses_in_the_layers_with_attention(model: Path, served: list[Answer]) -> None:
     ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
     with Engine(model, ucm, **OPTIONS) as engine:
@@ -82,6 +88,7 @@ def test_a_sparse_method_chooses_in_the_layers_with_attention(model: Path, serve
 
 
 @pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
+@of_each_kind
 def test_kept_states_make_prefix_caching(model: Path, served: list[Answer], ucm: dict[str, Any]) -> None:
     """A hit ends at a block behind which a state is kept; with few of them, the ones used last are kept."""
     prompts = hybrid_prompts()
@@ -102,7 +109,7 @@ def test_kept_states_make_prefix_caching(model: Path, served: list[Answer], ucm:
         engine.check_idle()
 
 
-@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
+@of_each_kind
 def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list[Answer]) -> None:
     options = {**OPTIONS, **FEW_BLOCKS, "enable_prefix_caching": True, "speculative_config": NGRAM}
     with Engine(model, {"kv_cache": {"kept_states": 4}}, **options) as engine:
@@ -110,6 +117,22 @@ def test_kept_states_of_preempted_requests_with_drafts(model: Path, served: list
             assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
         assert engine.preemptions > 0
         (turn,) = engine.greedy([[*hybrid_prompts()[-1], *served[-1].tokens[:60]]], 4)
+        assert turn.tokens == served[-1].tokens[60:]
+
+
+@pytest.mark.parametrize("model", OTHERS, indirect=True)
+def test_all_together(model: Path, served: list[Answer]) -> None:
+    """Families with layers of a kind that the other tests serve: buckets, drafts, kept states, preemptions, and a
+    sparse method.
+    """
+    ucm = {**BUCKETS, "ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
+    options = {**OPTIONS, **FEW_BLOCKS, "enable_prefix_caching": True, "speculative_config": NGRAM}
+    with Engine(model, {**ucm, "kv_cache": {"kept_states": 4}}, **options) as engine:
+        for _ in range(2):
+            assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
+        assert engine.preemptions > 0
+        (turn,) = engine.greedy([[*hybrid_prompts()[-1], *served[-1].tokens[:60]]], 4)
+        assert turn.cached_tokens > len(hybrid_prompts()[-1])
         assert turn.tokens == served[-1].tokens[60:]
 
 
@@ -124,7 +147,7 @@ SWAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SWAPS)
-@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
+@of_each_kind
 def test_states_are_swapped_with_blocks(model: Path, served: list[Answer], kind: str) -> None:
     """A preempted request goes on from its states, whatever of its drafts was rejected. covers: A7"""
     ucm, options = SWAPS[kind]
@@ -138,6 +161,7 @@ def test_states_are_swapped_with_blocks(model: Path, served: list[Answer], kind:
         engine.check_all_free()
 
 
+@pytest.mark.parametrize("model", [*ONE_OF_EACH, "falcon_h1", "nemotron_h", "qwen3_5_text"], indirect=True)
 def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
     with EngineOfWorkers(model, CHECKED, **OPTIONS, tensor_parallel_size=2) as engine:
         assert_same(engine.greedy(hybrid_prompts(), LENGTH), served)
@@ -210,7 +234,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ucm.kv_cache.granularity", {"kv_cache": {"granularity": "token"}}, {}),
     ("ucm.kv_cache.compaction", {"kv_cache": {"compaction": True}}, {}),
     ("--kv-transfer-config", {}, {"kv_transfer_config": CONNECTOR}),
-    ("--enable-lora", {}, {"enable_lora": True}),
 ]
 
 

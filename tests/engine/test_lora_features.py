@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.adapters import ALL_LINEAR, EMBEDDINGS, add_matrices, make_adapter, merge_adapter, request_of
+from tests.engine.hybrids import hybrid_config
 from tests.engine.lora_family import BUCKETS, OPTIONS, PROMPTS, Family
 from tests.engine.lora_requests import ask
 from tests.engine.quantised_models import compressed_tensors, write_quantised
@@ -74,6 +75,24 @@ def test_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
         add_matrices(bad, "model.layers.0.mlp.experts.0.gate_proj", 64, 32)
         with pytest.raises(AdapterError, match="experts"):
             engine.llm.llm_engine.add_lora(request_of(bad, 9))
+        family.ask(engine, PROMPTS[-1:])
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_layers_that_keep_a_state(tmp_path: Path, kind: str) -> None:
+    """Their linear layers take adapters, and their convolutions do not, by name."""
+    modules = {
+        "lfm2": ("q_proj", "in_proj", "out_proj"),
+        "qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    }
+    family = Family(tmp_path, hybrid_config(kind), modules[kind])
+    with Engine(family.model, {}, **OPTIONS) as engine:
+        family.ask(engine)
+        if kind == "lfm2":
+            bad = make_adapter(tmp_path / "convolution", family.model, modules=["q_proj"])
+            add_matrices(bad, "model.layers.0.conv.conv", 3, 64)
+            with pytest.raises(AdapterError, match="a convolution"):
+                engine.llm.llm_engine.add_lora(request_of(bad, 9))
         family.ask(engine, PROMPTS[-1:])
 
 

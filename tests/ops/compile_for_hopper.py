@@ -27,9 +27,8 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import CHOSEN_TOKENS, IndexRows, TokenPlaces
-from vllm_gaudi_ucm.ops.cuda.state_tiles import carry_on_cuda
-from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.update import update_few as update_deltas
-from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
+from vllm_gaudi_ucm.ops.gated_delta.implementation import GATED_DELTAS, DeltaRows
+from vllm_gaudi_ucm.ops.gated_norm.implementation import GATED_NORMS
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
 from vllm_gaudi_ucm.ops.lora.impl.cuda import products as lora
 from vllm_gaudi_ucm.ops.lora.implementation import LORA
@@ -46,15 +45,13 @@ from vllm_gaudi_ucm.ops.rotary.impl.cuda.rotary import cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import cuda_noise
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
 from vllm_gaudi_ucm.ops.silu_and_mul.impl.cuda.gate import cuda_gate
-from vllm_gaudi_ucm.ops.state_space.impl.cuda.update import update_few as update_spaces
-from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
-from vllm_gaudi_ucm.ops.state_tiles import TileChange
+from vllm_gaudi_ucm.ops.state_space.implementation import STATE_SPACES, SpaceRows
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import attend as cuda_attend
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take", "update_deltas", "update_spaces", "carry_tiles")
+WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take", "update_deltas", "update_spaces")
 
 
 class Hopper:
@@ -274,27 +271,25 @@ def chosen_tokens(dtype: torch.dtype) -> None:
 
 
 def layers_with_states(dtype: torch.dtype) -> None:
-    """Decodes, and verifications of three drafts, of layers as in Qwen3-Next and Granite 4-h."""
-    for few in (1, 4):
-        step, heads = plan([StateRequest(few, 1, {0: 2})], few), torch.zeros(128)
-        q, v, dt = (torch.empty(few, *shape, dtype=dtype) for shape in ((16, 128), (32, 128), (128,)))
-        deltas = DeltaRows(q, q, v, torch.empty(few, 32), torch.empty(few, 32))
-        update_deltas(deltas, torch.empty(3, 32, 128, 128), step, v.clone(), normalise=True)
-        x, group = torch.empty(few, 128, 64, dtype=dtype), torch.empty(few, 1, 128, dtype=dtype)
-        spaces = SpaceRows(x, dt.float(), group, group)
-        update_spaces(spaces, heads, heads, torch.empty(3, 128, 64, 128), step, found=x.clone())
+    """Decodes, verifications of three drafts, and prompts, of layers as in Qwen3-Next and Granite 4-h."""
+    for few, rows in ((1, 1), (4, 4), (1, 130)):
+        step, heads = plan([StateRequest(rows, 1, {0: 2})], few), torch.zeros(128)
+        q, v = (torch.empty(rows, count, 128, dtype=dtype) for count in (16, 32))
+        deltas = DeltaRows(q, q, v, torch.empty(rows, 32), torch.empty(rows, 32))
+        GATED_DELTAS.make("cuda").scan(deltas, torch.empty(3, 32, 128, 128), step, normalise=True)
+        x, group = torch.empty(rows, 128, 64, dtype=dtype), torch.empty(rows, 1, 128, dtype=dtype)
+        spaces = SpaceRows(x, torch.empty(rows, 128), group, group)
+        STATE_SPACES.make("cuda").scan(spaces, heads, heads, torch.empty(3, 128, 64, 128), step)
+        gates = torch.empty(rows, 16, 4, dtype=dtype)
+        GATED_DELTAS.make("cuda").gates(gates[..., 2:], gates[..., :2], torch.empty(32), torch.empty(32))
+        STATE_SPACES.make("cuda").time_steps(x[:, 0], heads[:64])
+        for groups, gate_first in ((v, False), (x.view(rows, 1, -1), True)):
+            weight = torch.empty(groups.shape[-1], dtype=dtype)
+            GATED_NORMS.make("cuda").norm(groups, groups, weight, 1e-6, gate_first=gate_first)
         states, weight = torch.empty(3, 3, 8192, dtype=dtype), torch.empty(8192, 4, dtype=dtype)
         for bias in (None, weight[:, 0].contiguous()):
             convolution = CONVOLUTIONS.make("cuda")
-            convolution.convolve(torch.empty(few, 8192, dtype=dtype), weight, bias, states, step, silu=True)
-    step = plan([StateRequest(130, 1, {0: 2})], width=64)
-    for heads, rows, columns, replaces in ((32, 128, 128, True), (128, 64, 128, False)):
-        change = TileChange(
-            torch.empty(3, heads, rows, columns),
-            torch.empty(3, heads, 1, 1),
-            torch.empty(3, heads, rows, rows) if replaces else None,
-        )
-        carry_on_cuda(step, torch.empty(3, heads, rows, columns), change)
+            convolution.convolve(torch.empty(rows, 8192, dtype=dtype), weight, bias, states, step, silu=True)
 
 
 def main(dtype: torch.dtype) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
-from vllm_gaudi_ucm.ops.state_rows import StateRows, plan_state_rows
+from vllm_gaudi_ucm.ops.state_rows import NULL_SLOT, StateRows, plan_state_rows
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 
-NULL, ZEROS = 0, 1
+NULL, ZEROS = NULL_SLOT, 1
 """The slot of pads, and the slot of zeros."""
 
 
@@ -45,7 +45,7 @@ def plan(requests: Sequence[Request], few: int = 1, width: int = 64) -> StateRow
     ]
     pairs = np.array(kept, np.int64).reshape(-1, 2)
     sources = np.array([each.source for each in requests], np.int64)
-    arrays = plan_state_rows(starts, sources, pairs[:, 0], pairs[:, 1], null=NULL, few=few, width=width)
+    arrays = plan_state_rows(starts, sources, pairs[:, 0], pairs[:, 1], few=few, width=width)
     return StateRows.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()})
 
 

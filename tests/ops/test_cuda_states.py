@@ -24,10 +24,11 @@ from tests.ops.states import (
     space_rows,
 )
 from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
-from vllm_gaudi_ucm.ops.gated_delta.api import gated_delta
+from vllm_gaudi_ucm.ops.gated_delta.api import delta_gates, gated_delta
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
+from vllm_gaudi_ucm.ops.gated_norm.api import gated_norm
 from vllm_gaudi_ucm.ops.state_rows import StateRows
-from vllm_gaudi_ucm.ops.state_space.api import state_space
+from vllm_gaudi_ucm.ops.state_space.api import state_space, time_steps
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="needs a GPU or Triton's interpreter")
@@ -35,6 +36,8 @@ pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="needs a GPU or Triton's i
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNT, SLOTS = sum(each.rows for each in STEP), 14
 DECODES = tuple(Request(1, slot, {0: slot}) for slot in (4, 7, ZEROS + 1))
+# tiles of their full width, which continue from each other, from a kept state, and beside a decode
+LONG = (Request(1, 5, {0: 5}), Request(130, ZEROS, {129: 9}), Request(70, 10, {3: 11, 69: 10}))
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 
 
@@ -43,7 +46,8 @@ def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def rows_of(requests: Sequence[Request]) -> StateRows:
-    return StateRows(*on_device(plan(requests, few=3, width=4)))
+    """Tiles of production for long prompts, and small ones otherwise."""
+    return StateRows(*on_device(plan(requests, few=3, width=64 if requests is LONG else 4)))
 
 
 def drawn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> Tensor:
@@ -67,7 +71,7 @@ def assert_near(found: Tensor, exact: Tensor, dtype: torch.dtype, state: torch.d
     assert float((found.cpu().double() - exact).abs().max()) <= 4 * eps * float(exact.abs().max().clamp(min=1))
 
 
-@pytest.mark.parametrize("requests", [STEP, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("requests", [STEP, DECODES, LONG], ids=["mixed", "decodes", "long"])
 @pytest.mark.parametrize(("dtype", "state"), DTYPES, ids=str)
 def test_convolution_cuda(dtype: torch.dtype, state: torch.dtype, requests: Sequence[Request]) -> None:
     random = torch.Generator().manual_seed(1)
@@ -86,7 +90,7 @@ def test_convolution_cuda(dtype: torch.dtype, state: torch.dtype, requests: Sequ
         assert_near(states[1:], after[1:], dtype, state)
 
 
-@pytest.mark.parametrize("requests", [STEP, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("requests", [STEP, DECODES, LONG], ids=["mixed", "decodes", "long"])
 @pytest.mark.parametrize(("dtype", "state"), DTYPES, ids=str)
 def test_state_space_cuda(dtype: torch.dtype, state: torch.dtype, requests: Sequence[Request]) -> None:
     """Dimensions that are no power of two, and a state of more than one program."""
@@ -107,7 +111,7 @@ def test_state_space_cuda(dtype: torch.dtype, state: torch.dtype, requests: Sequ
         assert_near(states[1:], after[1:], dtype, state)
 
 
-@pytest.mark.parametrize("requests", [STEP, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("requests", [STEP, DECODES, LONG], ids=["mixed", "decodes", "long"])
 @pytest.mark.parametrize(("dtype", "state"), DTYPES, ids=str)
 def test_gated_delta_cuda(dtype: torch.dtype, state: torch.dtype, requests: Sequence[Request]) -> None:
     """Dimensions that are no power of two, and a state of more than one program."""
@@ -129,3 +133,39 @@ def test_gated_delta_cuda(dtype: torch.dtype, state: torch.dtype, requests: Sequ
         found = gated_delta(moved, states, step, normalise=normalise, implementation="cuda")
         assert_near(found, exact, dtype, state)
         assert_near(states[1:], after[1:], dtype, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_cuda(dtype: torch.dtype) -> None:
+    """Parts with gaps between them, and steps from almost 0 to beyond where softplus is the number itself."""
+    random = torch.Generator().manual_seed(4)
+    joined = (torch.randn(5, 3, 8, generator=random) * 20).to(dtype).to(DEVICE)
+    a, b = joined.split([4, 4], -1)
+    a_log, bias = torch.randn(2, 12, generator=random).to(DEVICE)
+    for found, exact in zip(
+        (
+            *delta_gates(a, b, a_log, bias, implementation="cuda"),
+            time_steps(joined[:, 0], bias[:8], implementation="cuda"),
+        ),
+        (
+            *delta_gates(*double([a, b, a_log, bias]), implementation="reference"),
+            time_steps(*double([joined[:, 0], bias[:8]]), implementation="reference"),
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_norm_cuda(dtype: torch.dtype, gate_first: bool) -> None:
+    """Several groups in a program, and one group; a gate with gaps between parts that are no groups."""
+    random = torch.Generator().manual_seed(5)
+    for groups, size, each in ((4, 6, False), (2, 12, True), (1, 24, True)):
+        x = torch.randn(7, groups, size, generator=random).to(dtype).to(DEVICE)
+        gate = torch.randn(7, 3, 20, generator=random).to(dtype).to(DEVICE)[..., 2:10]
+        weight = torch.randn(groups * size, generator=random).view(groups, size).to(DEVICE)
+        weight = weight if each else weight[0]
+        found = gated_norm(x, gate, weight, 1e-6, gate_first=gate_first, implementation="cuda")
+        exact = gated_norm(*double([x, gate, weight]), 1e-6, gate_first=gate_first, implementation="reference")
+        assert_near(found, exact.cpu(), dtype, dtype)

@@ -74,7 +74,12 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "choose",
         "update_deltas",
         "update_spaces",
-        "carry_tiles",
+        "solve_tiles",
+        "walk_deltas",
+        "walk_spaces",
+        "open_gates",
+        "take_time_steps",
+        "norm_gated_rows",
         "convolve_rows",
         *(NOT_IN_FLOAT32 if dtype == "bfloat16" else []),
     }

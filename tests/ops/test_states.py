@@ -195,13 +195,13 @@ def test_a_row_is_kept_in_two_slots() -> None:
     """After a block and for the request itself; not in a request with few rows."""
     request = Request(6, ZEROS, {5: 4})
     starts, sources = np.array([0, 6]), np.array([ZEROS])
-    arrays = plan_state_rows(starts, sources, np.array([5, 3, 5]), np.array([4, 2, 3]), null=NULL, width=4)
+    arrays = plan_state_rows(starts, sources, np.array([5, 3, 5]), np.array([4, 2, 3]), width=4)
     assert arrays["tile_targets"].tolist() == [2, 4, 3]
     assert arrays["tile_rows"].tolist() == [[0, 1, 2, 3], [4, 5, -1, -1], [-1, -1, -1, -1]]
     assert arrays["tile_sources"].tolist() == [ZEROS, -1, -1]
     assert plan([request], width=4).tile_targets.tolist() == [NULL, 4]
     with pytest.raises(ValueError, match="at most 6 rows kept in two slots, expected one"):
-        plan_state_rows(starts, sources, np.array([5, 5]), np.array([4, 2]), null=NULL, few=6)
+        plan_state_rows(starts, sources, np.array([5, 5]), np.array([4, 2]), few=6)
     with pytest.raises(ValueError, match="found tiles of 48 rows, expected a power of two"):
         plan([request], width=48)
 

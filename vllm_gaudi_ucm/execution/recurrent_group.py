@@ -13,8 +13,7 @@ from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.execution.state_group import StateGroup, StatePlaces, StatePlan, StatePlanner
 from vllm_gaudi_ucm.execution.step_sizes import Sizes, of_rows
 from vllm_gaudi_ucm.execution.step_tensors import StepArrays, StepTensor, group_suffix
-from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.ops.state_rows import NO_ROW, TILE_ROWS, StateRows, most_tiles, plan_state_rows
+from vllm_gaudi_ucm.ops.state_rows import NO_ROW, NULL_SLOT, TILE_ROWS, StateRows, most_tiles, plan_state_rows
 from vllm_gaudi_ucm.state_layers.register import is_registered
 from vllm_gaudi_ucm.vllm_api.kv_cache import MambaSpec
 
@@ -83,17 +82,17 @@ class RecurrentGroup(StateGroup):
 
         return (
             entry("offsets", of_rows, 0),
-            entry("row_sources", of_rows, DUMMY_BLOCK),
+            entry("row_sources", of_rows, NULL_SLOT),
             entry("kept_rows", self._of_kept, 0),
-            entry("kept_at", self._of_kept, DUMMY_BLOCK),
+            entry("kept_at", self._of_kept, NULL_SLOT),
             # pads have the results of the first request's first row
             entry("places", of_rows, 0),
             entry("few_rows", self._of_few, NO_ROW),
-            entry("few_sources", lambda sizes: (sizes.spans,), DUMMY_BLOCK),
-            entry("few_targets", self._of_few, DUMMY_BLOCK),
+            entry("few_sources", lambda sizes: (sizes.spans,), NULL_SLOT),
+            entry("few_targets", self._of_few, NULL_SLOT),
             entry("tile_rows", lambda sizes: (self._tiles(sizes), TILE_ROWS), NO_ROW),
-            entry("tile_sources", lambda sizes: (self._tiles(sizes),), DUMMY_BLOCK),
-            entry("tile_targets", lambda sizes: (self._tiles(sizes),), DUMMY_BLOCK),
+            entry("tile_sources", lambda sizes: (self._tiles(sizes),), NULL_SLOT),
+            entry("tile_targets", lambda sizes: (self._tiles(sizes),), NULL_SLOT),
         )
 
     def _of_few(self, sizes: Sizes) -> tuple[int, ...]:
@@ -134,9 +133,7 @@ class RowsPlanner(StatePlanner):
     def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> RowsPlan:
         found = self._with_kept(self.plan_states(batch, step), step)
         few = self.places.rows_each
-        return RowsPlan(
-            plan_state_rows(step.query_start, found.sources, found.kept_rows, found.kept_at, null=DUMMY_BLOCK, few=few)
-        )
+        return RowsPlan(plan_state_rows(step.query_start, found.sources, found.kept_rows, found.kept_at, few=few))
 
     def _begin_with(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         zeros = self.places.zeros

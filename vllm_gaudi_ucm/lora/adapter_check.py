@@ -52,6 +52,11 @@ def check_adapter(lora: LoRAModel, manager: LRUCacheLoRAModelManager, max_rank: 
         owner, number = places.get(name, (name, 0))
         module = manager.modules.get(owner)
         if module is not None:
+            if _is_convolution(module):
+                raise AdapterError(
+                    f"found matrices for {name}, which is a convolution, expected linear layers; merge the adapter "
+                    "into the checkpoint"
+                )
             _check_layer(
                 name, weights, _sizes(module, number, len(manager.packed_modules.get(owner, ())) or 1), max_rank
             )
@@ -89,6 +94,14 @@ def _sizes(module: BaseLayerWithLoRA, number: int, children: int) -> Sizes:
         return Sizes(module.base_layer.org_vocab_size, module.base_layer.embedding_dim)
     assert isinstance(module, LogitsProcessorWithLoRA), "no other layer takes adapters"
     return Sizes(module.hidden_size, module.base_layer.vocab_size)
+
+
+def _is_convolution(module: BaseLayerWithLoRA) -> bool:
+    """Returns whether vLLM has made a linear layer of a convolution: a layer with a state reads its weight alone."""
+    if not isinstance(module, BaseLinearLayerWithLoRA):
+        return False
+    weight = getattr(module.base_layer, "weight", None)
+    return weight is not None and weight.dim() > 2
 
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:

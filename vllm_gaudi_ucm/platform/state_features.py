@@ -21,12 +21,6 @@ def _row(name: str, flag: str, why: str, found: Callable[[VllmConfig], object]) 
 
 OF_STATES: tuple[Feature[VllmConfig], ...] = (
     _row(
-        "adapters (LoRA)",
-        "--enable-lora",
-        "adapters of their convolutions would have no effect; merge the adapter into the checkpoint",
-        lambda c: c.lora_config,
-    ),
-    _row(
         "a history of inputs in place of states",
         "--use-replayssm",
         "states are updated in place; leave the flag out",

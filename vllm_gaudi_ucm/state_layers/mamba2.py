@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.nn import functional
 
 from vllm_gaudi_ucm.ops.causal_conv1d.api import causal_conv1d
-from vllm_gaudi_ucm.ops.state_space.api import state_space
+from vllm_gaudi_ucm.ops.gated_norm.api import gated_norm
+from vllm_gaudi_ucm.ops.state_space.api import state_space, time_steps
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 from vllm_gaudi_ucm.state_layers.state_layer import StateLayer
 from vllm_gaudi_ucm.vllm_api.state_layers import MambaMixer2
@@ -35,8 +35,19 @@ class StatefulMixer2(StateLayer, MambaMixer2):
         if mup_vector is not None:
             projected = projected * mup_vector
         gate, mixed, dt = projected.split([self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size], -1)
-        output: torch.Tensor = self.out_proj(self.norm(self._scan(mixed, dt), gate))[0]
+        output: torch.Tensor = self.out_proj(self._normed(self._scan(mixed, dt), gate))[0]
         return output
+
+    def _normed(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Returns [rows, heads * head_dim]. Both tensors have this shape."""
+        norm = self.norm
+        if not norm.use_rms_norm or (norm.tp_size > 1 and norm.n_groups % norm.tp_size):
+            # without a norm, or with one over the heads of several workers
+            found: torch.Tensor = norm(x, gate)
+            return found
+        groups = x.unflatten(-1, (-1, norm.group_size))
+        weight = norm.weight.unflatten(0, (-1, norm.group_size))
+        return gated_norm(groups, gate.unsqueeze(1), weight, norm.variance_epsilon, gate_first=True).flatten(1)
 
     def _scan(self, mixed: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
         """Returns [rows, heads * head_dim]. mixed: inputs of the convolution. dt: before bias and softplus."""
@@ -47,7 +58,7 @@ class StatefulMixer2(StateLayer, MambaMixer2):
         x, b, c = mixed.split([self.tped_intermediate_size, of_groups, of_groups], -1)
         rows = SpaceRows(
             x=x.unflatten(-1, (-1, self.head_dim)),
-            dt=functional.softplus(dt.float() + self.dt_bias.float()),
+            dt=time_steps(dt, self.dt_bias),
             b=b.unflatten(-1, (-1, self.ssm_state_size)),
             c=c.unflatten(-1, (-1, self.ssm_state_size)),
         )

@@ -1,64 +1,47 @@
-"""States of tiles, each made of the one before it: a program keeps a part of a state in registers from tile to tile."""
+"""Parts of kernels over tiles of rows: decays between rows, an inverse, and where the tiles of a request end."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def carry_tiles(
-    loaded,
-    added,
-    decay,
-    replaced,
-    before,
-    states,
-    tile_sources,
-    tile_targets,
-    tiles,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REPLACES: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """A program for each head, ROW_BLOCK rows and COLUMN_BLOCK columns. If REPLACES, ROW_BLOCK is all rows, and a
-    product takes PART of them at a time.
+def decays(log_decay, ROWS: tl.constexpr):
+    """Returns exp of the sums of log_decay [ROWS]: up to each row; from row j to a later row i, [i, j], 1 on the
+    diagonal and 0 above it; behind each row; and of all rows.
 
-    loaded: [tiles, HEADS, ROWS, COLUMNS], the states that requests begin with. Other tensors as in `TileChange` and
-    `StateRows`, contiguous; before: like `added`, written.
+    Sums are float64: a difference of two sums has the error of the larger one, which a decay near 0 makes large.
     """
-    column_blocks: tl.constexpr = (COLUMNS + COLUMN_BLOCK - 1) // COLUMN_BLOCK
-    row_blocks: tl.constexpr = (ROWS + ROW_BLOCK - 1) // ROW_BLOCK
-    head = tl.program_id(0) // (row_blocks * column_blocks)
-    row = tl.program_id(0) // column_blocks % row_blocks * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
-    column = tl.program_id(0) % column_blocks * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
-    inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-    size: tl.constexpr = HEADS * ROWS * COLUMNS
-    place = head * ROWS * COLUMNS + row[:, None] * COLUMNS + column[None, :]
-    state = tl.zeros((ROW_BLOCK, COLUMN_BLOCK), tl.float32)
-    for tile in range(tiles):
-        if tl.load(tile_sources + tile) >= 0:
-            state = tl.load(loaded + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(before + place, state, mask=inside)
-        new = state * tl.load(decay + tile * HEADS + head) + tl.load(added + place, mask=inside, other=0.0)
-        if REPLACES:
-            # what other threads have stored
-            tl.debug_barrier()
-            for first in range(0, ROWS, PART):
-                other = first + tl.arange(0, PART)
-                is_row = other < ROWS
-                square = head * ROWS * ROWS + row[:, None] * ROWS + other[None, :]
-                matrix = tl.load(replaced + square, mask=(row < ROWS)[:, None] & is_row[None, :], other=0.0)
-                part = head * ROWS * COLUMNS + other[:, None] * COLUMNS + column[None, :]
-                old = tl.load(before + part, mask=is_row[:, None] & (column < COLUMNS)[None, :], other=0.0)
-                new = new - tl.dot(matrix, old, input_precision="ieee")
-            replaced += HEADS * ROWS * ROWS
-        state = new
-        target = tl.load(tile_targets + tile).to(tl.int64)
-        tl.store(states + target * size + place, state.to(states.dtype.element_ty), mask=inside)
-        # places of all tiles together may not fit into 32 bits
-        loaded += size
-        before += size
-        added += size
+    # exp is 0 below
+    total = tl.cumsum(tl.maximum(log_decay, -110.0).to(tl.float64), 0)
+    whole = tl.sum(tl.maximum(log_decay, -110.0).to(tl.float64), 0)
+    index = tl.arange(0, ROWS)
+    apart = (total[:, None] - total[None, :]).to(tl.float32)
+    is_later = index[:, None] >= index[None, :]
+    between = tl.where(is_later, tl.exp(tl.where(is_later, apart, 0.0)), 0.0)
+    return tl.exp(total.to(tl.float32)), between, tl.exp((whole - total).to(tl.float32)), tl.exp(whole.to(tl.float32))
+
+
+@triton.jit
+def inverse_of_unit_lower(lower, ROWS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns the inverse of I + lower, [ROWS, ROWS], for a matrix with entries below the diagonal only.
+
+    By products of blocks, like the function of this name in `state_tiles`: with the inverses of blocks of one size on
+    its diagonal, two products yield those of blocks of twice this size. ROWS: 2 to the power of LEVELS.
+    """
+    index = tl.arange(0, ROWS)
+    row, column = index[:, None], index[None, :]
+    found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        size = 1 << level
+        is_corner = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
+        corner = tl.dot(found, tl.where(is_corner, lower, 0.0), input_precision=PRECISION)
+        found -= tl.dot(corner, found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def end_of_request(tile_sources, first, tiles, TILES: tl.constexpr):
+    """Returns the tile behind the last one of the request that begins with tile `first`. TILES: at least `tiles`."""
+    tile = tl.arange(0, TILES)
+    source = tl.load(tile_sources + tile, mask=tile < tiles, other=-1)
+    return tl.min(tl.where((tile > first) & (source >= 0), tile, tiles), 0)

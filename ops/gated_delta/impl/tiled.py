@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaImplementation, DeltaRows
 from vllm_gaudi_ucm.ops.gated_delta.recurrence import scaled, update
 from vllm_gaudi_ucm.ops.state_rows import NO_ROW, StateRows, collect, recur_few, take_rows, wide_dtype
-from vllm_gaudi_ucm.ops.state_tiles import Carry, TileChange, carry_states, decays_between, inverse_of_unit_lower
+from vllm_gaudi_ucm.ops.state_tiles import TileChange, carry_states, decays_between, inverse_of_unit_lower
 
 
 class TiledDelta(DeltaImplementation):
@@ -24,17 +24,15 @@ class TiledDelta(DeltaImplementation):
 
     priority: ClassVar[int] = 5
 
-    carry: Carry = staticmethod(carry_states)
-
     def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
         wide = wide_dtype(states, rows.v)
         inputs = scaled(rows, wide, normalise=normalise)
         of_few = recur_few(step, states, inputs, update) if step.few_rows.numel() else None
-        of_tiles = scan_tiles(inputs, states, step, wide, self.carry) if step.tile_rows.numel() else None
+        of_tiles = scan_tiles(inputs, states, step, wide) if step.tile_rows.numel() else None
         return collect(step, of_few, of_tiles).to(rows.v.dtype)
 
 
-def scan_tiles(rows: DeltaRows, states: Tensor, step: StateRows, wide: torch.dtype, carry: Carry) -> Tensor:
+def scan_tiles(rows: DeltaRows, states: Tensor, step: StateRows, wide: torch.dtype) -> Tensor:
     """Computes prompts; returns [tiles, width, heads, value_dim]. rows: scaled. Tensors as in `gated_delta`."""
     repeats = rows.v.shape[1] // rows.k.shape[1]
     is_pad = step.tile_rows == NO_ROW
@@ -52,6 +50,6 @@ def scan_tiles(rows: DeltaRows, states: Tensor, step: StateRows, wide: torch.dty
     u, w = torch.matmul(inverse, torch.cat((v, k * from_start), -1) * beta).split([v.shape[-1], k.shape[-1]], -1)
     kept = (k * between[..., -1, :].unsqueeze(-1)).transpose(-1, -2)
     change = TileChange(torch.matmul(kept, u), from_start[..., -1:, :], torch.matmul(kept, w))
-    before = carry(step, states, change)
+    before = carry_states(step, states, change)
     carried = torch.matmul(q * from_start - torch.matmul(of_queries, w), before)
     return (torch.matmul(of_queries, u) + carried).transpose(1, 2)

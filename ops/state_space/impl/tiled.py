@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.state_rows import NO_ROW, StateRows, collect, recur_few, take_rows, wide_dtype
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceImplementation, SpaceRows
 from vllm_gaudi_ucm.ops.state_space.recurrence import add_skip, update
-from vllm_gaudi_ucm.ops.state_tiles import Carry, TileChange, carry_states, decays_between
+from vllm_gaudi_ucm.ops.state_tiles import TileChange, carry_states, decays_between
 
 
 class TiledSpace(SpaceImplementation):
@@ -22,15 +22,13 @@ class TiledSpace(SpaceImplementation):
 
     priority: ClassVar[int] = 5
 
-    carry: Carry = staticmethod(carry_states)
-
     def scan(self, rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> Tensor:
         of_few = recur_few(step, states, rows, partial(update, a=a)) if step.few_rows.numel() else None
-        of_tiles = scan_tiles(rows, a, states, step, self.carry) if step.tile_rows.numel() else None
+        of_tiles = scan_tiles(rows, a, states, step) if step.tile_rows.numel() else None
         return add_skip(collect(step, of_few, of_tiles), rows.x, d).to(rows.x.dtype)
 
 
-def scan_tiles(rows: SpaceRows, a: Tensor, states: Tensor, step: StateRows, carry: Carry) -> Tensor:
+def scan_tiles(rows: SpaceRows, a: Tensor, states: Tensor, step: StateRows) -> Tensor:
     """Computes prompts; returns [tiles, width, heads, head_dim]. Tensors as in `state_space`."""
     by_group = rows.b.shape[1], rows.x.shape[1] // rows.b.shape[1]
     wide = wide_dtype(states, rows.x)
@@ -45,7 +43,7 @@ def scan_tiles(rows: SpaceRows, a: Tensor, states: Tensor, step: StateRows, carr
     # the heads of a group are columns of one product: b and c are not repeated for each
     kept = (values * between[..., -1, :].unsqueeze(-1)).transpose(-1, -2).unflatten(1, by_group).flatten(2, 3)
     added = torch.matmul(kept, b).unflatten(2, (by_group[1], -1)).flatten(1, 2)
-    before = carry(step, states, TileChange(added, from_start[..., -1:, :])).unflatten(1, by_group).flatten(2, 3)
+    before = carry_states(step, states, TileChange(added, from_start[..., -1:, :])).unflatten(1, by_group).flatten(2, 3)
     carried = torch.matmul(c, before.transpose(-1, -2)).unflatten(-1, (by_group[1], -1))
     carried = carried.transpose(2, 3).flatten(1, 2) * from_start
     weights = (torch.matmul(c, b.transpose(-1, -2)).unsqueeze(2) * between.unflatten(1, by_group)).flatten(1, 2)

@@ -14,7 +14,10 @@ from vllm_gaudi_ucm.ops.causal_conv1d.impl.reference import ReferenceConvolution
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 from vllm_gaudi_ucm.ops.state_rows import StateRows, rows_together
 
-BLOCK, WARPS = 1024, 4  # channels of a program, and its warps
+ELEMENTS, ROWS, WARPS = 4096, 16, 4
+"""Elements of a program, its rows in a step of many, and its warps."""
+MANY = 128
+"""A step with more rows has enough for all multiprocessors in blocks of rows."""
 
 
 class CudaConvolution(ReferenceConvolution):
@@ -38,14 +41,18 @@ class CudaConvolution(ReferenceConvolution):
         x, weight = rows_together(x), weight.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         kept = torch.empty((len(step.kept_rows), *states.shape[1:]), dtype=states.dtype, device=states.device)
-        block = min(BLOCK, 1 << (channels - 1).bit_length())
-        kernels.convolve_rows[((len(x) + len(kept)) * -(-channels // block),)](
+        # few rows in smaller blocks, which are more
+        row_block = ROWS if len(x) > MANY else 1
+        row_blocks = -(-len(x) // row_block)
+        block = min(ELEMENTS // ROWS if row_block > 1 else ELEMENTS // 4, 1 << (channels - 1).bit_length())
+        kernels.convolve_rows[((row_blocks + len(kept)) * -(-channels // block),)](
             *(x, weight, weight if bias is None else bias, states, out, kept),
-            *(step.offsets, step.row_sources, step.kept_rows, len(x), x.stride(0)),
+            *(step.offsets, step.row_sources, step.kept_rows, len(x), row_blocks, x.stride(0)),
             CHANNELS=channels,
             TAPS=taps,
             BIAS=bias is not None,
             SILU=silu,
+            ROWS=row_block,
             BLOCK=block,
             num_warps=WARPS,
         )

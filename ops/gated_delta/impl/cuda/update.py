@@ -1,5 +1,4 @@
-"""The gated delta rule on CUDA: decodes in one Triton launch, and prompts as torch's products over tiles,
-whose states a second launch hands on from tile to tile.
+"""The gated delta rule on CUDA: decodes in one Triton launch, and prompts in two.
 
 Kernels are imported where they are launched, because triton is optional.
 """
@@ -11,22 +10,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.cuda.state_tiles import carry_on_cuda
+from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.tiles import MOST_KEYS, scan_prompts
 from vllm_gaudi_ucm.ops.gated_delta.impl.tiled import TiledDelta
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 from vllm_gaudi_ucm.ops.state_rows import StateRows, rows_together
 
 STATE, WARPS = 4096, 4  # elements of a state that a program keeps in registers, and its warps
+GATES = 256  # gates of a program
 
 
 class CudaDelta(TiledDelta):
-    """Decodes by a Triton kernel; if chosen by name, also on a CPU under Triton's interpreter."""
+    """By Triton kernels; if chosen by name, also on a CPU under Triton's interpreter. Prompts with larger heads, and
+    float64, take torch's products.
+    """
 
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
     priority: ClassVar[int] = 20
     traceable: ClassVar[bool] = False
-    carry = staticmethod(carry_on_cuda)
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)
@@ -34,14 +35,34 @@ class CudaDelta(TiledDelta):
     def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
         if torch.float64 in (rows.v.dtype, states.dtype):
             return super().scan(rows, states, step, normalise=normalise)
-        if step.tile_rows.numel():
+        if step.tile_rows.numel() and max(states.shape[2:]) > MOST_KEYS:
             # results of requests with few rows are written over
             prompts = step._replace(few_rows=step.few_rows[:0])
             found = super().scan(rows, states, prompts, normalise=normalise)
         else:
+            # pads of a step have rows, too
             found = torch.zeros(rows.v.shape, dtype=rows.v.dtype, device=rows.v.device)
+            if step.tile_rows.numel():
+                scan_prompts(rows, states, step, found, normalise=normalise)
         update_few(rows, states, step, found, normalise=normalise)
         return found
+
+    def gates(self, a: Tensor, b: Tensor, a_log: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        rows, parts, part = a.shape
+        if not rows or a.stride(2) != 1 or b.stride() != a.stride():
+            return super().gates(a, b, a_log, bias)
+        from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.triton import update as kernels
+
+        heads = parts * part
+        log_decay, beta = torch.empty((2, rows, heads), dtype=torch.float32, device=a.device)
+        kernels.open_gates[(-(-rows * heads // GATES),)](
+            *(a, b, a_log, bias, log_decay, beta, rows * heads, a.stride(0), a.stride(1)),
+            HEADS=heads,
+            PART=part,
+            BLOCK=GATES,
+            num_warps=WARPS,
+        )
+        return log_decay, beta
 
 
 def update_few(rows: DeltaRows, states: Tensor, step: StateRows, found: Tensor, *, normalise: bool) -> None:

@@ -1,5 +1,4 @@
-"""State-space layers on CUDA: decodes in one Triton launch, and prompts as torch's products over tiles,
-whose states a second launch hands on from tile to tile.
+"""State-space layers on CUDA: decodes in one Triton launch, and prompts in another.
 
 Kernels are imported where they are launched, because triton is optional.
 """
@@ -11,22 +10,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.cuda.state_tiles import carry_on_cuda
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 from vllm_gaudi_ucm.ops.state_rows import StateRows, rows_together
+from vllm_gaudi_ucm.ops.state_space.impl.cuda.tiles import MOST_STATE, scan_prompts
 from vllm_gaudi_ucm.ops.state_space.impl.tiled import TiledSpace
 from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 
 STATE, WARPS = 4096, 4  # elements of a state that a program keeps in registers, and its warps
+STEPS = 256  # time steps of a program
 
 
 class CudaSpace(TiledSpace):
-    """Decodes by a Triton kernel; if chosen by name, also on a CPU under Triton's interpreter."""
+    """By Triton kernels; if chosen by name, also on a CPU under Triton's interpreter. Prompts with larger states, and
+    float64, take torch's products.
+    """
 
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
     priority: ClassVar[int] = 20
     traceable: ClassVar[bool] = False
-    carry = staticmethod(carry_on_cuda)
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)
@@ -34,12 +35,27 @@ class CudaSpace(TiledSpace):
     def scan(self, rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> Tensor:
         if torch.float64 in (rows.x.dtype, states.dtype):
             return super().scan(rows, a, d, states, step)
-        if step.tile_rows.numel():
+        if step.tile_rows.numel() and states.shape[-1] > MOST_STATE:
             # results of requests with few rows are written over
             found = super().scan(rows, a, d, states, step._replace(few_rows=step.few_rows[:0]))
         else:
+            # pads of a step have rows, too
             found = torch.zeros(rows.x.shape, dtype=rows.x.dtype, device=rows.x.device)
+            if step.tile_rows.numel():
+                scan_prompts(rows, a, d, states, step, found=found)
         update_few(rows, a, d, states, step, found=found)
+        return found
+
+    def time_steps(self, dt: Tensor, bias: Tensor) -> Tensor:
+        rows, heads = dt.shape
+        if not rows or dt.stride(1) != 1:
+            return super().time_steps(dt, bias)
+        from vllm_gaudi_ucm.ops.state_space.impl.cuda.triton import update as kernels
+
+        found = torch.empty((rows, heads), dtype=torch.float32, device=dt.device)
+        kernels.take_time_steps[(-(-rows * heads // STEPS),)](
+            *(dt, bias, found, rows * heads, dt.stride(0)), HEADS=heads, BLOCK=STEPS, num_warps=WARPS
+        )
         return found
 
 

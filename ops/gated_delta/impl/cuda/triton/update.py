@@ -67,3 +67,33 @@ def update_deltas(
                 tl.store(out + row * HEADS * VALUE_DIM + of_value, found.to(out.dtype.element_ty), mask=has_value)
                 target = tl.load(few_targets + request * FEW + index)
                 tl.store(states + target * size + place, state.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def open_gates(
+    a,
+    b,
+    a_log,
+    bias,
+    log_decay,
+    beta,
+    count,
+    row_stride,
+    part_stride,
+    HEADS: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK of `count` gates per program; tensors as in `delta_gates`. The strides are a's and b's."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
+    head = index % HEADS
+    place = index // HEADS * row_stride + head // PART * part_stride + head % PART
+    step = tl.load(a + place, mask=mask, other=0.0).to(tl.float32)
+    step += tl.load(bias + head, mask=mask, other=0.0).to(tl.float32)
+    # softplus: a large number is its own
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    rate = tl.exp(tl.load(a_log + head, mask=mask, other=0.0).to(tl.float32))
+    tl.store(log_decay + index, -rate * step, mask=mask)
+    share = tl.load(b + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(beta + index, 1.0 / (1.0 + tl.exp(-share)), mask=mask)

@@ -64,3 +64,16 @@ def update_spaces(
                 tl.store(out + row * HEADS * HEAD_DIM + of_head, found.to(out.dtype.element_ty), mask=has_dim)
                 target = tl.load(few_targets + request * FEW + index)
                 tl.store(states + target * whole + place, state.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def take_time_steps(dt, bias, out, count, row_stride, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK of `count` steps per program; tensors as in `time_steps`. Rows of dt have a stride between them."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
+    head = index % HEADS
+    step = tl.load(dt + index // HEADS * row_stride + head, mask=mask, other=0.0).to(tl.float32)
+    step += tl.load(bias + head, mask=mask, other=0.0).to(tl.float32)
+    # softplus: a large number is its own
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    tl.store(out + index, step, mask=mask)

@@ -1,0 +1,1 @@
+"""RMSNorm with a gate, as layers with states have it."""

@@ -1,0 +1,1 @@
+"""RMSNorm with a gate on a GPU."""

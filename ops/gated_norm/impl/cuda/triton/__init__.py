@@ -1,0 +1,1 @@
+"""RMSNorm with a gate in Triton. Imported by the CUDA implementation alone: triton is optional."""
