@@ -50,7 +50,7 @@ WARM_UP = -1
 
 @dataclass
 class Row:
-    """A length and a number of prompts at once: seconds of the calls of each sample, by side, and the last embeddings."""
+    """A length and a number of prompts at once: seconds of the calls of each sample, by side, and last embeddings."""
 
     length: int
     count: int

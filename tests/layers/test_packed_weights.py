@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import EncoderOnlyAttention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from vllm_gaudi_ucm.layers.cpu import packed_weights
@@ -33,3 +37,36 @@ def test_compact_copies_are_made_where_asked_for_and_possible(compact: bool, fou
         assert isinstance(layer.quant_method, PackedLinearMethod)
         assert not layer.weight.numel(), "the plain weight is given back"
         torch.testing.assert_close(layer.quant_method.apply(layer, x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+class Attention(EncoderOnlyAttention):
+    """The attention of an encoder, which has no weights."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+@pytest.mark.parametrize("is_encoder", [True, False])
+@pytest.mark.parametrize("faster", ["packed", "plain"])
+def test_an_encoder_keeps_weights_that_torch_multiplies_faster(
+    faster: str, is_encoder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times are given: packed products take 2 seconds or 1, plain ones the other way round."""
+    times = {"packed": (1.0, 2.0), "plain": (2.0, 1.0)}[faster] * packed_weights.REPEATS
+    remaining = iter(times)
+    measured: list[object] = []
+
+    def seconds(compute: Callable[[], object]) -> float:
+        measured.append(compute())
+        return next(remaining)
+
+    monkeypatch.setattr(packed_weights, "_seconds", seconds)
+    layer = Layer(torch.randn(64, 64))
+    stays = is_encoder and faster == "plain"
+    found = pack_linear_layers(nn.Sequential(layer, Attention() if is_encoder else nn.Identity()), False)
+    assert found == PackedLayers(0 if stays else 1, 0)
+    assert isinstance(layer.quant_method, PackedLinearMethod) != stays
+    assert bool(layer.weight.numel()) == stays
+    assert len(measured) == (len(times) if is_encoder else 0)
+    for one, other in pairwise(measured):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

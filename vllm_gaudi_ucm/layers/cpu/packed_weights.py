@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from vllm_gaudi_ucm.ops.cpu.packed_linear.api import PackedWeight, can_pack, multiplies_pairs, pack, packed_linear
 from vllm_gaudi_ucm.ops.cpu.packed_linear.measured_ways import kinds_of, learn_ways
 from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Kind
 from vllm_gaudi_ucm.vllm_api.model import (
+    EncoderOnlyAttention,
     LinearBase,
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
 )
+
+
+# Rows of a step of an encoder with one prompt of usual length, and how often its product is measured each way.
+ENCODER_ROWS, REPEATS = 128, 7
+# How much faster torch's own product has to be.
+WORTH_PLAIN = 1.05
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
@@ -50,7 +60,12 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
 
     The plain weight of a linear layer is given back to the system: keeping both would double the model's memory. An
     output head keeps its plain weight, because the embedding may share it and reads its rows one by one.
+
+    An encoder never has steps of one row, for which packed weights are best. If torch's own product is faster for the
+    rows of a prompt, as on CPUs with vectors of 256 bits, nothing is packed.
     """
+    if any(isinstance(layer, EncoderOnlyAttention) for layer in model.modules()) and plain_is_faster(model, compact):
+        return PackedLayers(0, 0)
     weights: list[PackedWeight] = []
     if multiplies_pairs() and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
         # before packing, which decides by it whether a copy for oneDNN is needed
@@ -69,3 +84,24 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
             layer.quant_method = PackedHeadMethod(weights[-1])
     learn_ways(kinds_of(weights))
     return PackedLayers(len(weights), sum(weight.compact is not None for weight in weights))
+
+
+def plain_is_faster(model: nn.Module, compact: bool) -> bool:
+    """Returns whether torch multiplies the largest linear layer of a model faster as it is, by a quick measurement."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
+    weights = [layer.weight for layer in layers if type(layer.quant_method) is UnquantizedLinearMethod]
+    if not (weights := [weight for weight in weights if weight.dim() == 2 and can_pack(weight)]):
+        return False
+    plain = max(weights, key=torch.Tensor.numel).detach()
+    packed, rows = pack(plain, compact), torch.ones((ENCODER_ROWS, plain.shape[1]), dtype=plain.dtype)
+    ways = (lambda: packed_linear(rows, packed), lambda: linear(rows, plain))
+    # in turn, so that other work on the machine disturbs both; the fastest of each counts
+    seconds = [[_seconds(way) for way in ways] for _ in range(REPEATS)]
+    of_packed, of_plain = (min(times) for times in zip(*seconds, strict=True))
+    return of_packed > WORTH_PLAIN * of_plain
+
+
+def _seconds(compute: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    compute()
+    return time.perf_counter() - start
