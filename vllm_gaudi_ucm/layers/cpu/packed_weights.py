@@ -21,7 +21,6 @@ from vllm_gaudi_ucm.vllm_api.model import (
     UnquantizedLinearMethod,
 )
 
-
 # Rows of a step of an encoder with one prompt of usual length, and how often its product is measured each way.
 ENCODER_ROWS, REPEATS = 128, 7
 # How much faster torch's own product has to be.
