@@ -94,7 +94,7 @@ def test_an_encoder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (limits["max_model_len"], limits["num_blocks"]) == (512, 1)
     assert value["logits"] == value["skeleton"]["logits"] == []
     assert value["graphs"] == len(value["forward"])
-    assert {shape[0] for shape in value["forward"]} == {"c"}
+    assert {shape[0] for shape in value["forward"]} == {"c--"}, "prompts, without a context"
     assert memory["kv_cache"] == 0
     assert memory["weights"] == 4 * (6 * (4 * 384 * 384 + 2 * 384 * 1536) + 30522 * 384)
     for options, says in (

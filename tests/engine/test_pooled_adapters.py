@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.adapters import make_adapter, merge_adapter, request_of
-from tests.engine.pooling_models import Reference, cosine, make_prompts
+from tests.engine.pooling_models import Reference, cosine, make_prompts, write_tokenizer
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
 from vllm_gaudi_ucm.vllm_api.blocks import pool_nothing, tells_clients_of_errors
@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
+    "skip_tokenizer_init": False,
 }
 BUCKETS = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 10, "warm_up": "full"}}
 EXACT = 0.99999
@@ -32,7 +33,9 @@ EXACT = 0.99999
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "model", make_config("llama"))
+    folder = make_model(tmp_path_factory.mktemp("models") / "model", make_config("llama"))
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.mark.slow  # starts engines
