@@ -12,7 +12,12 @@ from vllm.model_executor.layers.attention import EncoderOnlyAttention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from vllm_gaudi_ucm.layers.cpu import packed_weights
-from vllm_gaudi_ucm.layers.cpu.packed_weights import PackedLayers, PackedLinearMethod, pack_linear_layers
+from vllm_gaudi_ucm.layers.cpu.packed_weights import (
+    EncoderLinearMethod,
+    PackedLayers,
+    PackedLinearMethod,
+    pack_linear_layers,
+)
 
 
 class Layer(LinearBase):
@@ -46,10 +51,12 @@ class Attention(EncoderOnlyAttention):
         nn.Module.__init__(self)
 
 
-@pytest.mark.parametrize("is_encoder", [True, False])
-@pytest.mark.parametrize("faster", ["packed", "plain"])
+@pytest.mark.parametrize(
+    ("faster", "is_encoder", "is_large"),
+    [("packed", True, False), ("plain", True, False), ("plain", True, True), ("plain", False, False)],
+)
 def test_an_encoder_keeps_weights_that_torch_multiplies_faster(
-    faster: str, is_encoder: bool, monkeypatch: pytest.MonkeyPatch
+    faster: str, is_encoder: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The times are given: packed products take 2 seconds or 1, plain ones the other way round."""
     times = {"packed": (1.0, 2.0), "plain": (2.0, 1.0)}[faster] * packed_weights.REPEATS
@@ -61,12 +68,19 @@ def test_an_encoder_keeps_weights_that_torch_multiplies_faster(
         return next(remaining)
 
     monkeypatch.setattr(packed_weights, "_seconds", seconds)
-    layer = Layer(torch.randn(64, 64))
+    weight = torch.randn(64, 64)
+    layer = Layer(weight.clone())
     stays = is_encoder and faster == "plain"
+    if stays and is_large:
+        monkeypatch.setattr(packed_weights, "MOST_COPIES", weight.nbytes - 1)
     found = pack_linear_layers(nn.Sequential(layer, Attention() if is_encoder else nn.Identity()), False)
-    assert found == PackedLayers(0 if stays else 1, 0)
+    assert found == PackedLayers(0 if stays and is_large else 1, 0)
     assert isinstance(layer.quant_method, PackedLinearMethod) != stays
+    assert isinstance(layer.quant_method, EncoderLinearMethod) == (stays and not is_large)
     assert bool(layer.weight.numel()) == stays
     assert len(measured) == (len(times) if is_encoder else 0)
     for one, other in pairwise(measured):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for rows in (1, packed_weights.FEW_ROWS, packed_weights.FEW_ROWS + 1):
+        x, bias = torch.randn(rows, 64), torch.randn(64)
+        torch.testing.assert_close(layer.quant_method.apply(layer, x, bias), x @ weight.T + bias, rtol=1e-4, atol=1e-4)

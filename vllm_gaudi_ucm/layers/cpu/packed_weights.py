@@ -25,6 +25,10 @@ from vllm_gaudi_ucm.vllm_api.model import (
 ENCODER_ROWS, REPEATS = 128, 7
 # How much faster torch's own product has to be.
 WORTH_PLAIN = 1.05
+# Rows for which packed weights are faster all the same: with 16 a model took 12.5 ms, and 13.6 with plain weights.
+FEW_ROWS = 32
+# Bytes that packed weights may take in addition to plain ones, which is little for most encoders.
+MOST_COPIES = 1 << 30
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
@@ -35,6 +39,18 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return packed_linear(x, self._weight, bias)
+
+
+class EncoderLinearMethod(UnquantizedLinearMethod):
+    """Computes a linear layer of an encoder with its packed weight for few rows, and its plain weight for more."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self._weight = weight
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.numel() <= FEW_ROWS * self._weight.inputs:
+            return packed_linear(x, self._weight, bias)
+        return linear(x, layer.weight, bias)
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
@@ -60,10 +76,12 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
     The plain weight of a linear layer is given back to the system: keeping both would double the model's memory. An
     output head keeps its plain weight, because the embedding may share it and reads its rows one by one.
 
-    An encoder never has steps of one row, for which packed weights are best. If torch's own product is faster for the
-    rows of a prompt, as on CPUs with vectors of 256 bits, nothing is packed.
+    An encoder's steps are prompts. If torch's own product is faster for one of usual length, as on CPUs with vectors of
+    256 bits, its plain weights stay, and a large encoder's are not packed at all.
     """
-    if any(isinstance(layer, EncoderOnlyAttention) for layer in model.modules()) and plain_is_faster(model, compact):
+    is_encoder = any(isinstance(layer, EncoderOnlyAttention) for layer in model.modules())
+    keeps_plain = is_encoder and plain_is_faster(model, compact)
+    if keeps_plain and sum(weight.nbytes for weight in _linear_weights(model)) > MOST_COPIES:
         return PackedLayers(0, 0)
     weights: list[PackedWeight] = []
     if multiplies_pairs() and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
@@ -76,8 +94,9 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
             continue
         if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
             weights.append(pack(plain, compact))
-            layer.quant_method = PackedLinearMethod(weights[-1])
-            plain.data = plain.new_empty(0)
+            layer.quant_method = (EncoderLinearMethod if keeps_plain else PackedLinearMethod)(weights[-1])
+            if not keeps_plain:
+                plain.data = plain.new_empty(0)
         elif isinstance(layer, ParallelLMHead) and type(layer.quant_method) is UnquantizedEmbeddingMethod:
             weights.append(pack(plain, compact))
             layer.quant_method = PackedHeadMethod(weights[-1])
@@ -87,9 +106,7 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
 
 def plain_is_faster(model: nn.Module, compact: bool) -> bool:
     """Returns whether torch multiplies the largest linear layer of a model faster as it is, by a quick measurement."""
-    layers = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
-    weights = [layer.weight for layer in layers if type(layer.quant_method) is UnquantizedLinearMethod]
-    if not (weights := [weight for weight in weights if weight.dim() == 2 and can_pack(weight)]):
+    if not (weights := _linear_weights(model)):
         return False
     plain = max(weights, key=torch.Tensor.numel).detach()
     packed, rows = pack(plain, compact), torch.ones((ENCODER_ROWS, plain.shape[1]), dtype=plain.dtype)
@@ -104,3 +121,10 @@ def _seconds(compute: Callable[[], object]) -> float:
     start = time.perf_counter()
     compute()
     return time.perf_counter() - start
+
+
+def _linear_weights(model: nn.Module) -> list[torch.Tensor]:
+    """Returns the plain weights of linear layers that can be packed."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
+    weights = [layer.weight for layer in layers if type(layer.quant_method) is UnquantizedLinearMethod]
+    return [weight for weight in weights if weight.dim() == 2 and weight.numel() and can_pack(weight)]
