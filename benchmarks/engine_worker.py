@@ -23,7 +23,7 @@ def main() -> None:
     arguments = json.loads(sys.argv[1])
     llm, embeds = vllm.LLM(**arguments), arguments.get("runner") == "pooling"
     if embeds:
-        _embed(llm, [[101, 102]])
+        _embed(llm, [[[101, 102]]])
     else:
         _generate(vllm, llm, [[1]], 1)
     facts = {"vllm": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -31,7 +31,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if embeds:
-            _answer(answers, _embed(llm, order["prompts"]))
+            _answer(answers, _embed(llm, order["batches"]))
             continue
         if order.get("is_decode"):
             # leaves all full blocks of the prompts in the prefix cache
@@ -49,12 +49,14 @@ def _generate(vllm: Any, llm: Any, prompts: list[list[int]], output_tokens: int)
     return {"seconds": seconds, "outputs": [list(output.outputs[0].token_ids) for output in outputs]}
 
 
-def _embed(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
-    """Returns the embeddings, and the seconds from the first submission to the last embedding."""
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    start = time.perf_counter()
-    outputs = llm.embed(requests, use_tqdm=False)
-    seconds = time.perf_counter() - start
+def _embed(llm: Any, batches: list[list[list[int]]]) -> dict[str, Any]:
+    """Returns the embeddings of the last batch, and the seconds of each from its submission to its last embedding."""
+    seconds, outputs = [], []
+    for prompts in batches:
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = llm.embed(requests, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
     return {"seconds": seconds, "outputs": [list(output.outputs.embedding) for output in outputs]}
 
 

@@ -72,6 +72,53 @@ def test_bare_limits_fill_the_memory(capsys: pytest.CaptureFixture[str]) -> None
     assert 0.8 * memory["usable"] < memory["total"] <= memory["usable"]
 
 
+ENCODER = {
+    "model_type": "bert",
+    "num_hidden_layers": 6,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_attention_heads": 12,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+    "dtype": "float32",
+}
+
+
+def test_an_encoder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It has no cache, no graphs for logits, and prompts of one length at most; BERT's base has 10.6 million weights in
+    its linear layers.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(ENCODER))
+    value = plan(capsys, "--model", tmp_path, "--device", "cpu", "--max-graphs", 8)
+    limits, memory = value["limits"], value["memory_bytes"]
+    assert (limits["max_model_len"], limits["num_blocks"]) == (512, 1)
+    assert value["logits"] == value["skeleton"]["logits"] == []
+    assert value["graphs"] == len(value["forward"])
+    assert {shape[0] for shape in value["forward"]} == {"c--"}, "prompts, without a context"
+    assert memory["kv_cache"] == 0
+    assert memory["weights"] == 4 * (6 * (4 * 384 * 384 + 2 * 384 * 1536) + 30522 * 384)
+    for options, says in (
+        (["--num-blocks", "64"], "an encoder has no KV cache"),
+        (["--mix", "agentic"], "only reads prompts"),
+        (["--runner", "generate"], "yields no tokens"),
+    ):
+        assert cli.main(["plan", "--model", str(tmp_path), *options]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_decoder_that_pools(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It keeps its cache, and needs no memory for logits."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
+    options = ("--model", tmp_path, "--device", "cpu", "--num-blocks", 500, "--max-graphs", 12)
+    answers, pools = plan(capsys, *options), plan(capsys, *options, "--runner", "pooling")
+    assert pools["forward"] == answers["forward"]
+    assert pools["graphs"] == answers["graphs"] - len(answers["logits"])
+    one, other = pools["memory_bytes"], answers["memory_bytes"]
+    assert one["kv_cache"] == other["kv_cache"] > 0
+    assert one["activations"] < other["activations"]
+    assert pools["warmup_seconds"]["high"] < answers["warmup_seconds"]["high"]
+
+
 def test_devices_share_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Memory, shapes and times are of one device; what they spend on adding up is named."""
     one, four = plan(capsys), plan(capsys, "--tensor-parallel-size", 4)

@@ -67,8 +67,7 @@ OF_LORA: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "adapters (LoRA) with a model that pools",
         "--enable-lora",
-        "vLLM has no error for a prompt whose adapter cannot be loaded and that is pooled; merge the adapter into the "
-        "weights",
+        "it has not been tried; merge the adapter into the weights",
         where(is_pooling, lambda c: c.lora_config is not None),
     ),
     Feature(

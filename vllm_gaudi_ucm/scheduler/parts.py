@@ -28,6 +28,7 @@ from vllm_gaudi_ucm.vllm_api.blocks import (
     drop_sampled_tokens,
     fail_request,
     isolate_blocks,
+    pool_nothing,
     release_reservations,
     share_blocks,
     wait_for_blocks_again,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.memory_mode.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-    from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
+    from vllm_gaudi_ucm.vllm_api.scheduling import EngineCoreOutputs, Scheduler
 
 logger = plugin_logger(__name__)
 
@@ -91,6 +92,9 @@ class SchedulerPart:
 
     def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Called after the scheduler has taken the output of a step."""
+
+    def before_answers(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Called last, with what the engine is about to send to each client."""
 
 
 class WaitingRequests(SchedulerPart):
@@ -144,6 +148,7 @@ class FailedRequests(SchedulerPart):
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self._blocks: set[int] = set()
+        self._pooled: set[str] = set()
 
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         for request_id, reason in failures_of(output).items():
@@ -154,12 +159,19 @@ class FailedRequests(SchedulerPart):
                 self._blocks.update(block.block_id for table in tables for block in table if not block.is_null)
                 drop_sampled_tokens(request, output)
                 fail_request(self._scheduler, request, reason)
+                if request.pooling_params is not None:
+                    self._pooled.add(request_id)
 
     def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         if self._blocks:
             # free now, but their hashes tell of the adapter
             self._scheduler.kv_cache_manager.evict_blocks(self._blocks)
             self._blocks = set()
+
+    def before_answers(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        if self._pooled:
+            pool_nothing(outputs, self._pooled)
+            self._pooled = set()
 
 
 class ResentItems(SchedulerPart):

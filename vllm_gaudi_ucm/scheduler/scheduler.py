@@ -113,6 +113,8 @@ class UcmScheduler(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for part in self.parts:
             part.after_output(scheduler_output, model_runner_output)
+        for part in self.parts:
+            part.before_answers(outputs)
         return outputs
 
 

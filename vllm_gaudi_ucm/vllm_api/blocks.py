@@ -6,13 +6,14 @@ Imports vLLM inside functions only: our platform class, which is loaded while vL
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -210,12 +211,16 @@ def _hash_by(request: "Request", hasher: "Callable[[Request], list[BlockHash]]")
 
 
 def drop_sampled_tokens(request: "Request", output: "ModelRunnerOutput") -> None:
-    """Removes the tokens that a step sampled for a request from the step's output.
+    """Removes what a step sampled or pooled for a request from the step's output.
 
     Reason: vLLM can reject drafts, but not a step.
     Remove when: a connector or a runner can ask for a step to be repeated.
     """
-    output.sampled_token_ids[output.req_id_to_index[request.request_id]] = []
+    index = output.req_id_to_index[request.request_id]
+    if output.sampled_token_ids:
+        output.sampled_token_ids[index] = []
+    if output.pooler_output:
+        output.pooler_output[index] = None
 
 
 def fail_request(scheduler: "Scheduler", request: "Request", reason: str) -> None:
@@ -233,6 +238,22 @@ def fail_request(scheduler: "Scheduler", request: "Request", reason: str) -> Non
     else:
         # of vLLM 0.32, whose clients get an error without a reason
         errors.add(request.request_id)
+
+
+def pool_nothing(outputs: "dict[int, EngineCoreOutputs]", failed: "Collection[str]") -> None:
+    """Gives the outputs of failed requests an empty vector.
+
+    Reason: vLLM takes an output without a vector for one with tokens. For a request that pools, this is an assertion
+    that ends the engine. A server raises the error of the output first; `LLM` returns the empty vector, as it does for
+    aborted requests.
+    Remove when: `OutputProcessor.process_outputs` handles the errors of requests that pool.
+    """
+    import torch
+
+    for of_client in outputs.values():
+        for output in of_client.outputs:
+            if output.request_id in failed:
+                output.pooling_output = torch.empty(0)
 
 
 def drop_steps_in_flight(request: "Request") -> None:

@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, strip_size
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm_tools.buckets.encoder_plan import EncoderPlan
 from vllm_gaudi_ucm_tools.buckets.expert_codes import CodeSpec
+from vllm_gaudi_ucm_tools.buckets.pooling_plan import PoolingPlan
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 
 OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "bounds_prompt_tiles", "strip", "window")
@@ -141,6 +142,17 @@ def read_encoder(path: Path | None, tokens: int, cost: CostModel, step_tokens: i
     m = cost.model
     try:
         return EncoderPlan.of(config, tokens, step_tokens, m.hidden, m.tensor, on_gaudi=cost.device.name in CHIPS)
+    except ValueError as error:
+        raise ValueError(f"--model {file}: {error}") from error
+
+
+def read_pooling(path: Path | None, runner: str) -> PoolingPlan:
+    """Returns how the model answers; raises a ValueError that names the file. runner: as vLLM's `--runner`."""
+    if path is None:
+        return PoolingPlan.of({}, runner)
+    file, config = _read_config(path)
+    try:
+        return PoolingPlan.of(config, runner)
     except ValueError as error:
         raise ValueError(f"--model {file}: {error}") from error
 

@@ -37,11 +37,13 @@ from vllm_gaudi_ucm_tools.buckets.cost_options import (
     read_codes,
     read_encoder,
     read_model,
+    read_pooling,
     strategy_options,
 )
 from vllm_gaudi_ucm_tools.buckets.held_weights import adapter_bytes, held_bytes
 from vllm_gaudi_ucm_tools.buckets.plan_memory import blocks_that_fit, plan_memory
 from vllm_gaudi_ucm_tools.buckets.plan_report import PlanReport, show
+from vllm_gaudi_ucm_tools.buckets.pooling_plan import RUNNERS
 from vllm_gaudi_ucm_tools.op_cost.work import CHIPS
 from vllm_gaudi_ucm_tools.output import task_progress
 from vllm_gaudi_ucm_tools.phases.joined_logs import JoinedLogs
@@ -99,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="what quantised experts of --model are kept as, as ucm.quantised_experts (default: %(default)s)",
     )
+    parser.add_argument(
+        "--runner",
+        choices=RUNNERS,
+        default="auto",
+        help="`pooling` if --model yields embeddings, scores or classes, as vLLM's flag; encoders always do",
+    )
     for flag, default, what in (
         ("--max-loras", 0, "slots for adapters (LoRA), as vLLM's flag (default: none)"),
         ("--max-lora-rank", 16, "rank of each slot, as vLLM's flag (default: %(default)s)"),
@@ -133,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> PlanReport:
     """Chooses the buckets, runs the traffic through them, and adds up memory and time."""
     check_max_graphs(args.max_graphs)
+    pooling = read_pooling(args.model, args.runner)
+    pooling.check(args.num_blocks, args.mix)
     if args.mix is not None:
         traffic = MixTraffic(args, args.mix)
         cost = cost_model(args, traffic.limits.block_size)
@@ -154,8 +164,8 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
             args, as_served(limits, _step_memory(args, cost), _own_blocks(args)), cost, steps, num_remainders
         )
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
-    known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
-    if args.num_blocks is None:
+    known: dict[str, int] = {**pooling.limits(DEFAULT_LIMITS), "contiguous": False}
+    if args.num_blocks is None and not pooling.is_encoder:
         states = _states(args, cost, args.max_num_seqs or DEFAULT_LIMITS["max_num_seqs"])
         tokens = args.max_num_batched_tokens or DEFAULT_LIMITS["max_num_batched_tokens"]
         encoder = read_encoder(args.model, args.picture_tokens, cost, tokens)
@@ -245,6 +255,7 @@ def _report(
     name, _ = read_model(args.model)
     traffic = args.mix or (args.log and ", ".join(map(str, args.log)))
     encoder = read_encoder(args.model, args.picture_tokens, cost, limits.max_num_batched_tokens)
+    pools = read_pooling(args.model, args.runner).pools
     memory = plan_memory(
         buckets,
         cost,
@@ -253,6 +264,7 @@ def _report(
         adapters=_adapters(args, cost),
         states=_states(args, cost, limits.max_num_seqs),
         encoder=encoder,
+        pools=pools,
     )
     nodes = _count(buckets, cost, shapes) if args.count_nodes else None
     return PlanReport(
@@ -270,6 +282,7 @@ def _report(
         nodes,
         pipeline=args.pipeline_parallel_size,
         picture_graphs=encoder.graphs,
+        pools=pools,
     )
 
 

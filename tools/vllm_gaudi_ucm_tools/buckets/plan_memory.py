@@ -57,25 +57,30 @@ def plan_memory(
     adapters: int = 0,
     states: int = 0,
     encoder: EncoderPlan = NO_PICTURES,
+    pools: bool = False,
 ) -> PlanMemory:
     """Plans the memory of a server that warms all of `buckets` and the graphs for `remainders`. weights, adapters,
-    states: their bytes. encoder: of pictures.
+    states: their bytes. encoder: of pictures. pools: the model computes no logits.
 
     Graphs share activations, because they run in turn.
     """
-    m = cost.model
+    m, limits = cost.model, buckets.limits
+    # the dummy block alone is no cache
+    blocks = limits.num_blocks if limits.has_cache else 0
+    logits = 0 if pools else buckets.logits[-1]
+    num_graphs = buckets.num_graphs - (len(buckets.logits) if pools else 0)
     return PlanMemory(
         weights=float(weights),
         adapters=float(adapters),
         states=float(states),
         encoder=float(encoder.held),
-        kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
-        graphs=(buckets.num_graphs + len(remainders) + encoder.graphs) * GRAPH_BYTES[cost.device.name],
+        kv_cache=float(blocks * cost.block_size * m.kv_bytes_per_token),
+        graphs=(num_graphs + len(remainders) + encoder.graphs) * GRAPH_BYTES[cost.device.name],
         # the encoder runs between steps
         activations=max(
             encoder.activations, *(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
         )
-        + float(buckets.logits[-1] * m.vocab * m.tensor * PARTIAL_BYTES * 2),
+        + float(logits * m.vocab * m.tensor * PARTIAL_BYTES * 2),
         usable=USABLE * cost.device.memory,
     )
 

@@ -42,6 +42,7 @@ class PlanReport:
     asked_tokens: requested tokens of a step, if the limits may have fewer because of its memory; None: the limits were
     given so.
     picture_graphs: sizes of pictures that are warmed; no figure of time has them.
+    pools: the model yields no tokens. Its pooler runs outside the graphs, and no figure has it.
     pipeline: stages of layers. Every figure of memory, shapes and time is for one device, in the largest stage.
     """
 
@@ -60,6 +61,12 @@ class PlanReport:
     asked_tokens: int | None = None
     pipeline: int = 1
     picture_graphs: int = 0
+    pools: bool = False
+
+    @property
+    def logits(self) -> list[int]:
+        """The rows of the graphs for logits, which a model that pools does not have."""
+        return [] if self.pools else list(self.buckets.logits)
 
     @property
     def num_devices(self) -> int:
@@ -87,7 +94,7 @@ class PlanReport:
     @property
     def keys(self) -> list[BucketKey]:
         """The keys of all graphs."""
-        return [*self.buckets.forward, *self.remainders, *self.buckets.logits]
+        return [*self.buckets.forward, *self.remainders, *self.logits]
 
     @property
     def warmup_seconds(self) -> Spread:
@@ -97,11 +104,12 @@ class PlanReport:
     @property
     def skeleton_seconds(self) -> Spread:
         """The time until serving starts: for the skeleton, and the graphs for prompt remainders."""
-        return self._seconds([*self.skeleton.keys, *self.remainders])
+        keys = self.skeleton.forward if self.pools else self.skeleton.keys
+        return self._seconds([*keys, *self.remainders])
 
     @property
     def num_graphs(self) -> int:
-        return self.buckets.num_graphs + len(self.remainders) + self.picture_graphs
+        return len(self.keys) + self.picture_graphs
 
     def nodes(self, key: BucketKey) -> int:
         """Returns the nodes that are compiled for a graph; without a count, the most there may be."""
@@ -128,7 +136,7 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all figures as plain values."""
-        padding = self.padding
+        padding, skeleton_logits = self.padding, [] if self.pools else list(self.skeleton.logits)
         return {
             "modelled": True,
             "model": self.model,
@@ -151,10 +159,10 @@ class PlanReport:
             "asked_tokens": self.asked_tokens,
             "graphs": self.num_graphs,
             "forward": [shape.to_list() for shape in self.buckets.forward],
-            "logits": list(self.buckets.logits),
+            "logits": self.logits,
             "picture_graphs": self.picture_graphs,
             "tails": [shape.to_list() for shape in self.remainders],
-            "skeleton": {"forward": [s.to_list() for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
+            "skeleton": {"forward": [s.to_list() for s in self.skeleton.forward], "logits": skeleton_logits},
             "padding": padding and padding.to_json(),
             "divided_steps": self.divided,
             "tail_steps": self.tail_steps,
@@ -188,7 +196,7 @@ def show(report: PlanReport) -> None:
     )
     if report.asked_tokens not in (None, limits.max_num_batched_tokens):
         console.print(f"          a server lowers {report.asked_tokens} tokens to that: see --step-memory")
-    counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
+    counts = f"{len(buckets.forward)} forward, {len(report.logits)} logits"
     remainders = f", {len(report.remainders)} for remainders" if report.remainders else ""
     pictures = f", {report.picture_graphs} for pictures" if report.picture_graphs else ""
     console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){remainders}{pictures}")
@@ -196,9 +204,10 @@ def show(report: PlanReport) -> None:
         console.print("          without those for prompt remainders:")
         console.print("          give --sparse and --partial-loads for these")
     skeleton = report.skeleton
+    logits = 0 if report.pools else len(skeleton.logits)
     console.print(
         f"warm-up   {_range(report.warmup_seconds)} s for all, {_range(report.skeleton_seconds)} s\n"
-        f"          until serving starts ({len(skeleton.forward)} forward, {len(skeleton.logits)} logits{remainders})"
+        f"          until serving starts ({len(skeleton.forward)} forward, {logits} logits{remainders})"
     )
     others = f"slots for adapters {_gb(memory.adapters)}, " if memory.adapters else ""
     others += f"states of requests {_gb(memory.states)}, " if memory.states else ""
