@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.state_rows import NULL_SLOT, StateRows, rows_together
 
 MOST_KEYS = 256
 """Elements of a key: a program keeps so many rows of a state in registers."""
-COLUMNS, SOLVE_WARPS, WALK_WARPS, STAGES = 32, 4, 4, 2
+COLUMNS, SOLVE_WARPS, WALK_WARPS, STAGES = 32, 8, 4, 2
 
 
 def scan_prompts(rows: DeltaRows, states: Tensor, step: StateRows, found: Tensor, *, normalise: bool) -> None:

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 
 MOST_STATE = 256
 """Entries of a state for each dimension of a head: a program keeps them in registers."""
-DIMS, WARPS, STAGES = 64, 4, 2
+DIMS, WARPS, STAGES = 64, 8, 2
 
 
 def scan_prompts(
