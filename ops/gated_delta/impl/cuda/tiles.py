@@ -26,7 +26,7 @@ def scan_prompts(rows: DeltaRows, states: Tensor, step: StateRows, found: Tensor
 
     (tiles, width), (_, heads, key_dim, value_dim) = step.tile_rows.shape, states.shape
     q, k, v = (rows_together(each) for each in (rows.q, rows.k, rows.v))
-    products, device = Products.of(v.dtype), v.device
+    products, device = Products.of_rows(), v.device
     row_block, many = block_of(width), tiles * heads
     u, w, of_queries = (
         torch.empty((many, row_block, columns), dtype=products.operand, device=device)
