@@ -12,6 +12,15 @@ def block_of(size: int) -> int:
     return max(1 << (size - 1).bit_length(), 16)
 
 
+def are_multiplied(dtype: torch.dtype) -> bool:
+    """Returns whether kernels over tiles multiply rows of this dtype. On a GPU these are rows of bfloat16: products of
+    float32 take minutes to compile. Triton's interpreter compiles none.
+    """
+    from triton import knobs
+
+    return dtype == torch.bfloat16 or bool(knobs.runtime.interpret)
+
+
 class Products(NamedTuple):
     """Products of rows of one dtype. Sums are float32.
 
@@ -24,12 +33,10 @@ class Products(NamedTuple):
     inverse: str
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Products:
-        """Returns products whose error is below the one of a result in this dtype."""
+    def of_rows(cls) -> Products:
+        """Returns products whose error is below the one of a result. See `are_multiplied`."""
         from triton import knobs
 
         # Triton's interpreter (3.9) has no matrix product of bf16
-        if dtype == torch.bfloat16 and not knobs.runtime.interpret:
-            return cls(torch.bfloat16, "ieee", "tf32x3")
-        # states may exceed the range of float16; tf32 has its precision
-        return cls(torch.float32, "tf32", "tf32x3") if dtype == torch.float16 else cls(torch.float32, "ieee", "ieee")
+        wide = bool(knobs.runtime.interpret)
+        return cls(torch.float32, "ieee", "ieee") if wide else cls(torch.bfloat16, "ieee", "tf32x3")

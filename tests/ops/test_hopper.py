@@ -17,7 +17,8 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper; CUDA do
 # Of many rows, and of models that are served in bfloat16: they take long to compile.
 CHOSEN_TOKENS = ("score_unique", "score_shared", "score_new", "count_digits", "count_best", "write_best")
 LATENTS = ("attend_latent_spans", "attend_latent_tiles", "attend_latent_causal")
-NOT_IN_FLOAT32 = ("write_out", "attend_windows", *LATENTS, *CHOSEN_TOKENS)
+STATES = ("solve_tiles", "walk_deltas", "walk_spaces")
+NOT_IN_FLOAT32 = ("write_out", "attend_windows", *LATENTS, *CHOSEN_TOKENS, *STATES)
 
 
 @pytest.mark.timeout(600)
@@ -74,9 +75,6 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "choose",
         "update_deltas",
         "update_spaces",
-        "solve_tiles",
-        "walk_deltas",
-        "walk_spaces",
         "open_gates",
         "take_time_steps",
         "norm_gated_rows",

@@ -100,8 +100,8 @@ def _is_convolution(module: BaseLayerWithLoRA) -> bool:
     """Returns whether vLLM has made a linear layer of a convolution: a layer with a state reads its weight alone."""
     if not isinstance(module, BaseLinearLayerWithLoRA):
         return False
-    weight = getattr(module.base_layer, "weight", None)
-    return weight is not None and weight.dim() > 2
+    own = module.base_layer.named_parameters(recurse=False)
+    return any(name == "weight" and parameter.dim() > 2 for name, parameter in own)
 
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:

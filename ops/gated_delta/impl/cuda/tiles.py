@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.state_rows import NULL_SLOT, StateRows, rows_together
 
 MOST_KEYS = 256
 """Elements of a key: a program keeps so many rows of a state in registers."""
-COLUMNS, SOLVE_WARPS, WALK_WARPS, STAGES = 32, 4, 4, 2
+COLUMNS, SOLVE_WARPS, WALK_WARPS, STAGES = 32, 8, 4, 2
 
 
 def scan_prompts(rows: DeltaRows, states: Tensor, step: StateRows, found: Tensor, *, normalise: bool) -> None:
@@ -26,7 +26,7 @@ def scan_prompts(rows: DeltaRows, states: Tensor, step: StateRows, found: Tensor
 
     (tiles, width), (_, heads, key_dim, value_dim) = step.tile_rows.shape, states.shape
     q, k, v = (rows_together(each) for each in (rows.q, rows.k, rows.v))
-    products, device = Products.of(v.dtype), v.device
+    products, device = Products.of_rows(), v.device
     row_block, many = block_of(width), tiles * heads
     u, w, of_queries = (
         torch.empty((many, row_block, columns), dtype=products.operand, device=device)

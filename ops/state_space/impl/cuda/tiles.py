@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.state_space.implementation import SpaceRows
 
 MOST_STATE = 256
 """Entries of a state for each dimension of a head: a program keeps them in registers."""
-DIMS, WARPS, STAGES = 64, 4, 2
+DIMS, WARPS, STAGES = 64, 8, 2
 
 
 def scan_prompts(
@@ -30,7 +30,7 @@ def scan_prompts(
 
     (tiles, width), (_, heads, head_dim, size) = step.tile_rows.shape, states.shape
     x, b, c = (rows_together(each) for each in (rows.x, rows.b, rows.c))
-    products = Products.of(x.dtype)
+    products = Products.of_rows()
     dims = min(DIMS, block_of(head_dim))
     kernels.walk_spaces[(heads * -(-head_dim // dims), tiles)](
         *(x, rows.dt.float().contiguous(), b, c, a, a if d is None else d, states, found),

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.cuda.state_tiles import are_multiplied
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 from vllm_gaudi_ucm.ops.state_rows import StateRows, rows_together
 from vllm_gaudi_ucm.ops.state_space.impl.cuda.tiles import MOST_STATE, scan_prompts
@@ -21,8 +22,8 @@ STEPS = 256  # time steps of a program
 
 
 class CudaSpace(TiledSpace):
-    """By Triton kernels; if chosen by name, also on a CPU under Triton's interpreter. Prompts with larger states, and
-    float64, take torch's products.
+    """By Triton kernels; if chosen by name, also on a CPU under Triton's interpreter. Prompts with larger states, or
+    in another dtype than bfloat16, take torch's products.
     """
 
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
@@ -35,7 +36,7 @@ class CudaSpace(TiledSpace):
     def scan(self, rows: SpaceRows, a: Tensor, d: Tensor | None, states: Tensor, step: StateRows) -> Tensor:
         if torch.float64 in (rows.x.dtype, states.dtype):
             return super().scan(rows, a, d, states, step)
-        if step.tile_rows.numel() and states.shape[-1] > MOST_STATE:
+        if step.tile_rows.numel() and (states.shape[-1] > MOST_STATE or not are_multiplied(rows.x.dtype)):
             # results of requests with few rows are written over
             found = super().scan(rows, a, d, states, step._replace(few_rows=step.few_rows[:0]))
         else:

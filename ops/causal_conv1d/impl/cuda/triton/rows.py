@@ -67,9 +67,12 @@ def convolve_rows(
             total = total / (1.0 + tl.exp(-total))
         tl.store(out + row * CHANNELS + channel, total.to(out.dtype.element_ty), mask=mask)
     else:
-        row = tl.load(kept_rows + number - row_blocks + tl.arange(0, 1))[:, None]
-        offset, source = tl.load(offsets + row), tl.load(row_sources + row)
+        # names of their own: a branch may not change a shape
+        kept_row = tl.load(kept_rows + number - row_blocks + tl.arange(0, 1))[:, None]
+        kept_offset, kept_source = tl.load(offsets + kept_row), tl.load(row_sources + kept_row)
         for back in tl.static_range(length):
-            found = past_rows(x, states, row, back, offset, source, channel, has_channel, x_stride, CHANNELS, length)
+            past = past_rows(
+                x, states, kept_row, back, kept_offset, kept_source, channel, has_channel, x_stride, CHANNELS, length
+            )
             place = (number - row_blocks) * length + (length - 1 - back)
-            tl.store(kept + place * CHANNELS + channel, found.to(kept.dtype.element_ty), mask=has_channel)
+            tl.store(kept + place * CHANNELS + channel, past.to(kept.dtype.element_ty), mask=has_channel)
