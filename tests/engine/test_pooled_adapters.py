@@ -56,7 +56,7 @@ def test_adapters_of_one_batch_and_one_that_is_missing(model: Path, ucm: dict[st
                     core.add_request(f"{kind} {index} {number}", prompt_ids, params.clone(), lora_request=adapter)
             found = {}
             while core.has_unfinished_requests():
-                found |= {one.request_id: one.outputs.data for one in engine.step() if one.finished}
+                found |= {one.request_id: one.outputs.data for one in core.step() if one.finished}
             assert len(found) == 3 * len(PROMPTS)
             for name, vector in found.items():
                 kind, index, _ = name.split()
