@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import EncoderOnlyAttention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from vllm_gaudi_ucm.layers.cpu import packed_weights
-from vllm_gaudi_ucm.layers.cpu.packed_weights import PackedLayers, PackedLinearMethod, pack_linear_layers
+from vllm_gaudi_ucm.layers.cpu.packed_weights import (
+    EncoderLinearMethod,
+    PackedLayers,
+    PackedLinearMethod,
+    pack_linear_layers,
+)
 
 
 class Layer(LinearBase):
@@ -33,3 +42,45 @@ def test_compact_copies_are_made_where_asked_for_and_possible(compact: bool, fou
         assert isinstance(layer.quant_method, PackedLinearMethod)
         assert not layer.weight.numel(), "the plain weight is given back"
         torch.testing.assert_close(layer.quant_method.apply(layer, x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+class Attention(EncoderOnlyAttention):
+    """The attention of an encoder, which has no weights."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+@pytest.mark.parametrize(
+    ("faster", "is_encoder", "is_large"),
+    [("packed", True, False), ("plain", True, False), ("plain", True, True), ("plain", False, False)],
+)
+def test_an_encoder_keeps_weights_that_torch_multiplies_faster(
+    faster: str, is_encoder: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times are given: packed products take 2 seconds or 1, plain ones the other way round."""
+    times = {"packed": (1.0, 2.0), "plain": (2.0, 1.0)}[faster] * packed_weights.REPEATS
+    remaining = iter(times)
+    measured: list[object] = []
+
+    def seconds(compute: Callable[[], object]) -> float:
+        measured.append(compute())
+        return next(remaining)
+
+    monkeypatch.setattr(packed_weights, "_seconds", seconds)
+    weight = torch.randn(64, 64)
+    layer = Layer(weight.clone())
+    stays = is_encoder and faster == "plain"
+    if stays and is_large:
+        monkeypatch.setattr(packed_weights, "MOST_COPIES", weight.nbytes - 1)
+    found = pack_linear_layers(nn.Sequential(layer, Attention() if is_encoder else nn.Identity()), False)
+    assert found == PackedLayers(0 if stays and is_large else 1, 0)
+    assert isinstance(layer.quant_method, PackedLinearMethod) != stays
+    assert isinstance(layer.quant_method, EncoderLinearMethod) == (stays and not is_large)
+    assert bool(layer.weight.numel()) == stays
+    assert len(measured) == (len(times) if is_encoder else 0)
+    for one, other in pairwise(measured):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for rows in (1, packed_weights.FEW_ROWS, packed_weights.FEW_ROWS + 1):
+        x, bias = torch.randn(rows, 64), torch.randn(64)
+        torch.testing.assert_close(layer.quant_method.apply(layer, x, bias), x @ weight.T + bias, rtol=1e-4, atol=1e-4)

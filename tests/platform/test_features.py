@@ -26,10 +26,12 @@ from tests.platform.features import NGRAM, save_config, start
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.envs import LOCAL_ENGINES, local_engines
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.platform import lora_features
 from vllm_gaudi_ucm.platform.combinations import refuse_device_ids, refuse_other_profiler
 from vllm_gaudi_ucm.platform.features import most_experts
 from vllm_gaudi_ucm.platform.platform import UcmPlatform
 from vllm_gaudi_ucm.platform.speculation_features import OF_SPECULATION
+from vllm_gaudi_ucm.vllm_api.blocks import tells_clients_of_errors
 from vllm_gaudi_ucm.vllm_api.cache_options import tile_of_slots
 from vllm_gaudi_ucm_tools.sparse_report.forced_tokens import FORCED, ForcedTokens
 
@@ -76,7 +78,6 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         "--max-lora-cls-labels",
         {"enable_lora": True, "max_lora_cls_labels": 3},
     ),
-    ("adapters (LoRA) with a model that pools", "--enable-lora", {"enable_lora": True, "runner": "pooling"}),
     (
         "the KV connector OffloadingConnector with adapters (LoRA)",
         "--enable-lora with --kv-transfer-config or --kv-offloading-size",
@@ -288,6 +289,16 @@ EXPERTS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("experts", "values"), EXPERTS)
 def test_where_configurations_say_their_experts(experts: int, values: dict[str, Any]) -> None:
     assert most_experts(make_config("llama", **values)) == experts
+
+
+def test_adapters_of_models_that_pool(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 has no error for a failed request."""
+    options: dict[str, Any] = {"enable_lora": True, "runner": "pooling"}
+    if tells_clients_of_errors():
+        assert start(llama, **options).lora_config is not None
+    monkeypatch.setattr(lora_features, "tells_clients_of_errors", lambda: False)
+    with pytest.raises(UnsupportedFeatureError, match=r"adapters \(LoRA\) with a model that pools .*--enable-lora"):
+        start(llama, **options)
 
 
 @pytest.mark.skipif(UcmPlatform.device_type == "cuda", reason="a GPU has them")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.connector.transfer_config import OURS, connector_names
 from vllm_gaudi_ucm.platform.feature import Feature, where
+from vllm_gaudi_ucm.vllm_api.blocks import tells_clients_of_errors
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ OF_LORA: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "adapters (LoRA) with a model that pools",
         "--enable-lora",
-        "it has not been tried; merge the adapter into the weights",
-        where(is_pooling, lambda c: c.lora_config is not None),
+        "vLLM 0.32 would answer a request whose adapter cannot be loaded with an empty vector; take a newer vLLM, or "
+        "merge the adapter into the weights",
+        where(is_pooling, lambda c: c.lora_config is not None and not tells_clients_of_errors()),
     ),
     Feature(
         "the KV connector {found} with adapters (LoRA)",

@@ -240,6 +240,17 @@ def fail_request(scheduler: "Scheduler", request: "Request", reason: str) -> Non
         errors.add(request.request_id)
 
 
+def tells_clients_of_errors() -> bool:
+    """Returns whether the output of a request can have an error with a reason.
+
+    Reason: vLLM 0.32 has no place for it. It would answer a failed request that pools with an empty vector.
+    Remove when: vLLM 0.32 is no longer supported.
+    """
+    from vllm.v1.engine import EngineCoreOutput
+
+    return "error" in EngineCoreOutput.__struct_fields__
+
+
 def pool_nothing(outputs: "dict[int, EngineCoreOutputs]", failed: "Collection[str]") -> None:
     """Gives the outputs of failed requests an empty vector.
 
