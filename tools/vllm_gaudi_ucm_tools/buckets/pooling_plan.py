@@ -1,4 +1,4 @@
-"""What pooling changes in a plan: no graphs for logits, and for encoders no KV cache and whole prompts in a step."""
+"""Plans a model that pools: it has no graphs for logits; an encoder has no KV cache, and whole prompts in a step."""
 
 from __future__ import annotations
 
