@@ -125,8 +125,10 @@ class Journal:
     def add(self, records: Iterable[Record]) -> None:
         """Appends a sample's records in one write."""
         made = list(records)
+        # a line that was cut off must not take the next one with it
+        cut = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(asdict(record)) + "\n" for record in made))
+            file.write("\n" * cut + "".join(json.dumps(asdict(record)) + "\n" for record in made))
         self.records += made
 
 

@@ -50,9 +50,9 @@ def _tokens(tokenizer: Any, example: Example, task: str, length: int, rng: np.ra
                 # every token of prose is an answer of its own
                 answers += [(t, t + 1) for t in range(*spans[0])] if task == "prose" else spans
             end += ids
-    start = encode(f"{example.introduction}\n") if example.introduction else []
-    if tokenizer.bos_token_id is not None and tokenizer.bos_token_id != tokenizer.eos_token_id:
-        start = [tokenizer.bos_token_id, *start]
+    # a model whose tokenizer begins texts with a token of its own expects it
+    start = list(tokenizer("")["input_ids"])
+    start += encode(f"{example.introduction}\n") if example.introduction else []
     placed = [encode(f"{part} ") for part in example.placed]
     left = length - len(start) - len(question) - len(end) - sum(map(len, placed))
     if left < 0:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.quality.measure import DENSE, Journal, Key, measure_sample
+from benchmarks.quality.measure import DENSE, Journal, Key, Record, measure_sample
 from benchmarks.quality.methods import compared, scores_of, step_candidates
 from benchmarks.quality.peers import ExactTopK, quest_bound
 from benchmarks.quality.report import bootstrap, goals, table
@@ -37,7 +37,7 @@ class Letters:
 
     bos_token_id = eos_token_id = None
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
 
 
@@ -103,8 +103,6 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     assert 0.35 < interval.low < 0.45
     assert 0.55 < interval.high < 0.65
     key = Key("model", "single_1", 640, 1, 0, BLOCK)
-    from benchmarks.quality.measure import Record
-
     scores = {DENSE: (1.0, 1.0), "gsa": (0.1, 0.5), "exact": (0.1, 1.0), "quest": (0.1, 0.0)}
     records = [Record(key, name, ratio, score, 1.0, 1.0, ratio) for name, (ratio, score) in scores.items()]
     (line,) = goals(records)
@@ -118,6 +116,9 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     assert again.records == records
     methods = [METHODS["gsa"], METHODS["kvstar"]]
     assert [one.name for one in again.missing(key, methods, [Budget(0.1)])] == ["kvstar"]
+    more = Record(key, "kvstar", 0.1, 1.0, 1.0, 1.0, 0.1)
+    again.add([more])
+    assert Journal(journal.path).records == [*records, more]
 
 
 @pytest.fixture(scope="module")
