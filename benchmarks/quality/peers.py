@@ -1,6 +1,6 @@
-"""Other ways to choose blocks, as sparse methods of the public extension point.
+"""Other ways to choose blocks, as subclasses of `BlockSparse`. The harness calls their `block_scores`.
 
-Registered by importing this module, an engine of the same process serves them under their names.
+They are not registered, so no engine serves them.
 """
 
 from __future__ import annotations
