@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, summarise
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
-BLOCK, LENGTH = 16, 640
+BLOCK, LENGTH = 16, 512
 METHODS = {one.name: one for one in compared()}
 
 
@@ -130,11 +130,13 @@ def model() -> Any:
 
 @pytest.mark.slow
 def test_gsa_keeps_answers_of_a_real_model(model: Any) -> None:
-    """At the full budget GSA is dense attention; at 30 % it loses at most one of three answers."""
+    """At the full budget GSA is dense attention. At 30 % it lost no answer and 0.03 nats per token when this was
+    measured; one of three answers and 0.1 nats are allowed.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    dense, sparse = [], []
+    dense, sparse, nats = [], [], []
     for number in range(3):
         key = Key(MODEL.name, "single_1", LENGTH, 1, number, BLOCK)
         sample = make_sample(tokenizer, key.task, LENGTH, key.seed, number)
@@ -147,5 +149,7 @@ def test_gsa_keeps_answers_of_a_real_model(model: Any) -> None:
         assert 0.25 < by_ratio["gsa", 0.3].read < 0.35
         dense.append(by_ratio[DENSE, 1.0].score)
         sparse.append(by_ratio["gsa", 0.3].score)
+        nats.append(by_ratio["gsa", 0.3].nats - whole.nats)
     assert np.mean(dense) == 1
     assert np.mean(sparse) >= 2 / 3
+    assert np.mean(nats) < 0.1
