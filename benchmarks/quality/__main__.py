@@ -44,11 +44,8 @@ def main() -> None:
         found = {"versions": versions, "seeds": seeds, "records": [asdict(one) for one in records]}
         options.json.write_text(json.dumps(found) + "\n")
     if options.plot:
-        plot(
-            records,
-            options.plot,
-            f"{len({one.key for one in records})} samples: {', '.join(map(str, groups(records)))}",
-        )
+        shown = "; ".join(f"{model}, {length} tokens, blocks of {size}" for model, length, size in groups(records))
+        plot(records, options.plot, f"{len({one.key for one in records})} samples: {shown}")
 
 
 def run(options: argparse.Namespace) -> None:

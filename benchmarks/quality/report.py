@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from benchmarks.quality.measure import DENSE, Record
 from benchmarks.quality.methods import DEFAULT, EXACT, QUEST
 
 RESAMPLES, LEVEL = 2000, 95.0
+COLOURS = ["#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#000000", "#56B4E9", "#999999", "#8B6F00", "#444444"]
+MARKERS = "os^Dv"
 GOAL_RATIO, BEHIND_EXACT, SOLVED = 0.1, 0.01, 0.5
 
 
@@ -101,51 +103,47 @@ def goals(records: Sequence[Record], ratio: float = GOAL_RATIO) -> Iterator[str]
         behind = bootstrap([of_task[EXACT][key] - of_task[DEFAULT][key] for key in shared])
         ahead = bootstrap([of_task[DEFAULT][key] - of_task[QUEST][key] for key in shared])
         yield (
-            f"{task}: {behind} points behind exact top-k ({_verdict(behind.mean <= BEHIND_EXACT)}), "
-            f"{ahead} points above Quest ({_verdict(ahead.mean >= 0)}); {len(shared)} samples at {ratio:.0%}"
+            f"{task}: {behind} points behind exact top-k ({_verdict(behind.high <= BEHIND_EXACT, behind.low > BEHIND_EXACT)}), "
+            f"{ahead} points above Quest ({_verdict(ahead.low >= 0, ahead.high < 0)}); {len(shared)} samples at {ratio:.0%}"
         )
 
 
-def _verdict(met: bool) -> str:
-    return "met" if met else "not met"
+def _verdict(met: bool, missed: bool) -> str:
+    """The whole interval decides."""
+    return "met" if met else "not met" if missed else "not decided"
 
 
 def plot(records: Sequence[Record], path: Path, title: str) -> None:
-    """Writes a picture of scores over the share of tokens that was read, with intervals. path: PNG, SVG or PDF."""
+    """Writes a picture of answers and next tokens over the share of tokens that was read. path: PNG, SVG or PDF."""
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(11, 5), dpi=110, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _curves(left, records, lambda record: record.score)
+    _curves(right, records, lambda record: record.same)
+    left.set_ylabel("answers right, %")
+    right.set_ylabel("next tokens as in dense attention, %")
+    right.legend(fontsize=8, frameon=False, ncols=2)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path)
+
+
+def _curves(axes: Any, records: Sequence[Record], figure: Callable[[Record], float]) -> None:
+    """Draws a line of means for each method, with intervals."""
     found = cells(records)
-    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
-    axes = figure.subplots()
     methods = [method for method in dict.fromkeys(record.method for record in records) if method != DENSE]
-    colours = [
-        "#D55E00",
-        "#0072B2",
-        "#009E73",
-        "#E69F00",
-        "#CC79A7",
-        "#000000",
-        "#56B4E9",
-        "#999999",
-        "#8B6F00",
-        "#444",
-    ]
     for number, method in enumerate(methods):
         points = []
         for ratio in sorted(ratio for name, ratio in found if name == method):
             cell = list(found[method, ratio].values())
-            score = bootstrap([record.score for record in cell])
+            score = bootstrap([figure(record) for record in cell])
             points.append((100 * float(np.mean([record.read for record in cell])), score))
         x, y = [point[0] for point in points], [100 * point[1].mean for point in points]
         below = [100 * (point[1].mean - point[1].low) for point in points]
         above = [100 * (point[1].high - point[1].mean) for point in points]
-        style = {"marker": "o", "markersize": 3, "linewidth": 1.2, "capsize": 2, "elinewidth": 0.6}
-        axes.errorbar(x, y, (below, above), color=colours[number % len(colours)], label=method, **style)
-    dense = [record.score for record in found.get((DENSE, 1.0), {}).values()]
+        style = {"marker": MARKERS[number % len(MARKERS)], "markersize": 4, "linewidth": 1.2, "elinewidth": 0.6}
+        axes.errorbar(x, y, (below, above), color=COLOURS[number % len(COLOURS)], label=method, capsize=2, **style)
+    dense = [figure(record) for record in found.get((DENSE, 1.0), {}).values()]
     if dense:
         axes.axhline(100 * float(np.mean(dense)), color="#000000", linestyle=":", linewidth=0.8, label=DENSE)
     axes.set_xlabel("tokens read, % of the context")
-    axes.set_ylabel("answers right, %")
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(fontsize=8, frameon=False, ncols=2)
-    figure.savefig(path)
