@@ -13,7 +13,7 @@ MOST_DESCRIPTION = 600
 
 @dataclass(frozen=True)
 class Package:
-    """What the metadata of an installed package says."""
+    """Holds fields of an installed package's metadata."""
 
     name: str
     version: str

@@ -22,7 +22,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Key:
-    """What a sample was drawn from, and the size of the blocks."""
+    """Names a sample by its origin, and the size of the blocks."""
 
     model: str
     task: str

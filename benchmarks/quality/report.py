@@ -102,9 +102,11 @@ def goals(records: Sequence[Record], ratio: float = GOAL_RATIO) -> Iterator[str]
             continue
         behind = bootstrap([of_task[EXACT][key] - of_task[DEFAULT][key] for key in shared])
         ahead = bootstrap([of_task[DEFAULT][key] - of_task[QUEST][key] for key in shared])
+        close = _verdict(behind.high <= BEHIND_EXACT, behind.low > BEHIND_EXACT)
+        better = _verdict(ahead.low >= 0, ahead.high < 0)
         yield (
-            f"{task}: {behind} points behind exact top-k ({_verdict(behind.high <= BEHIND_EXACT, behind.low > BEHIND_EXACT)}), "
-            f"{ahead} points above Quest ({_verdict(ahead.low >= 0, ahead.high < 0)}); {len(shared)} samples at {ratio:.0%}"
+            f"{task}: {behind} points behind exact top-k ({close}), {ahead} points above Quest ({better}); "
+            f"{len(shared)} samples at {ratio:.0%}"
         )
 
 
