@@ -86,7 +86,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup setup-docs model demo serve release test test-models test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance gaudi-column lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-pooling bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve release test test-models test-window test-gaudi-torch setup-window test-room test-changed fuzz conformance setup-conformance gaudi-column lint drift contracts docs drawings bench bench-attention bench-engine bench-moe bench-pooling bench-quality bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -191,6 +191,9 @@ bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: qual
 	$(run_env) $(PY) -m benchmarks.sparse_acceptance --model $(MODEL)
 	$(run_env) $(PY) -m benchmarks.sparse_same_drafts --model $(MODEL)
 	$(run_env) $(PY) -m benchmarks.sparse_engine --model $(MODEL) $(ARGS)
+
+bench-quality: $(PLUGIN_STAMP) $(MODEL_READY) ## Which answers sparse methods keep: generated tasks, other methods at equal tokens read (ARGS="--help")
+	$(run_env) $(PY) -m benchmarks.quality --model $(MODEL) $(ARGS)
 
 bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefetch engine, and the time to the first token with them
 	$(run_env) $(PY) -m benchmarks.store --model $(MODEL) $(ARGS)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.sparse_step import Step
 
-# The blocks that a layer's rows attend to, bool [rows, blocks]; None is everything.
+# The blocks that rows of a layer attend to, bool [rows, blocks] or [heads, rows, blocks]; None is everything.
 Policy = Callable[[Step], Tensor | None]
 ATTENTION = "benchmark_of_selected_blocks"
 
@@ -32,7 +32,8 @@ class DecodedRows:
         from transformers import DynamicCache
 
         self._model, self._tokens, self._first = model, tokens, first
-        self._cache = DynamicCache(config=model.config)
+        # without the model's configuration layers with windows keep everything, so that rows can be taken back
+        self._cache = DynamicCache()
         model.model(input_ids=tokens[None, :first], past_key_values=self._cache, use_cache=True)
 
     @torch.inference_mode()
@@ -86,7 +87,8 @@ def _attention(
     """query `[1, heads, rows, dim]`, key and value `[1, kv_heads, tokens, dim]` -> `[1, rows, heads, dim]`."""
     active = _policy.get()
     mask = attention_mask
-    if active is not None:
+    # layers with windows are computed as without a method
+    if active is not None and getattr(module, "sliding_window", None) is None:
         policy, block_size = active
         rows, tokens = query.shape[2], key.shape[2]
         contexts = torch.arange(tokens - rows + 1, tokens + 1)
@@ -95,7 +97,7 @@ def _attention(
         mask = torch.arange(tokens) < contexts[:, None]
         blocks = policy(step)
         if blocks is not None:
-            mask &= blocks.repeat_interleave(block_size, dim=1)[:, :tokens]
+            mask = mask & blocks.repeat_interleave(block_size, dim=-1)[..., :tokens]
     # without a mask a single row sees every key, while torch's causal mask would show only the first
     causal = mask is None and query.shape[2] > 1
     out = torch.nn.functional.scaled_dot_product_attention(

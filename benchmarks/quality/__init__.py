@@ -1,0 +1,1 @@
+"""Measures which answers sparse methods keep: generated tasks, several methods, equal numbers of tokens read."""

@@ -1,0 +1,97 @@
+"""Measures which answers sparse methods keep: `python -m benchmarks.quality --model FOLDER --lengths 2048 --tasks ...`.
+
+Records go to a journal, from which a run that was stopped goes on. `--report` prints tables of journals without a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.machine import describe_machine
+from benchmarks.positive import positive
+from benchmarks.quality.measure import Journal, Key, measure_sample, read_records
+from benchmarks.quality.methods import compared
+from benchmarks.quality.report import goals, groups, plot, table, task_table
+from benchmarks.quality.samples import make_sample
+from benchmarks.quality.tasks import TASKS
+from benchmarks.sparse_budget import Budget
+from benchmarks.sparse_rows import load_causal
+
+MODEL = Path(".cache/models/smollm2-135m-instruct")
+VERSIONS = ("vllm-gaudi-ucm", "torch", "transformers", "numpy")
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if not options.report:
+        run(options)
+    paths = options.report or [options.journal]
+    records = list(read_records(paths))
+    for (model, length, block_size), of_group in groups(records).items():
+        print(f"\n## {model}, {length} tokens, blocks of {block_size}\n\n{table(of_group, lambda one: one.score)}")
+        print(f"\nNext tokens as in dense attention, %\n\n{table(of_group, lambda one: one.same)}")
+        ratios = sorted({one.ratio for one in of_group if one.ratio < 1})
+        for ratio in ratios:
+            print(f"\nBy task at {ratio:.0%}\n\n{task_table(of_group, ratio)}")
+        print("\n" + "\n".join(goals(of_group)), flush=True)
+    if options.json:
+        versions = {name: version(name) for name in VERSIONS}
+        seeds = sorted({one.key.seed for one in records})
+        found = {"versions": versions, "seeds": seeds, "records": [asdict(one) for one in records]}
+        options.json.write_text(json.dumps(found) + "\n")
+    if options.plot:
+        shown = "; ".join(f"{model}, {length} tokens, blocks of {size}" for model, length, size in groups(records))
+        plot(records, options.plot, f"{len({one.key for one in records})} samples: {shown}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measures what the journal lacks, sample by sample over all tasks, so that a run may be stopped at any time."""
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoTokenizer
+
+    torch.set_num_threads(options.threads)
+    print(describe_machine())
+    journal = Journal(options.journal)
+    methods = [one for one in compared() if one.name in options.methods]
+    budgets = [Budget(ratio) for ratio in sorted(options.budgets)]
+    tokenizer, model = AutoTokenizer.from_pretrained(options.model), load_causal(options.model)
+    cases = [
+        Key(options.model.name, task, length, options.seed, number, options.block_size)
+        for length in sorted(options.lengths)
+        for number in range(options.samples)
+        for task in options.tasks
+    ]
+    for key in tqdm(cases, unit="sample", disable=None):
+        wanted = journal.missing(key, methods, budgets)
+        if not wanted and journal.has_dense(key):
+            continue
+        sample = make_sample(tokenizer, key.task, key.length, key.seed, key.number)
+        journal.add(measure_sample(model, key, sample, wanted, budgets))
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__)
+    names = [one.name for one in compared()]
+    found.add_argument("--model", type=Path, default=MODEL, help="a folder with a causal language model")
+    found.add_argument("--lengths", type=positive, nargs="+", default=[4096], help="tokens, answers included")
+    found.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    found.add_argument("--methods", nargs="*", choices=names, default=names, help="in addition to dense attention")
+    found.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3])
+    found.add_argument("--block-size", type=positive, default=128)
+    found.add_argument("--samples", type=positive, default=10, help="of each task and length")
+    found.add_argument("--seed", type=int, default=1)
+    found.add_argument("--threads", type=positive, default=1)
+    found.add_argument("--journal", type=Path, default=Path(".cache/quality.jsonl"))
+    found.add_argument("--report", type=Path, nargs="+", metavar="JOURNAL", help="only print these journals")
+    found.add_argument("--json", type=Path, help="also write records, seeds and versions to this file")
+    found.add_argument("--plot", type=Path)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The choices that are compared, offline: what each row of a layer attends to, under one budget for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality.peers import ExactTopK, Quest, StreamingLLM, quest_bound
+from benchmarks.sparse_budget import Budget
+from benchmarks.sparse_methods import all_methods, select
+from benchmarks.sparse_step import Step
+from vllm_gaudi_ucm.ops.block_selection.api import new_summaries, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
+from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions, KVStarState
+from vllm_gaudi_ucm.sparse.selection.layer_selector import CandidateBlocks
+
+OBSERVED_ROWS = 32
+"""Last rows of a question, by whose attention SnapKV chooses."""
+POOL = 3
+DEFAULT, EXACT, QUEST = "gsa", "exact", "quest"
+
+Observed = dict[int, Tensor]
+"""By layer, float32 [blocks]: the attention that the last rows of a question gave to each block."""
+Choose = Callable[[Step, Budget, Observed], Tensor]
+"""Returns bool [rows, blocks], or [heads, rows, blocks] if heads choose for themselves."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """name: in tables. reads: what it reads of each block to choose, in bytes per KV head of dimension d."""
+
+    name: str
+    choose: Choose
+    reads: str
+
+
+def step_candidates(step: Step, budget: Budget, summaries: Tensor) -> CandidateBlocks:
+    """Returns all candidates of all rows, each row as a request of its own."""
+    rows, width = len(step.query), step.num_blocks
+    places = budget.candidates(step.row_blocks, width).flatten().nonzero()[:, 0]
+    first_rows, num_rows = torch.arange(rows), torch.ones(rows, dtype=torch.int64)
+    spans, blocks = places // width, places % width + 1
+    return CandidateBlocks(step.layer, summaries, blocks, spans, first_rows, num_rows, 1, places, width)
+
+
+def scores_of(method: BlockSparse, step: Step, budget: Budget) -> Tensor:
+    """Returns float32 [rows, blocks] by the method's own `block_scores`, as an engine calls it."""
+    kind = SummaryKind(method.block_options.summary)
+    summaries = new_summaries(step.key_cache, kind)
+    if kind is SummaryKind.MINMAX:  # the other methods of this package read no summary
+        write_summaries(step.key_cache, torch.arange(1, step.num_blocks + 1), summaries, kind)
+    if isinstance(method, ExactTopK):
+        method.keys = [step.key_cache] * (step.layer + 1)
+    candidates = step_candidates(step, budget, summaries)
+    found = method.block_scores(step.layer, step.query, candidates)
+    assert found is not None
+    table = torch.zeros(len(step.query) * step.num_blocks)
+    table[candidates.places] = found
+    return table.view(len(step.query), -1)
+
+
+def quest_by_head(step: Step, budget: Budget, observed: Observed) -> Tensor:
+    """Quest as published: each query head chooses its own blocks."""
+    kind = SummaryKind.MINMAX
+    summaries = new_summaries(step.key_cache, kind)
+    write_summaries(step.key_cache, torch.arange(1, step.num_blocks + 1), summaries, kind)
+    heads = step.query.unflatten(1, (step.keys.shape[1], -1))
+    bounds = torch.stack([quest_bound(row, summaries[1:]) for row in heads])  # [rows, blocks, kv heads, group]
+    scores = bounds.flatten(2).movedim(2, 0)
+    flat = replace(step, contexts=step.contexts.repeat(len(scores)))
+    return select(scores.flatten(0, 1), flat, budget).view(scores.shape)
+
+
+def snapkv(step: Step, budget: Budget, observed: Observed) -> Tensor:
+    """Like SnapKV (Li et al., 2024): one choice for a whole answer, by the pooled attention of the question's end."""
+    mass = observed[step.layer]
+    pooled = torch.nn.functional.max_pool1d(mass[None, None], POOL, 1, POOL // 2)[0, 0]
+    scores = torch.nn.functional.pad(pooled, (0, step.num_blocks - len(pooled)))
+    first = select(scores[None], replace(step, query=step.query[:1], contexts=step.contexts[:1]), budget)
+    kept = first.expand(len(step.query), -1).clone()
+    return kept | _later(step, 0)
+
+
+def kvstar(scores: Callable[[Step, Budget], Tensor]) -> Choose:
+    """KVStar with its default options over scores, by its own state machine."""
+    options = KVStarOptions()
+
+    def choose(step: Step, budget: Budget, observed: Observed) -> Tensor:
+        fresh, later = select(scores(step, budget), step, budget), None
+        chosen, locked = torch.empty_like(fresh), 0
+        state = KVStarState("answer", options.checkpoint_interval, options.lock_duration)
+        for row in range(len(fresh)):
+            mode = state.next_step()
+            if mode == SelectionMode.SELECT:
+                state.lock(int(step.contexts[row]))
+            differs = int((fresh[row] ^ fresh[locked]).sum()) > options.update_threshold
+            if mode == SelectionMode.SELECT or (mode == SelectionMode.CHECK and differs):
+                locked, later = row, _later(step, row)
+            assert later is not None
+            chosen[row] = fresh[locked] | later[row]
+        return chosen
+
+    return choose
+
+
+def _later(step: Step, row: int) -> Tensor:
+    """Bool [rows, blocks]: blocks that have begun since `row`, which are attended while its choice is kept."""
+    number, begin = torch.arange(step.num_blocks), step.row_blocks[row]
+    return (number >= begin - 1) & (number < step.row_blocks[:, None])
+
+
+def compared() -> tuple[Compared, ...]:
+    """Returns every method, the default first."""
+    scores = {method.name: method.scores for method in all_methods()}
+
+    def shared(name: str) -> Choose:
+        return lambda step, budget, observed: select(scores[name](step, budget), step, budget)
+
+    def own(method: type[BlockSparse]) -> Choose:
+        made = method(UcmSparseRole.WORKER)
+        return lambda step, budget, observed: select(scores_of(made, step, budget), step, budget)
+
+    return (
+        Compared(DEFAULT, shared("box_mean"), "one key of 8"),
+        Compared("gsa_hash", shared("hash"), "one code of 8 keys"),
+        Compared("gsa_minmax", shared("minmax"), "two keys"),
+        Compared("gsa_mean", shared("mean"), "one key"),
+        Compared("kvstar", kvstar(scores["box_mean"]), "one key of 8, every 8 steps"),
+        Compared(EXACT, own(ExactTopK), "all keys"),
+        Compared(QUEST, quest_by_head, "two keys"),
+        Compared("quest_shared", own(Quest), "two keys"),
+        Compared("snapkv", snapkv, "nothing"),
+        Compared("streaming", own(StreamingLLM), "nothing"),
+    )
