@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_torchvision")]  # star
 BUCKETS = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 14, "warm_up": "full"}}
 WAYS = pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 3}, "max_num_seqs": 4}
+NO_VIDEOS: dict[str, Any] = {**OPTIONS, "limit_mm_per_prompt": {"image": 3, "video": 0}}
 SMALL, WIDE, HIGH = picture(1), picture(2, 50, 20), picture(3, 17, 60)
 ASKED = [
     prompt(words(9, 10, 11)),
@@ -87,8 +88,7 @@ def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) 
     pictures into tiles. The second time, all pictures are found in the cache.
     """
     pictured = Pictured(tmp_path, family)
-    options = {**OPTIONS, "limit_mm_per_prompt": {"image": 3, "video": 0}}
-    with Engine(pictured.model, ucm, **options, max_num_batched_tokens=96) as engine:
+    with Engine(pictured.model, ucm, **NO_VIDEOS, max_num_batched_tokens=96) as engine:
         pictured.ask(engine)
         again = pictured.ask(engine, max_tokens=4)
         assert again[2].cached_tokens
@@ -118,6 +118,25 @@ def test_no_chunk_ends_inside_of_a_picture_that_sees_both_ways(gemma3: Pictured,
         gemma3.ask(engine, asked, max_tokens=40)
         assert engine.preemptions > 0
         gemma3.ask(engine, asked, max_tokens=4)
+
+
+@WAYS
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_both_ways"])
+def test_gemma_4(tmp_path: Path, family: str, ucm: dict[str, Any]) -> None:
+    """Pictures of 49 to 70 tokens and steps of 96, few blocks: without rows that see both ways, chunks end in pictures;
+    requests are preempted in both. The second time, pictures are found in the cache.
+    """
+    pictured = Pictured(tmp_path, family)
+    few = {**NO_VIDEOS, "max_model_len": 384, "num_gpu_blocks_override": 27, "max_num_batched_tokens": 96}
+    with Engine(pictured.model, ucm, **few) as engine:
+        both_ways = family == "gemma4_both_ways"
+        assert engine.core.vllm_config.scheduler_config.disable_chunked_mm_input == both_ways
+        pictured.ask(engine)
+        assert engine.preemptions > 0
+        again = pictured.ask(engine, ASKED[2:3], max_tokens=4)
+        assert again[0].cached_tokens
+        engine.step()
+        engine.check_idle()
 
 
 @WAYS

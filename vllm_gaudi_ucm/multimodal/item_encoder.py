@@ -58,9 +58,9 @@ class ItemEncoder:
         self._one_by_one = one_by_one
         self._known_sizes: set[str] = set()
         self._new_sizes: list[str] = []
-        padded = one_by_one and device.kind == "hpu"
-        self._padded = PaddedEncoder.of(model, self.longest, device.torch_device()) if padded else None
-        if self._padded is not None:
+        pads = one_by_one and device.kind == "hpu"
+        self._padded = PaddedEncoder.of(model, self.longest, device.torch_device(), pads=pads)
+        if self._padded is not None and pads:
             logger.info("Pictures are padded to one of %s tokens", self._padded.sizes)
         # not a module
         vars(model)[_ENCODER] = self

@@ -201,6 +201,15 @@ def text_model(model: nn.Module) -> nn.Module:
     return model if found is None else cast("nn.Module", found())
 
 
+def sees_both_ways_in_windows(model: nn.Module) -> bool:
+    """Returns whether rows of a picture see each other only in layers with a window, as in Gemma 4.
+
+    Reason: such a model takes the spans of pictures out of the metadata of its other layers, which is vLLM's own.
+    Remove when: a layer says what it sees.
+    """
+    return hasattr(model, "_clear_mm_prefix_for_full_attn_layers")
+
+
 def tokens_to_choose(vllm_config: "VllmConfig") -> int:
     """Returns how many tokens each row of the model chooses by itself (DSA); 0 for every other family, and if no
     context has more.

@@ -1,4 +1,4 @@
-"""Encoders of pictures as tiles of one size (InternVL): `vllm.model_executor.models.interns1`.
+"""Encoders of pictures as tiles of one size (InternVL): `vllm.model_executor.models.interns1`, `internvl`.
 
 Internal: `extract_feature` and `num_image_token` of such a model.
 """
@@ -11,9 +11,12 @@ from torch import nn
 
 __all__ = ["TileEncoder"]
 
+_INPUTS = ("pixel_values", "pixel_values_videos", "pixel_values_flat", "pixel_values_flat_video")
+
 
 class TileEncoder:
-    """Runs an encoder on the tiles of a picture and on tiles of zeros behind them, which nothing reads.
+    """Runs an encoder on the tiles of a picture, or the frames of a video, and on tiles of zeros behind them, which
+    nothing reads.
 
     Reason: the model has a shape for each number of tiles.
     Remove when: it implements `SupportsEncoderCudaGraph`, which pads the number.
@@ -23,28 +26,32 @@ class TileEncoder:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = cast(Any, model)
-        self._dtype = next(self._model.vision_tower.parameters()).dtype
+        tower = _tower(model)
+        assert tower is not None, "`of` looks for it"
+        self._dtype = next(tower.parameters()).dtype
         self.unit: int = self._model.num_image_token
 
     @classmethod
     def of(cls, model: nn.Module) -> "TileEncoder | None":
         """Returns the encoder of a model; None if it has another kind of encoder."""
-        tiled = all(hasattr(model, name) for name in ("extract_feature", "num_image_token", "vision_tower"))
-        return cls(model) if tiled else None
+        tiled = all(hasattr(model, name) for name in ("extract_feature", "num_image_token"))
+        return cls(model) if tiled and _tower(model) is not None else None
 
     def count(self, inputs: Mapping[str, object]) -> int:
-        """Returns the tokens of a picture."""
-        return len(cast(torch.Tensor, inputs["pixel_values"])) * self.unit
+        """Returns the tokens of a picture or a video."""
+        return len(_tiles(inputs)) * self.unit
 
     def empty(self, tokens: int) -> Mapping[str, object]:
         """Returns the inputs of a picture of zeros, on the host."""
         config = self._model.config.vision_config
-        shape = (tokens // self.unit, config.num_channels, *config.image_size)
+        size = config.image_size
+        sides = (size, size) if isinstance(size, int) else size
+        shape = (tokens // self.unit, config.num_channels, *sides)
         return {"pixel_values": torch.zeros(shape, dtype=self._dtype)}
 
     def padded(self, inputs: Mapping[str, object], tokens: int) -> dict[str, torch.Tensor]:
         """Returns what `run` takes, on the host. tokens: of the result."""
-        tiles = cast(torch.Tensor, inputs["pixel_values"]).to(self._dtype)
+        tiles = _tiles(inputs).to(self._dtype)
         pads = tiles.new_zeros((tokens // self.unit - len(tiles), *tiles.shape[1:]))
         return {"pixel_values": torch.cat([tiles, pads])}
 
@@ -52,3 +59,13 @@ class TileEncoder:
         """Returns the embeddings [tokens, width]; the picture's are first. inputs: on the device."""
         found: torch.Tensor = self._model.extract_feature(inputs["pixel_values"]).flatten(0, 1)
         return found
+
+
+def _tower(model: nn.Module) -> nn.Module | None:
+    found = getattr(model, "vision_tower", None) or getattr(model, "vision_model", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _tiles(inputs: Mapping[str, object]) -> torch.Tensor:
+    """Returns [tiles, channels, height, width] of the one picture or video."""
+    return cast(torch.Tensor, next(inputs[name] for name in _INPUTS if name in inputs))
