@@ -280,7 +280,15 @@ def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     )
 
 
-PROCESSORS = {"gemma3": _gemma3, "gemma4": _gemma4, "gemma4_both_ways": _gemma4, "internvl": _internvl, "llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
+PROCESSORS = {
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_both_ways": _gemma4,
+    "internvl": _internvl,
+    "llava": _llava,
+    "pixtral": _pixtral,
+    "mistral3": _mistral3,
+}
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:

@@ -42,7 +42,9 @@ def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: 
         encoder = ItemEncoder(model, vllm_config, device, one_by_one=static)
         if config.is_mm_prefix_lm:
             # not a module
-            vars(model)[SPANS] = StepSpans(encoder.longest, captured=static, in_windows=sees_both_ways_in_windows(model))
+            vars(model)[SPANS] = StepSpans(
+                encoder.longest, captured=static, in_windows=sees_both_ways_in_windows(model)
+            )
     elif config.enable_prompt_embeds:
         # of the tokens of one step
         rows, dtype = vllm_config.scheduler_config.max_num_batched_tokens, cast(torch.dtype, config.dtype)
