@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -297,6 +298,11 @@ def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
     return Image.fromarray(squares).resize((width, height), Image.Resampling.NEAREST)
 
 
+def film(seed: int, frames: int) -> NDArray[np.uint8]:
+    """Returns uint8 [frames, height, width, 3], a picture each."""
+    return np.stack([np.asarray(picture(100 * seed + number)) for number in range(frames)])
+
+
 def words(*numbers: int) -> str:
     return " ".join(f"w{number}" for number in numbers)
 
@@ -316,8 +322,13 @@ class PictureReference:
     @torch.inference_mode()
     def logprobs(self, asked: dict[str, Any], tokens: Sequence[int]) -> torch.Tensor:
         """float32 [tokens, vocabulary]: after the prompt and each of the tokens but the last."""
-        pictures = asked.get("multi_modal_data", {}).get("image")
-        inputs = self.processor(images=pictures, text=asked["prompt"], return_tensors="pt")
+        media = asked.get("multi_modal_data", {})
+        inputs = self.processor(
+            images=media.get("image"),
+            text=asked["prompt"],
+            return_tensors="pt",
+            **({"videos": media["video"]} if "video" in media else {}),
+        )
         more = torch.tensor([list(tokens[:-1])], dtype=torch.int64)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], more], 1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.connector import file_store, transfer
 from tests.engine.contracts import runner_contract
-from tests.engine.picture_models import PictureReference, make_picture_model, picture, prompt, words
+from tests.engine.picture_models import PictureReference, film, make_picture_model, picture, prompt, words
 from tests.engine.serving import Answer, Engine, answer_of, greedy_params
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -92,6 +92,22 @@ def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) 
         pictured.ask(engine)
         again = pictured.ask(engine, max_tokens=4)
         assert again[2].cached_tokens
+
+
+def test_internvl_videos(tmp_path: Path) -> None:
+    """A frame is a tile of 4 tokens between words; chunks end in videos. The second time, one is found in the cache."""
+    pictured = Pictured(tmp_path, "internvl")
+    asked = [
+        {"prompt": f"w20 <video> {words(30, 31)}", "multi_modal_data": {"video": [film(1, 8)]}},
+        {"prompt": "<image> w9 <video> w40", "multi_modal_data": {"image": [WIDE], "video": [film(2, 3)]}},
+        ASKED[0],
+    ]
+    with Engine(pictured.model, BUCKETS, **OPTIONS, max_num_batched_tokens=48) as engine:
+        pictured.ask(engine, asked)
+        again = pictured.ask(engine, asked[:1], max_tokens=4)
+        assert again[0].cached_tokens >= 32
+        engine.step()
+        engine.check_idle()
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +336,7 @@ def test_refused(llava: Pictured, named: str, options: dict[str, Any]) -> None:
 
 
 def test_videos_of_other_families_are_refused(tmp_path: Path) -> None:
-    model = make_picture_model(tmp_path / "internvl", "internvl")
+    model = make_picture_model(tmp_path / "gemma4", "gemma4")
     with pytest.raises(UnsupportedFeatureError, match=r"videos in prompts.*--limit-mm-per-prompt"):
         Engine(model, {}, **OPTIONS)
 
