@@ -530,8 +530,6 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], int, int, int]] = [
     ("mistral3", {**GEMMA, "model_type": "pixtral"}, 1024, 6, 3),
     ("qwen2_vl", {"depth": 27, "embed_dim": 1152, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14}, 1024, 6, 2),
     ("qwen3_vl", {**GEMMA, "depth": 27, "num_heads": 16}, 1024, 6, 2),
-    # whole tiles of 256 tokens
-    ("internvl_chat", {**GEMMA, "model_type": "intern_vit_6b", "image_size": 448}, 13 * 256, 5, 2),
 ]
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 FAMILIES = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
-    "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -24,7 +23,6 @@ FAMILIES = (
 """Classes of models whose pictures are read."""
 
 WITH_VIDEOS = (
-    "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",

@@ -1,4 +1,4 @@
-"""Encoders of pictures as tiles of one size (InternVL): `vllm.model_executor.models.interns1`, `internvl`.
+"""Encoders of pictures as tiles of one size (InternVL): `vllm.model_executor.models.interns1`.
 
 Internal: `extract_feature` and `num_image_token` of such a model.
 """
@@ -11,7 +11,7 @@ from torch import nn
 
 __all__ = ["TileEncoder"]
 
-_INPUTS = ("pixel_values", "pixel_values_videos", "pixel_values_flat", "pixel_values_flat_video")
+_INPUTS = ("pixel_values", "pixel_values_videos")
 
 
 class TileEncoder:
@@ -26,16 +26,14 @@ class TileEncoder:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = cast(Any, model)
-        tower = _tower(model)
-        assert tower is not None, "`of` looks for it"
-        self._dtype = next(tower.parameters()).dtype
+        self._dtype = next(self._model.vision_tower.parameters()).dtype
         self.unit: int = self._model.num_image_token
 
     @classmethod
     def of(cls, model: nn.Module) -> "TileEncoder | None":
         """Returns the encoder of a model; None if it has another kind of encoder."""
-        tiled = all(hasattr(model, name) for name in ("extract_feature", "num_image_token"))
-        return cls(model) if tiled and _tower(model) is not None else None
+        tiled = all(hasattr(model, name) for name in ("extract_feature", "num_image_token", "vision_tower"))
+        return cls(model) if tiled else None
 
     def count(self, inputs: Mapping[str, object]) -> int:
         """Returns the tokens of a picture or a video."""
@@ -44,9 +42,7 @@ class TileEncoder:
     def empty(self, tokens: int) -> Mapping[str, object]:
         """Returns the inputs of a picture of zeros, on the host."""
         config = self._model.config.vision_config
-        size = config.image_size
-        sides = (size, size) if isinstance(size, int) else size
-        shape = (tokens // self.unit, config.num_channels, *sides)
+        shape = (tokens // self.unit, config.num_channels, *config.image_size)
         return {"pixel_values": torch.zeros(shape, dtype=self._dtype)}
 
     def padded(self, inputs: Mapping[str, object], tokens: int) -> dict[str, torch.Tensor]:
@@ -59,11 +55,6 @@ class TileEncoder:
         """Returns the embeddings [tokens, width]; the picture's are first. inputs: on the device."""
         found: torch.Tensor = self._model.extract_feature(inputs["pixel_values"]).flatten(0, 1)
         return found
-
-
-def _tower(model: nn.Module) -> nn.Module | None:
-    found = getattr(model, "vision_tower", None) or getattr(model, "vision_model", None)
-    return found if isinstance(found, nn.Module) else None
 
 
 def _tiles(inputs: Mapping[str, object]) -> torch.Tensor:

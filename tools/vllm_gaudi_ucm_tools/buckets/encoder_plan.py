@@ -8,11 +8,8 @@ from typing import Any
 
 from vllm_gaudi_ucm.graphs.shapes.picture_sizes import sizes_up_to
 
-PADDED = {"gemma4", "internvl", "internvl_chat", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+PADDED = {"gemma4", "internvl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 """Models or encoders whose pictures are padded to few sizes on a Gaudi (`vllm_gaudi_ucm.multimodal.padded_encoder`)."""
-
-TILED = {"internvl", "internvl_chat"}
-"""Models that cut pictures into tiles of one size."""
 
 GATED = {"gemma4_vision", "pixtral", "qwen2_5_vl"}
 """Kinds of encoders whose MLP has three matrices; the others have two."""
@@ -141,14 +138,14 @@ def _merged(config: Mapping[str, Any], vision: Mapping[str, Any], patch: int) ->
     each = config.get("mm_tokens_per_image")
     if each:
         return int((int(vision.get("image_size", 896)) // patch) ** 2 // int(each))
-    if config.get("model_type") in TILED:
+    if config.get("model_type") == "internvl":
         return round(1 / float(config.get("downsample_ratio", 0.5))) ** 2
     return int(vision.get("spatial_merge_size") or config.get("spatial_merge_size") or 1) ** 2
 
 
 def _tile(config: Mapping[str, Any], vision: Mapping[str, Any], patch: int) -> int:
     """Returns the tokens of a tile; 1 if pictures are no tiles."""
-    if config.get("model_type") not in TILED:
+    if config.get("model_type") != "internvl":
         return 1
     side = _first({"image_size": 448, **vision}, ("image_size",))
     return (side // patch) ** 2 // _merged(config, vision, patch)
