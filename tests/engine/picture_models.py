@@ -166,6 +166,8 @@ def make_picture_model(folder: Path, family: str, seed: int = 0) -> Path:
             if "std_" in name:
                 buffer.normal_(std=0.1).add_("scale" in name)
         model.get_output_embeddings().weight[: len(SPECIAL)] = 0.0
+        if family.startswith("gemma4"):
+            model.get_output_embeddings().weight[VOCAB - 1] = 0.0
     model.to(torch.float32).save_pretrained(folder)
     _name_as_published(folder / "model.safetensors", family)
     PROCESSORS[family](folder, _tokenizer())

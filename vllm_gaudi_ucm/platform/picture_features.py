@@ -49,6 +49,10 @@ def _no_videos(config: VllmConfig) -> bool:
     return config.model_config.architecture not in WITH_VIDEOS and takes_media(config, "video")
 
 
+def _has_sound(config: VllmConfig) -> bool:
+    return config.model_config.architecture in FAMILIES and takes_media(config, "audio")
+
+
 def _pruned(config: VllmConfig) -> bool:
     options = config.model_config.multimodal_config
     return options is not None and bool(options.video_pruning_rate)
@@ -59,8 +63,8 @@ def _tokens_of_picture(config: VllmConfig) -> int:
     model = config.model_config
     values, options = model.hf_config.to_dict(), model.multimodal_config
     asked = (options.mm_processor_kwargs or {}).get("max_soft_tokens") if options is not None else None
-    found = asked or values.get("mm_tokens_per_image") or values["vision_config"].get("default_output_length")
-    return int(found or 0)
+    vision = values.get("vision_config") or {}
+    return int(asked or values.get("mm_tokens_per_image") or vision.get("default_output_length") or 0)
 
 
 def _beyond_window(config: VllmConfig) -> str | None:
@@ -80,7 +84,7 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         """sound in prompts (set --limit-mm-per-prompt '{{"audio": 0}}')""",
         "the model",
         "the layers of its encoder have not been tried",
-        where(reads_pictures, lambda c: takes_media(c, "audio")),
+        where(reads_pictures, _has_sound),
     ),
     Feature(
         "videos of which only a part is kept",
