@@ -143,7 +143,7 @@ def test_gemma_4(tmp_path: Path, family: str, ucm: dict[str, Any]) -> None:
     requests are preempted in both. The second time, pictures are found in the cache.
     """
     pictured = Pictured(tmp_path, family)
-    few = {**NO_VIDEOS, "max_model_len": 384, "num_gpu_blocks_override": 27, "max_num_batched_tokens": 96}
+    few = {**NO_VIDEOS, "max_model_len": 320, "num_gpu_blocks_override": 22, "max_num_batched_tokens": 96}
     with Engine(pictured.model, ucm, **few) as engine:
         both_ways = family == "gemma4_both_ways"
         assert engine.core.vllm_config.scheduler_config.disable_chunked_mm_input == both_ways

@@ -85,10 +85,13 @@ class ItemEncoder:
                 self._device.end_recipe()
             return
         inputs = self._budget.get_dummy_encoder_profile_inputs(max_items_per_batch=1 if self._one_by_one else None)
-        keys = [f"warm-up {number}" for number in range(len(inputs))]
-        if inputs:
-            self._encode(dict(zip(keys, inputs, strict=True)))
-        for key in keys:
+        warmed = {f"warm-up {number}": one for number, one in enumerate(inputs)}
+        self._device.end_recipe()
+        for key, found in zip(warmed, self._found(warmed), strict=True):
+            # the largest video alone may have more than the largest one with pictures, which vLLM's scheduler counts
+            self.table.put(key, found.embeddings, min(found.own, self.table.num_free))
+        self._device.end_recipe()
+        for key in warmed:
             self.table.free(key)
         self._new_sizes.clear()
 

@@ -46,7 +46,7 @@ class SoftTokenEncoder:
     def empty(self, tokens: int) -> Mapping[str, object]:
         """Returns the inputs of a picture of zeros, on the host: one row of tokens."""
         places = torch.cartesian_prod(torch.arange(self._side), torch.arange(self._side * tokens)).flip(1)
-        width = self._tower.patch_embedder.input_proj.weight.shape[1]
+        width = 3 * self._tower.config.patch_size**2
         return {"pixel_values": torch.zeros((1, len(places), width)), "pixel_position_ids": places.unsqueeze(0)}
 
     def padded(self, inputs: Mapping[str, object], tokens: int) -> dict[str, torch.Tensor]:
