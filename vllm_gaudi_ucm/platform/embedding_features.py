@@ -15,12 +15,22 @@ def _takes_embeddings(config: VllmConfig) -> bool:
     return config.model_config is not None and config.model_config.enable_prompt_embeds
 
 
+def _layers_embed_tokens(config: VllmConfig) -> bool:
+    return bool(getattr(config.model_config.hf_text_config, "hidden_size_per_layer_input", 0))
+
+
 OF_PROMPT_EMBEDDINGS: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "prompt embeddings with a model that reads pictures",
         "--enable-prompt-embeds",
         "one table holds a step's embeddings; --language-model-only serves the text model alone",
         where(_takes_embeddings, reads_pictures),
+    ),
+    Feature(
+        "prompt embeddings with a model whose layers embed tokens",
+        "--enable-prompt-embeds",
+        "its layers would read nothing of any token; send tokens, without the flag",
+        where(_takes_embeddings, _layers_embed_tokens),
     ),
     Feature(
         "prompt embeddings with pipeline stages",

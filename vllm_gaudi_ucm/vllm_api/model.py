@@ -98,12 +98,14 @@ class NamelessAttention(Attention):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         output_shape: torch.Size | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """query: [rows, heads * head size] or [rows, heads, head size]; key, value: the same of the KV heads."""
+        """query: [rows, heads * head size] or [rows, heads, head size]; key, value: the same of the KV heads; None in a
+        layer that reads what another one has written.
+        """
         shape = (query.shape[0], self.num_heads * self.head_size_v) if output_shape is None else output_shape
         output = torch.empty(shape, dtype=output_dtype or query.dtype, device=query.device)
         metadata: Any = get_forward_context().attn_metadata
@@ -112,8 +114,8 @@ class NamelessAttention(Attention):
         self.impl.forward(
             cast("AttentionLayer", self),
             query.view(-1, self.num_heads, self.head_size),
-            key.view(-1, self.num_kv_heads, self.head_size),
-            value.view(-1, self.num_kv_heads, self.head_size_v),
+            cast(torch.Tensor, None if key is None else key.view(-1, self.num_kv_heads, self.head_size)),
+            cast(torch.Tensor, None if value is None else value.view(-1, self.num_kv_heads, self.head_size_v)),
             self.kv_cache,
             metadata,
             output=output.view(-1, self.num_heads, self.head_size_v),
