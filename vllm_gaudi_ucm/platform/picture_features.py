@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.platform.feature import Feature, unless, where
 from vllm_gaudi_ucm.vllm_api.platforms import computes_drafts, reads_pictures, takes_media
@@ -61,8 +61,9 @@ def _pruned(config: VllmConfig) -> bool:
 def _tokens_of_picture(config: VllmConfig) -> int:
     """Returns the most tokens of a picture if the configuration says so, as Gemma's does; otherwise 0."""
     model = config.model_config
-    values, options = model.hf_config.to_dict(), model.multimodal_config
-    asked = (options.mm_processor_kwargs or {}).get("max_soft_tokens") if options is not None else None
+    options = model.multimodal_config
+    values: dict[str, Any] = model.hf_config.to_dict()
+    asked: Any = (options.mm_processor_kwargs or {}).get("max_soft_tokens") if options is not None else None
     vision = values.get("vision_config") or {}
     return int(asked or values.get("mm_tokens_per_image") or vision.get("default_output_length") or 0)
 
