@@ -16,7 +16,7 @@ def _takes_embeddings(config: VllmConfig) -> bool:
 
 
 def _layers_embed_tokens(config: VllmConfig) -> bool:
-    return bool(getattr(config.model_config.hf_text_config, "hidden_size_per_layer_input", 0))
+    return bool(config.model_config.hf_text_config.to_dict().get("hidden_size_per_layer_input"))
 
 
 OF_PROMPT_EMBEDDINGS: tuple[Feature[VllmConfig], ...] = (
