@@ -164,6 +164,7 @@ PROBES = {
     "vllm_gaudi_ucm/vllm_api/steps.py": "a message of vLLM's scheduler, of any supported version",
     "vllm_gaudi_ucm/vllm_api/grid_encoder.py": "an encoder of pictures of vLLM, of any kind",
     "vllm_gaudi_ucm/vllm_api/patch_encoder.py": "an encoder of pictures of vLLM, of any kind",
+    "vllm_gaudi_ucm/vllm_api/soft_token_encoder.py": "an encoder of pictures of vLLM, of any kind",
     "vllm_gaudi_ucm/vllm_api/child_watch.py": "a client of vLLM that may be half made, and its manager, of two kinds",
     "vllm_gaudi_ucm/vllm_api/engine_process.py": "a signal handler of any kind",
     "vllm_gaudi_ucm/vllm_api/server_end.py": "a signal handler of any kind",

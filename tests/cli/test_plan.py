@@ -564,6 +564,42 @@ def test_sizes_of_tiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert found["memory_bytes"]["encoder"] >= 2 * (layers + 13 * 256 * 576)
 
 
+GEMMA: dict[str, Any] = {"num_hidden_layers": 27, "hidden_size": 1152, "num_attention_heads": 16}
+GEMMA |= {"intermediate_size": 4304, "patch_size": 14}
+OF_FAMILIES: list[tuple[str, dict[str, Any], int, int, int]] = [
+    # pictures of one size
+    ("llava", {**GEMMA, "model_type": "clip_vision_model", "image_size": 336}, 576, 1, 2),
+    ("gemma3", {**GEMMA, "model_type": "siglip_vision_model", "image_size": 896}, 256, 1, 2),
+    # 280, 140, 70, 35 and 18 tokens
+    ("gemma4", {**GEMMA, "model_type": "gemma4_vision", "pooling_kernel_size": 3}, 280, 5, 3),
+    # 1024 to 32 tokens
+    ("llava", {**GEMMA, "model_type": "pixtral"}, 1024, 6, 3),
+    ("mistral3", {**GEMMA, "model_type": "pixtral"}, 1024, 6, 3),
+    ("qwen2_vl", {"depth": 27, "embed_dim": 1152, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14}, 1024, 6, 2),
+    ("qwen3_vl", {**GEMMA, "depth": 27, "num_heads": 16}, 1024, 6, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "vision", "tokens", "sizes", "matrices"), OF_FAMILIES, ids=[f"{one[0]}-{one[2]}" for one in OF_FAMILIES]
+)
+def test_encoders_of_each_family(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    family: str,
+    vision: dict[str, Any],
+    tokens: int,
+    sizes: int,
+    matrices: int,
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**QWEN_VL, "model_type": family, "vision_config": vision}))
+    found = plan(capsys, "--model", file, "--device", "gaudi3", "--picture-tokens", tokens)
+    assert found["picture_graphs"] == sizes
+    layers = 27 * (4 * 1152**2 + matrices * 1152 * vision.get("intermediate_size", 4 * 1152))
+    assert 2 * layers <= found["memory_bytes"]["encoder"] < 2.6 * layers
+
+
 def test_pictures_without_an_encoder_are_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["plan", "--picture-tokens", "64"]) != 0
     assert "--picture-tokens needs --model" in capsys.readouterr().err

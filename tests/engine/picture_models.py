@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -47,6 +48,35 @@ _MISTRAL = {
     "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None, "architectures": ["MistralForCausalLM"]},
     "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 48, "head_dim": 8},
 }
+_GEMMA4_TEXT: dict[str, Any] = {
+    **_TEXT,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}},
+    "vocab_size_per_layer_input": VOCAB,
+    "tie_word_embeddings": True,
+}
+# a picture is scaled to 70 tokens or a few less
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4",
+    "vision_config": {
+        **_VISION,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "patch_size": 2,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 256,
+        "default_output_length": 70,
+    },
+    "audio_config": None,
+    "tie_word_embeddings": True,
+    "image_token_id": IMAGE,
+    "boi_token_id": START,
+    "eoi_token_id": END,
+    "video_token_id": VOCAB - 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     # rows see both ways inside of a picture; one layer has a window, the other one sees whole contexts
     "gemma3": {
@@ -64,6 +94,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "image_token_index": START,
         "boi_token_index": IMAGE,
         "eoi_token_index": END,
+    },
+    # layers read embeddings of tokens of their own, and the last two the keys of others
+    "gemma4": {
+        **_GEMMA4,
+        "text_config": {**_GEMMA4_TEXT, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2},
+    },
+    # rows see both ways inside of a picture in layers with a window
+    "gemma4_both_ways": {
+        **_GEMMA4,
+        "text_config": {
+            **_GEMMA4_TEXT,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 80,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {**_GEMMA4["vision_config"], "standardize": True},
     },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
@@ -108,7 +154,7 @@ def make_picture_model(folder: Path, family: str, seed: int = 0) -> Path:
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model: Any = AutoModelForImageTextToText.from_config(config)
     # Gemma multiplies them by 8, and they are also its head, which must not be certain of every token
-    embedded = 0.25 if family == "gemma3" else 1.0
+    embedded = 0.25 if family.startswith("gemma") else 1.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name.lower() or name.endswith("bias"):
@@ -116,7 +162,12 @@ def make_picture_model(folder: Path, family: str, seed: int = 0) -> Path:
             else:
                 weight.normal_(std=embedded if "embed_tokens" in name else 0.2)
         # the largest logit is above 0, so no placeholder is ever generated
+        for name, buffer in model.named_buffers():
+            if "std_" in name:
+                buffer.normal_(std=0.1).add_("scale" in name)
         model.get_output_embeddings().weight[: len(SPECIAL)] = 0.0
+        if family.startswith("gemma4"):
+            model.get_output_embeddings().weight[VOCAB - 1] = 0.0
     model.to(torch.float32).save_pretrained(folder)
     _name_as_published(folder / "model.safetensors", family)
     PROCESSORS[family](folder, _tokenizer())
@@ -200,6 +251,27 @@ def _gemma3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     Gemma3Processor(pictures, tokenizer, image_seq_length=16).save_pretrained(folder)
 
 
+def _gemma4(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    from transformers import Gemma4Processor, Gemma4VideoProcessor
+    from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    tokenizer = _tokenizer(
+        ["<|video|>"],
+        boi_token="[IMG_START]",
+        image_token="<image>",
+        eoi_token="[IMG_END]",
+        # the processor wants them without sound, too
+        audio_token="[IMG_BREAK]",
+        boa_token="[IMG_BREAK]",
+        eoa_token="[IMG_BREAK]",
+    )
+    sizes: dict[str, Any] = {"patch_size": 2, "max_soft_tokens": 70, "pooling_kernel_size": 3}
+    Gemma4Processor(
+        Gemma4AudioFeatureExtractor(), Gemma4ImageProcessorPil(**sizes), tokenizer, Gemma4VideoProcessor(**sizes)
+    ).save_pretrained(folder)
+
+
 def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     from transformers import InternVLProcessor, InternVLVideoProcessor
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -211,13 +283,26 @@ def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     )
 
 
-PROCESSORS = {"gemma3": _gemma3, "internvl": _internvl, "llava": _llava, "pixtral": _pixtral, "mistral3": _mistral3}
+PROCESSORS = {
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_both_ways": _gemma4,
+    "internvl": _internvl,
+    "llava": _llava,
+    "pixtral": _pixtral,
+    "mistral3": _mistral3,
+}
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
     """Returns a picture of random squares, which resampling does not blur away."""
     squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(squares).resize((width, height), Image.Resampling.NEAREST)
+
+
+def film(seed: int, frames: int) -> NDArray[np.uint8]:
+    """Returns uint8 [frames, height, width, 3], a picture each."""
+    return np.stack([np.asarray(picture(100 * seed + number)) for number in range(frames)])
 
 
 def words(*numbers: int) -> str:
@@ -239,13 +324,18 @@ class PictureReference:
     @torch.inference_mode()
     def logprobs(self, asked: dict[str, Any], tokens: Sequence[int]) -> torch.Tensor:
         """float32 [tokens, vocabulary]: after the prompt and each of the tokens but the last."""
-        pictures = asked.get("multi_modal_data", {}).get("image")
-        inputs = self.processor(images=pictures, text=asked["prompt"], return_tensors="pt")
+        media = asked.get("multi_modal_data", {})
+        inputs = self.processor(
+            images=media.get("image"),
+            text=asked["prompt"],
+            return_tensors="pt",
+            **({"videos": media["video"]} if "video" in media else {}),
+        )
         more = torch.tensor([list(tokens[:-1])], dtype=torch.int64)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], more], 1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if "token_type_ids" in inputs:
-            inputs["token_type_ids"] = torch.cat([inputs["token_type_ids"], torch.zeros_like(more)], 1)
+        for kinds in {"token_type_ids", "mm_token_type_ids"}.intersection(inputs):
+            inputs[kinds] = torch.cat([inputs[kinds], torch.zeros_like(more)], 1)
         logits = self.model(**inputs).logits[0, -len(tokens) :]
         return torch.log_softmax(logits.float(), dim=-1)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.connector import file_store, transfer
 from tests.engine.contracts import runner_contract
-from tests.engine.picture_models import PictureReference, make_picture_model, picture, prompt, words
+from tests.engine.picture_models import PictureReference, film, make_picture_model, picture, prompt, words
 from tests.engine.serving import Answer, Engine, answer_of, greedy_params
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_torchvision")]  # star
 BUCKETS = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 14, "warm_up": "full"}}
 WAYS = pytest.mark.parametrize("ucm", [{}, BUCKETS], ids=["true shapes", "buckets"])
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 3}, "max_num_seqs": 4}
+NO_VIDEOS: dict[str, Any] = {**OPTIONS, "limit_mm_per_prompt": {"image": 3, "video": 0}}
 SMALL, WIDE, HIGH = picture(1), picture(2, 50, 20), picture(3, 17, 60)
 ASKED = [
     prompt(words(9, 10, 11)),
@@ -87,11 +88,26 @@ def test_pictures_of_any_size(tmp_path: Path, family: str, ucm: dict[str, Any]) 
     pictures into tiles. The second time, all pictures are found in the cache.
     """
     pictured = Pictured(tmp_path, family)
-    options = {**OPTIONS, "limit_mm_per_prompt": {"image": 3, "video": 0}}
-    with Engine(pictured.model, ucm, **options, max_num_batched_tokens=96) as engine:
+    with Engine(pictured.model, ucm, **NO_VIDEOS, max_num_batched_tokens=96) as engine:
         pictured.ask(engine)
         again = pictured.ask(engine, max_tokens=4)
         assert again[2].cached_tokens
+
+
+def test_internvl_videos(tmp_path: Path) -> None:
+    """A frame is a tile of 4 tokens between words; chunks end in videos. The second time, one is found in the cache."""
+    pictured = Pictured(tmp_path, "internvl")
+    asked = [
+        {"prompt": f"w20 <video> {words(30, 31)}", "multi_modal_data": {"video": [film(1, 8)]}},
+        {"prompt": "<image> w9 <video> w40", "multi_modal_data": {"image": [WIDE], "video": [film(2, 3)]}},
+        ASKED[0],
+    ]
+    with Engine(pictured.model, BUCKETS, **OPTIONS, max_num_batched_tokens=48) as engine:
+        pictured.ask(engine, asked)
+        again = pictured.ask(engine, asked[:1], max_tokens=4)
+        assert again[0].cached_tokens >= 32
+        engine.step()
+        engine.check_idle()
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +134,25 @@ def test_no_chunk_ends_inside_of_a_picture_that_sees_both_ways(gemma3: Pictured,
         gemma3.ask(engine, asked, max_tokens=40)
         assert engine.preemptions > 0
         gemma3.ask(engine, asked, max_tokens=4)
+
+
+@WAYS
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_both_ways"])
+def test_gemma_4(tmp_path: Path, family: str, ucm: dict[str, Any]) -> None:
+    """Pictures of 49 to 70 tokens and steps of 96, few blocks: without rows that see both ways, chunks end in pictures;
+    requests are preempted in both. The second time, pictures are found in the cache.
+    """
+    pictured = Pictured(tmp_path, family)
+    few = {**NO_VIDEOS, "max_model_len": 320, "num_gpu_blocks_override": 22, "max_num_batched_tokens": 96}
+    with Engine(pictured.model, ucm, **few) as engine:
+        both_ways = family == "gemma4_both_ways"
+        assert engine.core.vllm_config.scheduler_config.disable_chunked_mm_input == both_ways
+        pictured.ask(engine)
+        assert engine.preemptions > 0
+        again = pictured.ask(engine, ASKED[2:3], max_tokens=4)
+        assert again[0].cached_tokens
+        engine.step()
+        engine.check_idle()
 
 
 @WAYS
@@ -301,7 +336,7 @@ def test_refused(llava: Pictured, named: str, options: dict[str, Any]) -> None:
 
 
 def test_videos_of_other_families_are_refused(tmp_path: Path) -> None:
-    model = make_picture_model(tmp_path / "internvl", "internvl")
+    model = make_picture_model(tmp_path / "gemma4", "gemma4")
     with pytest.raises(UnsupportedFeatureError, match=r"videos in prompts.*--limit-mm-per-prompt"):
         Engine(model, {}, **OPTIONS)
 

@@ -20,7 +20,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.engine.contracts import CONTRACTS, runner_contract
 from tests.engine.pair_connector import PairConnector
-from tests.engine.tiny_models import FAMILIES, make_config
+from tests.engine.tiny_models import COMMON, FAMILIES, make_config
 from tests.engine.window_models import window_config
 from tests.platform.features import NGRAM, save_config, start
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
@@ -377,6 +377,19 @@ def test_one_error_names_everything(llama: Path) -> None:
         )
     for name in ("KV offloading backend", "dual batch", "prompt embeddings", "--kv-offloading-backend", "--enable-dbo"):
         assert name in str(error.value)
+
+
+def test_layers_that_embed_tokens_get_no_embeddings(tmp_path: Path) -> None:
+    """covers: A18"""
+    sizes = {**COMMON, **FAMILIES["llama"], "head_dim": 16, "vocab_size_per_layer_input": 64}
+    for folder, width in (("wide", 16), ("none", 0)):
+        config = AutoConfig.for_model("gemma4_text", **sizes, hidden_size_per_layer_input=width)
+        config.architectures = ["Gemma4ForCausalLM"]
+        config.save_pretrained(tmp_path / folder)
+    with pytest.raises(UnsupportedFeatureError, match=r"whose layers embed tokens.*--enable-prompt-embeds"):
+        start(tmp_path / "wide", enable_prompt_embeds=True)
+    start(tmp_path / "wide")
+    start(tmp_path / "none", enable_prompt_embeds=True)
 
 
 BY_TOKEN = {"additional_config": {"ucm": {"kv_cache": {"granularity": "token"}}}}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -119,3 +120,42 @@ def test_a_bad_picture_ends_its_request_alone(server: Server, case: str) -> None
     assert 400 <= bad.status_code < 500, f"{bad.status_code} {bad.text}"
     assert "Traceback" not in bad.text
     assert tokens(chat(server, good)) == before
+
+
+def mp4(folder: Path, seed: int) -> dict[str, Any]:
+    """Returns the part of a chat with a film of 8 frames."""
+    cv2 = pytest.importorskip("cv2", reason="vLLM decodes videos with it")
+    file = folder / f"{seed}.mp4"
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"mp4v"), 4.0, (32, 32))
+    for number in range(8):
+        writer.write(np.ascontiguousarray(np.asarray(picture(10 * seed + number, 32, 32))[..., ::-1]))
+    writer.release()
+    return video_url(file.read_bytes())
+
+
+def video_url(content: bytes) -> dict[str, Any]:
+    url = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def test_a_bad_video_ends_its_request_alone(tmp_path: Path) -> None:
+    """covers: D5 (user data never raises in the engine)"""
+    pytest.importorskip("torchvision", reason="vLLM's classes of models with pictures import it")
+    from tests.engine.qwen_vl_models import make_qwen, qwen_config
+
+    model = make_qwen(tmp_path / "qwen", qwen_config("qwen2_5_vl"))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    first, second = mp4(tmp_path, 1), mp4(tmp_path, 2)
+    content = base64.b64decode(first["video_url"]["url"].partition(",")[2])
+    server = start_server(model, tmp_path, "--max-model-len", "384", "--dtype", "float32")
+    try:
+        before, other, text = (tokens(chat(server, *parts)) for parts in ([first], [second], []))
+        assert len({tuple(found) for found in (before, other, text)}) == 3
+        for bad in (video_url(content[:200]), video_url(b""), video_url(b"no film"), video_url(png(picture(1))[:40])):
+            found = chat(server, bad)
+            # vLLM answers 500 to a film of which OpenCV reads no frame
+            assert 400 <= found.status_code <= 500, f"{found.status_code} {found.text}"
+            assert "Traceback" not in found.text
+            assert tokens(chat(server, first)) == before
+    finally:
+        server.kill()

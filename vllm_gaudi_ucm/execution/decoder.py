@@ -24,6 +24,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.multimodal.embedding_table import embedding_table_of
 from vllm_gaudi_ucm.vllm_api.deepstack import give_levels
 from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
+from vllm_gaudi_ucm.vllm_api.layer_embeddings import embed_tokens
 from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, has_attention, set_forward_context, text_model
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 from vllm_gaudi_ucm.vllm_api.platforms import is_pooling
@@ -127,7 +128,8 @@ class Decoder:
         self._spans: StepSpans | None = vars(model).get(SPANS) if isinstance(model, nn.Module) else None
         if self._spans is not None:
             for impl in self._attention():
-                impl.see_spans(self._spans)
+                if impl.window is not None or not self._spans.in_windows:
+                    impl.see_spans(self._spans)
         self.states = passed_states_of(model)
         self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
 
@@ -261,7 +263,7 @@ class Decoder:
             found.update(kind.kwargs(rows[kind.name]))
         if self.embeddings is not None:
             chosen, tokens = rows[EmbeddingRows.name], found.pop("input_ids")
-            of_tokens = self.model.embed_input_ids(self.embeddings.token_ids(tokens, chosen))
+            of_tokens = embed_tokens(cast(nn.Module, self.model), self.embeddings.token_ids(tokens, chosen))
             found["inputs_embeds"], levels = self.embeddings.merged(of_tokens, chosen)
             if levels is not None:
                 give_levels(cast(nn.Module, self.model), levels)

@@ -58,9 +58,9 @@ class ItemEncoder:
         self._one_by_one = one_by_one
         self._known_sizes: set[str] = set()
         self._new_sizes: list[str] = []
-        padded = one_by_one and device.kind == "hpu"
-        self._padded = PaddedEncoder.of(model, self.longest, device.torch_device()) if padded else None
-        if self._padded is not None:
+        pads = one_by_one and device.kind == "hpu"
+        self._padded = PaddedEncoder.of(model, self.longest, device.torch_device(), pads=pads)
+        if self._padded is not None and pads:
             logger.info("Pictures are padded to one of %s tokens", self._padded.sizes)
         # not a module
         vars(model)[_ENCODER] = self
@@ -85,10 +85,13 @@ class ItemEncoder:
                 self._device.end_recipe()
             return
         inputs = self._budget.get_dummy_encoder_profile_inputs(max_items_per_batch=1 if self._one_by_one else None)
-        keys = [f"warm-up {number}" for number in range(len(inputs))]
-        if inputs:
-            self._encode(dict(zip(keys, inputs, strict=True)))
-        for key in keys:
+        warmed = {f"warm-up {number}": one for number, one in enumerate(inputs)}
+        self._device.end_recipe()
+        for key, found in zip(warmed, self._found(warmed), strict=True):
+            # the largest video alone may have more than the largest one with pictures, which vLLM's scheduler counts
+            self.table.put(key, found.embeddings, min(found.own, self.table.num_free))
+        self._device.end_recipe()
+        for key in warmed:
             self.table.free(key)
         self._new_sizes.clear()
 

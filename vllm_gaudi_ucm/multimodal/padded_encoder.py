@@ -11,9 +11,10 @@ from torch import nn
 from vllm_gaudi_ucm.graphs.shapes.picture_sizes import sizes_up_to
 from vllm_gaudi_ucm.vllm_api.grid_encoder import GridEncoder
 from vllm_gaudi_ucm.vllm_api.patch_encoder import PatchEncoder
+from vllm_gaudi_ucm.vllm_api.soft_token_encoder import SoftTokenEncoder
 from vllm_gaudi_ucm.vllm_api.tile_encoder import TileEncoder
 
-KINDS = (GridEncoder, PatchEncoder, TileEncoder)
+KINDS = (GridEncoder, PatchEncoder, SoftTokenEncoder, TileEncoder)
 
 
 class SizedEncoder(Protocol):
@@ -36,6 +37,11 @@ class SizedEncoder(Protocol):
         """Returns the embeddings [tokens, width]; the picture's are first."""
 
 
+def replaces_encoder(encoder: SizedEncoder) -> bool:
+    """Returns whether an encoder takes the place of the model's on every device."""
+    return isinstance(encoder, SoftTokenEncoder)
+
+
 class PaddedEmbeddings(NamedTuple):
     """The embeddings of a picture, [tokens of a size, width]; pads follow the first `own`."""
 
@@ -48,28 +54,44 @@ class PaddedEncoder:
 
     Args:
         longest: embeddings of the largest picture.
+        exact: encode pictures at their own sizes; then the largest alone is warmed.
 
     sizes: tokens, ascending.
     """
 
-    def __init__(self, encoder: SizedEncoder, longest: int, device: torch.device) -> None:
+    def __init__(self, encoder: SizedEncoder, longest: int, device: torch.device, *, exact: bool = False) -> None:
         self._encoder = encoder
         self._device = device
-        self.sizes = sizes_up_to(longest, encoder.unit)
+        self._exact = exact
+        self.sizes = [longest] if exact else sizes_up_to(longest, encoder.unit)
 
     @classmethod
-    def of(cls, model: nn.Module, longest: int, device: torch.device) -> PaddedEncoder | None:
-        """Returns the padded encoder of a model; None if its encoder takes no pads."""
+    def of(cls, model: nn.Module, longest: int, device: torch.device, *, pads: bool = True) -> PaddedEncoder | None:
+        """Returns the padded encoder of a model; None if its encoder takes no pads.
+
+        pads: if false, only for a model whose own encoder does not run on every device, and without pads.
+        """
         encoder = next((found for kind in KINDS if (found := kind.of(model)) is not None), None)
-        return None if encoder is None else cls(encoder, longest, device)
+        if encoder is None or not (pads or replaces_encoder(encoder)):
+            return None
+        return cls(encoder, longest, device, exact=not pads)
 
     def encode(self, inputs: Mapping[str, object]) -> PaddedEmbeddings | None:
-        """Returns the embeddings of one picture; None if it is larger than all sizes.
+        """Returns the embeddings of one picture; None if it is larger than all sizes, and the model's own encoder can
+        take it.
 
         inputs: as its processor has made them, on the host.
+
+        Raises:
+            ValueError: it is larger than all sizes.
         """
         count = self._encoder.count(inputs)
-        size = next((size for size in self.sizes if size >= count), None)
+        size = next((count if self._exact else size for size in self.sizes if size >= count), None)
+        if size is None and replaces_encoder(self._encoder):
+            raise ValueError(
+                f"it has {count} tokens, expected at most {self.sizes[-1]}; start the server with the largest number "
+                "in --mm-processor-kwargs"
+            )
         return None if size is None else PaddedEmbeddings(self._run(inputs, size), count)
 
     def warm_up(self) -> Iterator[PaddedEmbeddings]:

@@ -16,6 +16,10 @@ def _takes_embeddings(config: VllmConfig) -> bool:
     return config.model_config is not None and config.model_config.enable_prompt_embeds
 
 
+def _layers_embed_tokens(config: VllmConfig) -> bool:
+    return bool(config.model_config.hf_text_config.to_dict().get("hidden_size_per_layer_input"))
+
+
 OF_PROMPT_EMBEDDINGS: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "prompt embeddings with a model that reads pictures",
@@ -28,6 +32,12 @@ OF_PROMPT_EMBEDDINGS: tuple[Feature[VllmConfig], ...] = (
         "--enable-prompt-embeds",
         "LMCache finds blocks by their tokens; take UcmConnector",
         where(_takes_embeddings, lambda c: LMCACHE in connector_names(c)),
+    ),
+    Feature(
+        "prompt embeddings with a model whose layers embed tokens",
+        "--enable-prompt-embeds",
+        "its layers read tokens; send tokens, without the flag",
+        where(_takes_embeddings, _layers_embed_tokens),
     ),
     Feature(
         "prompt embeddings with pipeline stages",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.platform.feature import Feature, unless, where
-from vllm_gaudi_ucm.vllm_api.platforms import computes_drafts, reads_pictures, takes_videos
+from vllm_gaudi_ucm.vllm_api.platforms import computes_drafts, reads_pictures, takes_media
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FAMILIES = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -22,6 +23,7 @@ FAMILIES = (
 """Classes of models whose pictures are read."""
 
 WITH_VIDEOS = (
+    "InternVLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -44,7 +46,11 @@ def _other_family(config: VllmConfig) -> str | None:
 
 
 def _no_videos(config: VllmConfig) -> bool:
-    return config.model_config.architecture not in WITH_VIDEOS and takes_videos(config)
+    return config.model_config.architecture not in WITH_VIDEOS and takes_media(config, "video")
+
+
+def _has_sound(config: VllmConfig) -> bool:
+    return config.model_config.architecture in FAMILIES and takes_media(config, "audio")
 
 
 def _pruned(config: VllmConfig) -> bool:
@@ -52,9 +58,19 @@ def _pruned(config: VllmConfig) -> bool:
     return options is not None and bool(options.video_pruning_rate)
 
 
+def _tokens_of_picture(config: VllmConfig) -> int:
+    """Returns the most tokens of a picture if the configuration says so, as Gemma's does; otherwise 0."""
+    model = config.model_config
+    options = model.multimodal_config
+    values: dict[str, Any] = model.hf_config.to_dict()
+    asked: Any = (options.mm_processor_kwargs or {}).get("max_soft_tokens") if options is not None else None
+    vision = values.get("vision_config") or {}
+    return int(asked or values.get("mm_tokens_per_image") or vision.get("default_output_length") or 0)
+
+
 def _beyond_window(config: VllmConfig) -> str | None:
     model = config.model_config
-    window, tokens = model.get_sliding_window(), model.hf_config.to_dict().get("mm_tokens_per_image", 0)
+    window, tokens = model.get_sliding_window(), _tokens_of_picture(config)
     return f"{tokens} tokens" if model.is_mm_prefix_lm and window is not None and tokens > window else None
 
 
@@ -64,6 +80,12 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         "the model",
         f"only videos of {', '.join(WITH_VIDEOS)} have been tried",
         where(reads_pictures, _no_videos),
+    ),
+    Feature(
+        """sound in prompts (set --limit-mm-per-prompt '{{"audio": 0}}')""",
+        "the model",
+        "the layers of its encoder have not been tried",
+        where(reads_pictures, _has_sound),
     ),
     Feature(
         "videos of which only a part is kept",

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.multimodal.embedding_table import EmbeddingTable
 from vllm_gaudi_ucm.multimodal.item_encoder import ItemEncoder
 from vllm_gaudi_ucm.vllm_api.loading import Weights, get_model
-from vllm_gaudi_ucm.vllm_api.model import as_trained, tokens_to_choose
+from vllm_gaudi_ucm.vllm_api.model import as_trained, sees_both_ways_in_windows, tokens_to_choose
 from vllm_gaudi_ucm.vllm_api.platforms import reads_pictures
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def load_target_model(vllm_config: VllmConfig, weights: Weights | None, device: 
         encoder = ItemEncoder(model, vllm_config, device, one_by_one=static)
         if config.is_mm_prefix_lm:
             # not a module
-            vars(model)[SPANS] = StepSpans(encoder.longest, captured=static)
+            vars(model)[SPANS] = StepSpans(
+                encoder.longest, captured=static, in_windows=sees_both_ways_in_windows(model)
+            )
     elif config.enable_prompt_embeds:
         # of the tokens of one step
         rows, dtype = vllm_config.scheduler_config.max_num_batched_tokens, cast(torch.dtype, config.dtype)

@@ -99,12 +99,14 @@ class NamelessAttention(Attention):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         output_shape: torch.Size | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """query: [rows, heads * head size] or [rows, heads, head size]; key, value: the same of the KV heads."""
+        """query: [rows, heads * head size] or [rows, heads, head size]; key, value: the same of the KV heads; None in a
+        layer that reads what another one has written.
+        """
         shape = (query.shape[0], self.num_heads * self.head_size_v) if output_shape is None else output_shape
         output = torch.empty(shape, dtype=output_dtype or query.dtype, device=query.device)
         metadata: Any = get_forward_context().attn_metadata
@@ -113,8 +115,8 @@ class NamelessAttention(Attention):
         self.impl.forward(
             cast("AttentionLayer", self),
             query.view(-1, self.num_heads, self.head_size),
-            key.view(-1, self.num_kv_heads, self.head_size),
-            value.view(-1, self.num_kv_heads, self.head_size_v),
+            cast(torch.Tensor, None if key is None else key.view(-1, self.num_kv_heads, self.head_size)),
+            cast(torch.Tensor, None if value is None else value.view(-1, self.num_kv_heads, self.head_size_v)),
             self.kv_cache,
             metadata,
             output=output.view(-1, self.num_heads, self.head_size_v),
@@ -200,6 +202,15 @@ def text_model(model: nn.Module) -> nn.Module:
     """
     found = getattr(model, "get_language_model", None)
     return model if found is None else cast("nn.Module", found())
+
+
+def sees_both_ways_in_windows(model: nn.Module) -> bool:
+    """Returns whether rows of a picture see each other only in layers with a window, as in Gemma 4.
+
+    Reason: such a model takes the spans of pictures out of the metadata of its other layers, which is vLLM's own.
+    Remove when: a layer says what it sees.
+    """
+    return hasattr(model, "_clear_mm_prefix_for_full_attn_layers")
 
 
 def tokens_to_choose(vllm_config: "VllmConfig") -> int:

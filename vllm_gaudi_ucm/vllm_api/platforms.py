@@ -156,8 +156,10 @@ def reads_pictures(vllm_config: VllmConfig) -> bool:
     return model is not None and model.is_multimodal_model and bool(model.supports_multimodal_inputs)
 
 
-def takes_videos(vllm_config: VllmConfig) -> bool:
-    """Returns whether a model that reads pictures takes videos, too, as far as `--limit-mm-per-prompt` allows.
+def takes_media(vllm_config: VllmConfig, kind: str) -> bool:
+    """Returns whether a model that reads pictures takes other media, too, as far as `--limit-mm-per-prompt` allows.
+
+    kind: `video` or `audio`.
 
     Reason: vLLM's processors, not its configuration, say which media a model has.
     Remove when: `ModelConfig` has a property for it.
@@ -166,7 +168,7 @@ def takes_videos(vllm_config: VllmConfig) -> bool:
 
     model = vllm_config.model_config
     media = MULTIMODAL_REGISTRY.get_processing_info(model).supported_mm_limits
-    return "video" in media and model.get_multimodal_config().get_limit_per_prompt("video") > 0
+    return kind in media and model.get_multimodal_config().get_limit_per_prompt(kind) > 0
 
 
 def is_pooling(vllm_config: VllmConfig) -> bool:

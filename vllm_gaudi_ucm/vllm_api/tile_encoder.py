@@ -11,9 +11,12 @@ from torch import nn
 
 __all__ = ["TileEncoder"]
 
+_INPUTS = ("pixel_values", "pixel_values_videos")
+
 
 class TileEncoder:
-    """Runs an encoder on the tiles of a picture and on tiles of zeros behind them, which nothing reads.
+    """Runs an encoder on the tiles of a picture, or the frames of a video, and on tiles of zeros behind them, which
+    nothing reads.
 
     Reason: the model has a shape for each number of tiles.
     Remove when: it implements `SupportsEncoderCudaGraph`, which pads the number.
@@ -33,8 +36,8 @@ class TileEncoder:
         return cls(model) if tiled else None
 
     def count(self, inputs: Mapping[str, object]) -> int:
-        """Returns the tokens of a picture."""
-        return len(cast(torch.Tensor, inputs["pixel_values"])) * self.unit
+        """Returns the tokens of a picture or a video."""
+        return len(_tiles(inputs)) * self.unit
 
     def empty(self, tokens: int) -> Mapping[str, object]:
         """Returns the inputs of a picture of zeros, on the host."""
@@ -44,7 +47,7 @@ class TileEncoder:
 
     def padded(self, inputs: Mapping[str, object], tokens: int) -> dict[str, torch.Tensor]:
         """Returns what `run` takes, on the host. tokens: of the result."""
-        tiles = cast(torch.Tensor, inputs["pixel_values"]).to(self._dtype)
+        tiles = _tiles(inputs).to(self._dtype)
         pads = tiles.new_zeros((tokens // self.unit - len(tiles), *tiles.shape[1:]))
         return {"pixel_values": torch.cat([tiles, pads])}
 
@@ -52,3 +55,8 @@ class TileEncoder:
         """Returns the embeddings [tokens, width]; the picture's are first. inputs: on the device."""
         found: torch.Tensor = self._model.extract_feature(inputs["pixel_values"]).flatten(0, 1)
         return found
+
+
+def _tiles(inputs: Mapping[str, object]) -> torch.Tensor:
+    """Returns [tiles, channels, height, width] of the one picture or video."""
+    return cast(torch.Tensor, next(inputs[name] for name in _INPUTS if name in inputs))

@@ -8,10 +8,10 @@ from typing import Any
 
 from vllm_gaudi_ucm.graphs.shapes.picture_sizes import sizes_up_to
 
-PADDED = {"internvl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+PADDED = {"gemma4", "internvl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 """Models or encoders whose pictures are padded to few sizes on a Gaudi (`vllm_gaudi_ucm.multimodal.padded_encoder`)."""
 
-GATED = {"qwen2_5_vl", "pixtral"}
+GATED = {"gemma4_vision", "pixtral", "qwen2_5_vl"}
 """Kinds of encoders whose MLP has three matrices; the others have two."""
 
 ROWS = 1024
@@ -133,6 +133,8 @@ def _first(vision: Mapping[str, Any], keys: tuple[str, ...]) -> int:
 
 
 def _merged(config: Mapping[str, Any], vision: Mapping[str, Any], patch: int) -> int:
+    if vision.get("pooling_kernel_size"):
+        return int(vision["pooling_kernel_size"]) ** 2
     each = config.get("mm_tokens_per_image")
     if each:
         return int((int(vision.get("image_size", 896)) // patch) ** 2 // int(each))
