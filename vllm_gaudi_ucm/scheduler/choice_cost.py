@@ -8,11 +8,10 @@ from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEFAULT_SPECS, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import LimitsError
-from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost, PromptCost
 from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
-from vllm_gaudi_ucm.sparse.selection.sparse_worker import summary_share
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import score_flops, summary_share
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
@@ -77,9 +76,8 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
 def _prompt_cost(scheduler: Scheduler, method: BlockSparse, spec: AttentionSpec, flops: float) -> PromptCost:
     config, size = scheduler.vllm_config, scheduler.block_size
     heads = config.model_config.get_num_attention_heads(config.parallel_config)
-    kind = SummaryKind(method.block_options.summary)
     attended = 2 * heads * size * (spec.head_size + spec.head_size_v)
-    return PromptCost(attended, 2 * heads * kind.vectors(size) * kind.width(spec.head_size), flops)
+    return PromptCost(attended, score_flops(method.block_options, size, heads, spec.head_size), flops)
 
 
 def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:

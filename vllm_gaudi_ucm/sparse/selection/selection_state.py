@@ -31,7 +31,7 @@ class ChoiceSlots:
 
     def __init__(self, num_slots: int, width: int) -> None:
         # bool [slots, width]: the blocks that competed; int64 [slots]: how many ranks are stored, 0 without a choice
-        # and a last slot for choices that nobody stores
+        # and a last slot, of choices that are not stored
         self.candidates = np.zeros((num_slots + 1, width), np.bool_)
         self.num_stored = np.zeros(num_slots + 1, np.int64)
         self._slots: dict[str, int] = {}

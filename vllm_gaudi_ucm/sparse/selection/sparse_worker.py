@@ -384,3 +384,9 @@ def summary_share(options: BlockOptions, block_size: int, head_size: int, value_
     kind = SummaryKind(options.summary)
     summary = kind.vectors(block_size) * kind.width(head_size) * options.summary_itemsize(key_bytes)
     return summary / (block_size * (head_size + value_size) * key_bytes)
+
+
+def score_flops(options: BlockOptions, block_size: int, heads: int, head_size: int) -> float:
+    """Returns the operations with which a row scores a block in one layer."""
+    kind = SummaryKind(options.summary)
+    return 2 * heads * kind.vectors(block_size) * kind.width(head_size)
