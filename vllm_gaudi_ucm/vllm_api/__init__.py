@@ -31,12 +31,14 @@ condition for its removal ("Remove when:").
 | `multimodal` | pictures of prompts: their places, the budget of their embeddings, inputs of encoders |
 | `draft_heads` | what a draft head takes from its model: states of layers, embeddings, the output layer |
 | `grid_encoder`, `patch_encoder`, `tile_encoder` | encoders of pictures as grids, patches and tiles, at padded sizes |
+| `soft_token_encoder`, `layer_embeddings` | Gemma 4's encoder of pictures; embeddings that its layers read |
 | `sequence_numbers` | sequences of an encoder's rows, in one shape |
 | `indexer` | the indexer of models whose rows choose tokens |
 | `lora` | adapters: layers, their weights, the manager that loads them |
 | `profiling` | profilers of a worker |
 | `sampling` | samplers, logits processors, grammars |
 | `kv_transfer`, `kv_offload` | KV connectors; offloading to the host |
+| `nixl`, `lmcache` | connectors for NIXL and LMCache |
 
 Our platform class is loaded while vLLM is being imported. What it needs at module level is in `versions`, `platforms`,
 `engine_process`, `child_watch`, `server_end`, `log_lines`, `blocks` and `cache_options`; the other modules import parts

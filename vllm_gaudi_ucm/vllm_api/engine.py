@@ -19,7 +19,11 @@ from vllm.v1.executor import Executor
 
 
 def engine_args_of(flags: Sequence[str]) -> EngineArgs:
-    """Returns the arguments of an engine that these flags of `vllm serve` mean, the model's name first."""
+    """Returns the arguments of an engine that these flags of `vllm serve` mean, the model's name first.
+
+    Reason: vLLM reads flags only to start a server, or in a program of its own.
+    Remove when: vLLM has a call that makes engine arguments of a list of flags.
+    """
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="gaudi-ucm warm ... MODEL", add_help=False))
     return EngineArgs.from_cli_args(parser.parse_args(["--model", *flags]))
 
