@@ -170,14 +170,14 @@ def selection_nodes(kind: SummaryKind, monkeypatch: pytest.MonkeyPatch) -> NodeC
     query = torch.empty(64, MODEL.heads, MODEL.head_dim, dtype=torch.bfloat16, device=META)
     spans, candidates, chosen, width, most = ids(65), ids(4096), ids(2048), 64, 32
     made = selection_api.new_summaries(cache, kind)
-    step = LayerSelection(SelectionTensors(*[spans] * 8, *[candidates] * 3, *[chosen] * 3, 1, width, most))
+    step = LayerSelection(SelectionTensors(*[spans] * 9, *[candidates] * 3, *[chosen] * 3, 1, 1, width, most))
 
     def choose(query: Tensor, keys: Tensor, made: Tensor, stored: Tensor, checks: Tensor, *of_step: Any) -> Any:
         # a layer whose tensors are inputs, as a compiled region has them; the stored rankings are read before it
         scored = ScoredLayer(0, made, 0.1)
         layer = ChoosingLayer(scored, kind, stored, checks, Scoring(implementation="hpu"))
         tensors, step.block_table, step.first_places, step.spans, summary_blocks, before = of_step
-        step.tensors = tensors
+        step.tensors = step.scored = tensors
         layer.take_stored(before)
         layer.summarise(keys, summary_blocks)
         layer.choose(query, step)

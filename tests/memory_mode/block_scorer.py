@@ -28,7 +28,7 @@ class Scored:
         self.queries = [2 * torch.randn(6, HEADS, DIM, generator=generator) for _ in range(2)]
         none = torch.zeros(0, dtype=torch.int64)
         rows, slots = torch.tensor([0, 3]), torch.tensor([2, 0])
-        tensors = SelectionTensors(none, none, rows, *[none] * 4, slots, *[none] * 6, 1, WIDTH, 3)
+        tensors = SelectionTensors(none, none, rows, *[none] * 5, slots, *[none] * 6, 1, 1, WIDTH, 3)
         for layer_idx, query in zip((1, 4), self.queries, strict=True):
             keep_queries(self.scorer.queries_of(layer_idx), query, tensors)
 

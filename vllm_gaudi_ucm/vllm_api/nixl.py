@@ -1,8 +1,8 @@
 """vLLM's connector for NIXL: `vllm.distributed.kv_transfer.kv_connector.v1.nixl`.
 
-Internal: `NixlPullConnector`, which vLLM also calls `NixlConnector`, and `NixlPullConnectorWorker`, the worker's side of
-it; ours keep their protocol and the scheduler's side. `ReqMeta` is a type of its methods. The package `nixl` is only
-imported when a worker starts.
+Internal: `NixlPullConnector`, which vLLM also calls `NixlConnector`, and `NixlPullConnectorWorker`, the side of it in a
+worker; ours keep their protocol and the scheduler's side. `ReqMeta` is a type of its methods. The package `nixl` is
+only imported when a worker starts.
 """
 
 from collections.abc import Mapping, Sequence

@@ -124,6 +124,7 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
         "picture_tokens": 0,
         "max_lora_rank": 16,
         "count_nodes": False,
+        "runner": "auto",
     }
     from vllm_gaudi_ucm_tools.op_cost.row import bucket_rows
 
