@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class EncoderLinearMethod(UnquantizedLinearMethod):
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if x.numel() <= FEW_ROWS * self._weight.inputs:
             return packed_linear(x, self._weight, bias)
-        return linear(x, layer.weight, bias)
+        return linear(x, cast(torch.Tensor, layer.weight), bias)
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
@@ -126,5 +126,8 @@ def _seconds(compute: Callable[[], object]) -> float:
 def _linear_weights(model: nn.Module) -> list[torch.Tensor]:
     """Returns the plain weights of linear layers that can be packed."""
     layers = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
-    weights = [layer.weight for layer in layers if type(layer.quant_method) is UnquantizedLinearMethod]
-    return [weight for weight in weights if weight.dim() == 2 and weight.numel() and can_pack(weight)]
+    weights = (
+        getattr(layer, "weight", None) for layer in layers if type(layer.quant_method) is UnquantizedLinearMethod
+    )
+    found = [weight for weight in weights if isinstance(weight, torch.Tensor) and weight.numel() and weight.dim() == 2]
+    return [weight for weight in found if can_pack(weight)]
