@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.envs import disable_envs_cache
+from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.engine import core as engine_core
 
 from tests.engine.contracts import v2_without_driver
@@ -69,6 +70,8 @@ class Engine:
     def __init__(self, model: Path, ucm: Mapping[str, Any] | None = None, **options: Any) -> None:
         merged = {"model": str(model), **TINY_OPTIONS, "additional_config": {"ucm": dict(ucm or {})}, **options}
         import_class(model)
+        # vLLM builds encoders that are left out on the meta device, and keeps their rotary tables for later models
+        rotary_embedding._ROPE_DICT.clear()
         share_groups()
         with v2_without_driver():
             self.llm = LLM(**merged)
