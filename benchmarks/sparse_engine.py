@@ -146,33 +146,51 @@ def longest(options: argparse.Namespace) -> int:
     return max(context for _, context in options.sizes) + NEW_TOKENS
 
 
-def side(
-    name: str, ucm: dict[str, Any], model: Path, options: argparse.Namespace, drafts: int = 0, weights: str = "dummy"
-) -> EngineSide:
-    """An engine in a process of its own. The KV cache has room for the largest order.
+def served(
+    model: Path, options: argparse.Namespace, ucm: dict[str, Any], *, chunk: int, new: int, drafts: bool = False
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the arguments of an engine whose KV cache has room for the largest order, and its environment.
 
-    drafts: of each request in a step. weights: how they are loaded if the model has none.
+    chunk: rows of a step. new: tokens of each answer. drafts: whether there is a draft model, of one layer, in its own
+    blocks.
     """
-    blocks = max(requests * (-(-(context + NEW_TOKENS) // BLOCK_SIZE) + 1) for requests, context in options.sizes) + 2
+    blocks = max(requests * (-(-(context + new) // BLOCK_SIZE) + 1) for requests, context in options.sizes) + 2
     shape = json.loads((model / "config.json").read_text())
     dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    # a draft model has one layer, in blocks of its own
-    per_token = 2 * (shape["num_hidden_layers"] + bool(drafts)) * shape["num_key_value_heads"] * dim
+    per_token = 2 * (shape["num_hidden_layers"] + drafts) * shape["num_key_value_heads"] * dim
     # without graphs on a CPU, as there by default
-    graphs = {} if options.device == "cpu" else {"warm_up": "full", "max_graphs": options.max_graphs}
+    graphs = {} if options.device == "cpu" else {"graphs": {"warm_up": "full", "max_graphs": options.max_graphs}}
     arguments = {
         "model": str(model),
         "skip_tokenizer_init": True,
         "dtype": "bfloat16" if options.device == "cuda" else "float32",
-        "max_model_len": longest(options),
+        "max_model_len": max(context for _, context in options.sizes) + new,
         "max_num_seqs": max(requests for requests, _ in options.sizes),
-        "max_num_batched_tokens": 1024,
+        "max_num_batched_tokens": chunk,
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": blocks,
         "kv_cache_memory_bytes": blocks * BLOCK_SIZE * per_token * (2 if options.device == "cuda" else 4),
-        "additional_config": {"ucm": {**ucm, **({"graphs": graphs} if graphs else {})}},
-        **({} if options.model else {"load_format": weights}),
+        "additional_config": {"ucm": {**ucm, **graphs}},
     }
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_GAUDI_UCM_DEVICE": options.device,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    return arguments, environment
+
+
+def side(
+    name: str, ucm: dict[str, Any], model: Path, options: argparse.Namespace, drafts: int = 0, weights: str = "dummy"
+) -> EngineSide:
+    """An engine in a process of its own.
+
+    drafts: of each request in a step. weights: how they are loaded if the model has none.
+    """
+    arguments, environment = served(model, options, ucm, chunk=1024, new=NEW_TOKENS, drafts=bool(drafts))
+    if not options.model:
+        arguments["load_format"] = weights
     if drafts:
         draft_model = str(one_layer_of(model))
         arguments["speculative_config"] = {
@@ -180,12 +198,6 @@ def side(
             "model": draft_model,
             "num_speculative_tokens": drafts,
         }
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_GAUDI_UCM_DEVICE": options.device,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
     return EngineSide(name.replace(" ", "-"), Path(sys.executable), arguments, environment, WORKER, timeout_s=600)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from rich.table import Table
 from benchmarks.engine_side import EngineSide
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from benchmarks.sparse_engine import BLOCK_SIZE, ROOT, SHAPES, random_model, size
+from benchmarks.sparse_engine import SHAPES, random_model, served, size
 from vllm_gaudi_ucm_tools.output import report_console
 
 WORKER = Path(__file__).with_name("sparse_jobs_worker.py")
@@ -75,32 +74,8 @@ def engines(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def side(name: str, ucm: dict[str, Any], model: Path, options: argparse.Namespace) -> EngineSide:
     """Returns an engine whose KV cache has room for the largest job."""
-    longest = max(context for _, context in options.sizes) + options.new
-    blocks = max(requests * (-(-(context + options.new) // BLOCK_SIZE) + 1) for requests, context in options.sizes) + 2
-    shape = json.loads((model / "config.json").read_text())
-    dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * dim
-    # without graphs on a CPU, as there by default
-    graphs = {} if options.device == "cpu" else {"graphs": {"warm_up": "full", "max_graphs": options.max_graphs}}
-    arguments = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "dtype": "bfloat16" if options.device == "cuda" else "float32",
-        "max_model_len": longest,
-        "max_num_seqs": max(requests for requests, _ in options.sizes),
-        "max_num_batched_tokens": options.chunk,
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": blocks,
-        "kv_cache_memory_bytes": blocks * BLOCK_SIZE * per_token * (2 if options.device == "cuda" else 4),
-        "additional_config": {"ucm": {**ucm, **graphs}},
-    }
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_GAUDI_UCM_DEVICE": options.device,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
+    arguments, environment = served(model, options, ucm, chunk=options.chunk, new=options.new)
+    arguments["load_format"] = "dummy"
     return EngineSide(name.replace(" ", "-"), Path(sys.executable), arguments, environment, WORKER, timeout_s=600)
 
 

@@ -68,7 +68,7 @@ def make_proxy(prefill: httpx.AsyncClient, decode: httpx.AsyncClient) -> FastAPI
             body = None
         if not isinstance(body, dict):
             return JSONResponse({"error": {"message": "the body is not a JSON object"}}, 400)
-        # what a client says about blocks would let it read those of others
+        # what a client says about blocks would let it read other clients' blocks
         body.pop("kv_transfer_params", None)
         blocks = await prompt_blocks(prefill, path, body)
         if blocks is not None:

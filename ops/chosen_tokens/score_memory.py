@@ -24,7 +24,7 @@ def choice_bytes(rows: int, tokens: int, own: int, index_bytes: int) -> int:
     """Returns the most bytes that a choice, or the attention after it, allocates in one layer and still reads at one
     time.
 
-    rows: of the step. tokens: shared and new tokens, and those of a single row. own: tokens of all single rows.
+    rows: of the step. tokens: shared tokens, new tokens, and a single row's. own: tokens of all single rows.
     index_bytes: of an indexer's key.
     """
     scores = min(rows, rows_of_tile(tokens, ROWS, NUMBERS)) * tokens

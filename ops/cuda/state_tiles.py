@@ -1,4 +1,4 @@
-"""How kernels over tiles of rows multiply."""
+"""Decides how kernels over tiles of rows multiply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may say about the blocks of another engine."""
+"""Requests may name blocks of another engine, and nothing that would harm others."""
 
 from __future__ import annotations
 

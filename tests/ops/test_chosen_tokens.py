@@ -165,7 +165,7 @@ def test_best_tokens(
 @pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
 @pytest.mark.parametrize("cached", [torch.bfloat16, E4M3])
 def test_attention_on_cuda_in_low_precision(cached: torch.dtype) -> None:
-    """As torch's tiles compute it, over latents in bfloat16 and in 8-bit floats; of heads in several groups."""
+    """It equals torch's tiles over latents in bfloat16 and in 8-bit floats, with heads in several groups."""
     random = torch.Generator().manual_seed(0)
     query = torch.randn((5, 80, 40), generator=random).bfloat16()
     cache = torch.randn((60, 40), generator=random).to(cached)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="needs a GPU or Triton's i
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNT, SLOTS = sum(each.rows for each in STEP), 14
 DECODES = tuple(Request(1, slot, {0: slot}) for slot in (4, 7, ZEROS + 1))
-# tiles of their full width, which continue from each other, from a kept state, and beside a decode
+# tiles of their full width, which continue from each other, from a kept state, and next to a decode
 LONG = (Request(1, 5, {0: 5}), Request(130, ZEROS, {129: 9}), Request(70, 10, {3: 11, 69: 10}))
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 

@@ -126,7 +126,7 @@ def copy_regions(
     target_ids: Sequence[int],
     direction: str,
 ) -> None:
-    """Copies blocks between the regions of the device and those of the host, in either direction.
+    """Copies blocks between the regions of the device and of the host, in either direction.
 
     sources, targets: regions by name, [blocks, kv heads, block size, head size].
     """

@@ -254,8 +254,8 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
 
 
 def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Returns the rows of a prompt that choose in a separate graph: those of a remainder after a partial load, or of a
-    chunk with `prompt_ratio`; 0 without either.
+    """Returns the rows of a prompt that choose in a separate graph: a remainder after a partial load, or a chunk with
+    `prompt_ratio`; 0 without either.
     """
     options = block_options(config)
     if options is not None and options.prompt_ratio is not None:

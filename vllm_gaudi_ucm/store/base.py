@@ -84,8 +84,8 @@ class KvStore(ABC):
         """Stores a copy of the block; True if the store holds it now, even if it did before."""
 
     def use(self, keys: Sequence[bytes]) -> None:  # noqa: B027  # a store that orders nothing has nothing to do
-        """Counts as a use of those blocks that are there, the last one first, so that of a prompt's blocks the first
-        one leaves last: without it the others cannot be found.
+        """Counts as a use of the blocks that are there, the last one first, so that the first block of a prompt
+        leaves last: without it the others cannot be found.
         """
 
     @abstractmethod

@@ -124,7 +124,7 @@ class Medium(ABC):
         """
 
     def use(self, keys: Sequence[bytes], block_bytes: int) -> None:  # noqa: B027  # Redis has a clock of seconds
-        """Counts as a use of those blocks that are there, the last one first; does nothing in a medium whose order of
+        """Counts as a use of the blocks that are there, the last one first; does nothing in a medium whose order of
         use is too coarse to tell the blocks of a prompt apart.
         """
 

@@ -15,7 +15,7 @@ __all__ = ["SoftTokenEncoder"]
 class SoftTokenEncoder:
     """Runs Gemma 4's encoder on a picture that is padded to a number of tokens.
 
-    The host orders patches, so that those of a token are next to each other, and masks the pads. Shapes on the device
+    The host orders patches, so that a token's patches are next to each other, and masks the pads. Shapes on the device
     depend only on the number of tokens.
 
     Reason: the model reads the memory of an accelerator, which a CPU lacks, and takes the embeddings out by a mask.

@@ -26,7 +26,7 @@ def inverse_of_unit_lower(lower, ROWS: tl.constexpr, LEVELS: tl.constexpr, PRECI
     """Returns the inverse of I + lower, [ROWS, ROWS], for a matrix with entries below the diagonal only.
 
     By products of blocks, like the function of this name in `state_tiles`: with the inverses of blocks of one size on
-    its diagonal, two products yield those of blocks of twice this size. ROWS: 2 to the power of LEVELS.
+    its diagonal, two products yield the inverses of blocks twice as large. ROWS: 2 to the power of LEVELS.
     """
     index = tl.arange(0, ROWS)
     row, column = index[:, None], index[None, :]

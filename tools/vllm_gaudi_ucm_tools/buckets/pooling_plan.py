@@ -15,7 +15,7 @@ RUNNERS = ("auto", "generate", "pooling")
 
 @dataclass(frozen=True)
 class PoolingPlan:
-    """How a model answers.
+    """Says how a model answers.
 
     pools: it yields embeddings, scores or classes instead of tokens, so it has no graphs for logits.
     is_encoder: it has no KV cache, and a step holds whole prompts.

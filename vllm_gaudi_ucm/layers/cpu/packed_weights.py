@@ -88,9 +88,8 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
         # before packing, which decides by it whether a copy for oneDNN is needed
         learn_ways({Kind.PAIRS})
     for layer in model.modules():
-        plain = getattr(layer, "weight", None)
-        # a layer whose weight another layer has taken has none left; weights of convolutions have three dimensions
-        if not isinstance(plain, torch.Tensor) or not plain.numel() or plain.dim() != 2 or not can_pack(plain):
+        plain = _weight(layer)
+        if plain is None:
             continue
         if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
             weights.append(pack(plain, compact))
@@ -126,8 +125,15 @@ def _seconds(compute: Callable[[], object]) -> float:
 def _linear_weights(model: nn.Module) -> list[torch.Tensor]:
     """Returns the plain weights of linear layers that can be packed."""
     layers = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
-    weights = (
-        getattr(layer, "weight", None) for layer in layers if type(layer.quant_method) is UnquantizedLinearMethod
-    )
-    found = [weight for weight in weights if isinstance(weight, torch.Tensor) and weight.numel() and weight.dim() == 2]
-    return [weight for weight in found if can_pack(weight)]
+    weights = (_weight(layer) for layer in layers if type(layer.quant_method) is UnquantizedLinearMethod)
+    return [weight for weight in weights if weight is not None]
+
+
+def _weight(layer: nn.Module) -> torch.Tensor | None:
+    """Returns a layer's weight if it can be packed. A layer whose weight another layer has taken has none left; weights
+    of convolutions have three dimensions.
+    """
+    plain = getattr(layer, "weight", None)
+    if not isinstance(plain, torch.Tensor) or not plain.numel() or plain.dim() != 2 or not can_pack(plain):
+        return None
+    return plain

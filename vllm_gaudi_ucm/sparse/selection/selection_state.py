@@ -72,6 +72,7 @@ class StepSelection(NamedTuple):
 
 
 _DECISION = attrgetter("mode", "sink_blocks", "window_start", "num_selected", "update_threshold", "tile_rows")
+_TILE_ROWS = 5  # its place in a decision
 DENSE_STEP = StepSelection(None, np.zeros(0, np.int64))
 
 
@@ -140,16 +141,11 @@ class SelectionState:
             open_blocks = is_full[index] & is_ready[index]
             asked = [request_ids[one] for one in sparse]
             told = np.array([_DECISION(decisions[one]) for one in asked], np.int64)
-            tiles, no_slot = told[:, 5], self._limits.max_num_seqs
+            tiles, no_slot = told[:, _TILE_ROWS], self._limits.max_num_seqs
             if tiles.any():
                 selection = selection.in_tiles(index, tiles, self._limits.row_step)
-            slots = np.array(
-                [
-                    no_slot if tile else self.slots.slot(one, request_ids)
-                    for one, tile in zip(asked, tiles.tolist(), strict=True)
-                ],
-                np.int64,
-            )
+            keeps = zip(asked, tiles.tolist(), strict=True)
+            slots = np.array([no_slot if tile else self.slots.slot(one, request_ids) for one, tile in keeps], np.int64)
             counts = self._decide(selection, index, slots, told, open_blocks)
             self._count(batch, num_drafts, selection, asked, index=index, slots=slots, counts=counts)
         if absent is None and (selection.modes == DENSE).all():
@@ -180,19 +176,20 @@ class SelectionState:
         chose, keeps = counts > 0, slots < self._limits.max_num_seqs
         entries = zip(asked, slots.tolist(), num_full.tolist(), (chose & keeps).tolist(), strict=True)
         self.chosen.update({one: (slot, full) for one, slot, full, has_chosen in entries if has_chosen})
-        # a tile counts as a request
-        spans = np.ones(len(index), np.int64)
         if selection.tile_rows is not None:
+            # a tile counts as a request; few steps have one, and a repeat costs more than the counting
             rows, tile = batch.num_scheduled[index].astype(np.int64), selection.tile_rows[index]
             spans = np.where(tile > 0, -(-rows // np.maximum(tile, 1)), 1)
+            chose, counts, context_blocks = chose.repeat(spans), counts.repeat(spans), context_blocks.repeat(spans)
+            selection = selection.take(index.repeat(spans))
+            index = np.arange(len(chose))
         # one call for all modes: each call costs more than its counting
-        modes = np.bincount(selection.modes[index[chose]], weights=spans[chose], minlength=len(SelectionMode))
-        for mode, count in zip(SelectionMode, modes.astype(np.int64).tolist(), strict=True):
+        modes = np.bincount(selection.modes[index[chose]], minlength=len(SelectionMode))
+        for mode, count in zip(SelectionMode, modes.tolist(), strict=True):
             self.totals.modes[mode] += count
-        seen = int((context_blocks * spans)[chose].sum())
-        candidates = np.count_nonzero(selection.candidates[index], axis=1)
+        seen, candidates = int(context_blocks[chose].sum()), int(np.count_nonzero(selection.candidates))
         self.totals.context_blocks += seen
-        self.totals.attended_blocks += seen + int(((counts - candidates) * spans).sum())
+        self.totals.attended_blocks += seen - candidates + int(counts.sum())
 
     def _all_dense(
         self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
@@ -272,7 +269,7 @@ class SelectionState:
             candidates[reuse] = self.slots.candidates[slots[reuse], :width]
         competing = np.count_nonzero(candidates, axis=1)
         counts = np.minimum(wanted, np.where(reuse, stored, np.minimum(competing, self._limits.most)))
-        counts[~self._fit(counts, competing, told[:, 5] > 0)] = 0
+        counts[~self._fit(counts, competing, told[:, _TILE_ROWS] > 0)] = 0
         chose = counts > 0
         self.slots.num_stored[slots[~chose]] = 0
         self._store(slots, modes, candidates, competing, counts, stored)
@@ -293,9 +290,9 @@ class SelectionState:
         if is_prompt.any():
             most = np.where(is_prompt, self._limits.of_tiles().most_candidates(counts), most)
         fits = (counts > 0) & (competing <= most)
-        room = self._limits.max_selected_blocks
-        if int(counts[fits & ~is_prompt].sum()) > room:
-            for one in (fits & ~is_prompt).nonzero()[0].tolist():
+        room, sharing = self._limits.max_selected_blocks, fits & ~is_prompt
+        if int(counts[sharing].sum()) > room:
+            for one in sharing.nonzero()[0].tolist():
                 fits[one] = counts[one] <= room
                 room -= int(counts[one]) * bool(fits[one])
         # without candidates the whole context is attended anyway

@@ -27,7 +27,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
 
 
 class ChosenTiles(NamedTuple):
-    """The tiles of all spans, and int32 [tiles], the span of each. Their lists of blocks are those of spans.
+    """The tiles of all spans, and int32 [tiles], the span of each. A tile reads its span's list of blocks.
 
     places: int64 [entries], where each entry of the lists goes in `tiles.column_blocks`; invisible ones go to the end.
     part: ranges that no entry needs, because all of its tokens are seen.
