@@ -22,7 +22,9 @@ ALL = ways(tiles=True, onednn=True)
 
 
 def times(vectors: list[int], tiles: list[int], onednn: list[int]) -> dict[Way, tuple[float, ...]]:
-    return {Way.VECTORS: tuple(vectors), Way.TILES: tuple(tiles), Way.ONEDNN: tuple(onednn)}
+    """Torch's own product takes twice as long as oneDNN's."""
+    plain = tuple(2 * one for one in onednn)
+    return {Way.VECTORS: tuple(vectors), Way.TILES: tuple(tiles), Way.ONEDNN: tuple(onednn), Way.PLAIN: plain}
 
 
 # Sapphire Rapids, 3072 x 576, microseconds: what pairs and oneDNN took there, and a unit as fast as oneDNN
@@ -91,6 +93,23 @@ def test_a_copy_for_onednn_is_kept_where_it_is_faster_with_many_rows() -> None:
     assert times_of(Kind.PAIRS).needs_onednn(ALL)
 
 
+@pytest.mark.parametrize(
+    ("plain", "rows", "expected"),
+    [
+        ([900] * 5 + [100] * 3, 16, Way.VECTORS),
+        ([900] * 5 + [100] * 3, 17, Way.PLAIN),
+        ([900] * 5 + [100] * 3, 129, Way.PLAIN),
+        ([900] * 8, 1000, Way.ONEDNN),
+    ],
+)
+def test_a_plain_weight_is_taken_where_times_say_so(plain: list[int], rows: int, expected: Way) -> None:
+    """And beyond the rows that were measured, by the largest of them."""
+    seconds = {**ZEN5, Way.PLAIN: tuple(plain)}
+    given = ways(tiles=False, onednn=True, plain=True)
+    assert Times(Kind.FLOAT32, seconds).fastest(rows, given) is expected
+    assert times_of(Kind.FLOAT32).fastest(rows, given) is not Way.PLAIN, "without times the rule has no plain weights"
+
+
 def test_in_words() -> None:
     assert Times(Kind.PAIRS, SAPPHIRE).described(ALL) == "vectors up to 1 row, matrix unit up to 64 rows, oneDNN beyond"
     assert times_of(Kind.FLOAT32).described(ways(tiles=False, onednn=False)) == "vectors for any number of rows"
@@ -120,6 +139,7 @@ def test_times_are_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pyte
         "[1]",
         '{"float32": {"oneDNN": [1]}}',
         '{"float32": {"vectors": [1, 1, 1, 1, 1, 1, 1, 1]}}',
+        '{"float32": {"oneDNN": [1, 1, 1, 1, 1, 1, 1, 1]}}',
         '{"float32": {"oneDNN": [1, 1, 1, 1, 1, 1, 1, -1]}}',
         '{"float32": {"oneDNN": [1, 1, 1, 1, 1, 1, 1, NaN]}}',
         '{"other": {}}',

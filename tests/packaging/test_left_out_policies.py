@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -32,22 +34,45 @@ OPTIONS = {
     "kept_states": ("ucm.kv_cache.kept_states", {"kv_cache": {"kept_states": 8}}),
 }
 MAKE = """
+import json
 from types import SimpleNamespace
 from vllm_gaudi_ucm.block_policies.policies import make_policies
-make_policies(SimpleNamespace(vllm_config=SimpleNamespace(additional_config={"ucm": OPTIONS})))
+
+def refusal(options):
+    try:
+        make_policies(SimpleNamespace(vllm_config=SimpleNamespace(additional_config={"ucm": options})))
+    except ValueError as error:
+        return str(error)
+
+print(json.dumps([refusal(options) for options in OPTIONS]))
 """
 
 
-@pytest.mark.parametrize("policy", OPTIONS)
-def test_the_others_work_without_a_policy(policy: str, plain_python: Path, tmp_path: Path) -> None:
+LEFT_OUT = (
+    ("admission", "token_slots", "partial_hits"),
+    ("admission", "swap", "compaction"),
+    ("token_slots", "swap", "kept_states"),
+    ("partial_hits", "compaction", "kept_states"),
+)
+"""For any two policies, one of these has the first and lacks the second."""
+
+
+@pytest.mark.parametrize("policies", LEFT_OUT, ids="-".join)
+def test_the_others_work_without_some(policies: tuple[str, ...], plain_python: Path, tmp_path: Path) -> None:
     copy = copy_installed(tmp_path / "copy")
-    shutil.rmtree(copy / PACKAGE / "block_policies" / policy)
-    run_tests(plain_python, copy, *COMMON, *(tests for tests, needed in NEEDS.items() if policy not in needed))
-    key, options = OPTIONS[policy]
-    script = MAKE.replace("OPTIONS", repr(options))
+    for policy in policies:
+        shutil.rmtree(copy / PACKAGE / "block_policies" / policy)
+    run_tests(plain_python, copy, *COMMON, *(tests for tests, needed in NEEDS.items() if not needed & {*policies}))
+    script = MAKE.replace("OPTIONS", repr([OPTIONS[policy][1] for policy in policies]))
     done = subprocess.run(
         [str(plain_python), "-c", script], cwd=copy, env=environment(copy), capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
-    assert f"{key}: found" in done.stderr
-    assert "the folder of this policy is not installed" in done.stderr
+    assert done.returncode == 0, done.stderr
+    refusals = json.loads(done.stdout.splitlines()[-1])
+    for policy, refusal in zip(policies, refusals, strict=True):
+        assert refusal.startswith(f"{OPTIONS[policy][0]}: found")
+        assert "the folder of this policy is not installed" in refusal
+
+
+def test_each_policy_is_left_out_without_each_other() -> None:
+    assert all(any(one in left and other not in left for left in LEFT_OUT) for one, other in permutations(OPTIONS, 2))

@@ -143,7 +143,19 @@ def _in_half(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | N
 
 
 def _way(kind: Kind, rows: int, tiles: bool, onednn: bool) -> Way:
-    return fastest_way(kind, min(rows, MEASURED_ROWS[-1] + 1), tiles, onednn)
+    return fastest_way(kind, min(rows, MEASURED_ROWS[-1] + 1), ways(tiles, onednn))
+
+
+def plain_is_faster(weight: PackedWeight, plain: Tensor, rows: int) -> bool:
+    """Returns whether times say that torch multiplies so many rows by the weight before packing, `plain`, faster."""
+    if weight.pairs is not None:
+        kind, dtype, tiles = Kind.PAIRS, torch.bfloat16, has_pair_tiles(weight.inputs)
+    elif (form := weight.compact or weight.panels) is not None:
+        kind, dtype, tiles = kind_of(form), torch.float32, matrix_unit.in_use() and not _is_float16(form)
+    else:
+        return False
+    given = ways(tiles, weight.tensor is not None, plain=True)
+    return plain.dtype == dtype and fastest_way(kind, min(rows, MEASURED_ROWS[-1] + 1), given) is Way.PLAIN
 
 
 def multiplies_pairs() -> bool:

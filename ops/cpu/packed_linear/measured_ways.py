@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from vllm_gaudi_ucm.envs import user_cache
 from vllm_gaudi_ucm.ops.cpu.native import matrix_unit
@@ -162,6 +163,7 @@ def _products(kind: Kind) -> dict[Way, Product]:
             if matrix_unit.available() and kind is not Kind.FLOAT16:
                 found[Way.TILES] = lambda x: multiply_form(x, form, OUTPUTS, None, tiles=True)
     found[Way.ONEDNN] = lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    found[Way.PLAIN] = lambda x: linear(x, plain)
     return found
 
 
@@ -193,8 +195,8 @@ def _checked(seconds: Mapping[str, Any]) -> Seconds:
     Raises ValueError or TypeError unless they have the form that `measure` returns.
     """
     found = {Way(way): tuple(float(one) for one in times) for way, times in seconds.items()}
-    if found and Way.ONEDNN not in found:
-        raise ValueError("the times of oneDNN are missing")
+    if found and (missing := {Way.ONEDNN, Way.PLAIN} - found.keys()):
+        raise ValueError(f"the times of {', '.join(sorted(missing))} are missing")
     for times in found.values():
         if len(times) != len(MEASURED_ROWS) or not all(math.isfinite(one) and one > 0 for one in times):
             raise ValueError(f"found {times}, expected {len(MEASURED_ROWS)} positive times")

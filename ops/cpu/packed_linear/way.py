@@ -3,7 +3,7 @@
 Without measured times (`measured_ways.py`) a rule decides by the work of each way. One row is bound by reading the
 weight. For two rows or more, the matrix unit needs the fewest instructions, unless it has to split the weight first,
 which pays off from 65 rows. Larger products are bound by arithmetic: oneDNN orders it best for bfloat16, and does
-without the matrix unit for fp32.
+without the matrix unit for fp32. Plain weights are multiplied only where times say that this is faster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MOST_LOSS = 1.5
 
 
 class Way(StrEnum):
-    """How a product is computed: by native kernels with vectors, or on the matrix unit, or by oneDNN.
+    """How a product is computed: by native kernels with vectors, or on the matrix unit, or by oneDNN, or by torch from
+    a weight that is not packed.
 
     Members are in the order of the number of rows that they suit: few, some, many.
     """
@@ -37,6 +38,11 @@ class Way(StrEnum):
     VECTORS = "vectors"
     TILES = "matrix unit"
     ONEDNN = "oneDNN"
+    PLAIN = "torch"
+
+
+IN_GRAPHS = (Way.VECTORS, Way.TILES)
+"""Ways whose products are native calls, which a graph can hold."""
 
 
 class Kind(StrEnum):
@@ -63,12 +69,15 @@ class Times(NamedTuple):
 
     def fastest(self, rows: int, ways: Collection[Way]) -> Way:
         """Returns the fastest way for this many rows, one of `ways`."""
-        native = [way for way in ways if way is not Way.ONEDNN]
-        if not native or rows == 0:
+        if rows == 0 or not any(way in ways for way in IN_GRAPHS):
             return next(iter(ways))
-        if rows > MEASURED_ROWS[-1] or any(way not in self.seconds for way in ways):
-            return self._by_rule(rows, ways)
-        return self._chosen(ways)[bisect_left(MEASURED_ROWS, rows)]
+        chosen = None if any(way not in self.seconds for way in ways) else self._chosen(ways)
+        if chosen is not None and rows <= MEASURED_ROWS[-1]:
+            return chosen[bisect_left(MEASURED_ROWS, rows)]
+        if chosen is not None and chosen[-1] is Way.PLAIN:
+            # what keeps it ahead of the others, a better order of the arithmetic, counts more with more rows
+            return Way.PLAIN
+        return self._by_rule(rows, [way for way in ways if way is not Way.PLAIN])
 
     def _chosen(self, ways: Collection[Way]) -> tuple[Way, ...]:
         """The way for each of `MEASURED_ROWS`: a larger number of rows never takes an earlier member of `Way`.
@@ -90,8 +99,8 @@ class Times(NamedTuple):
         """Seconds of a way at one of `MEASURED_ROWS`, plus the other costs of choosing this way."""
         seconds = self.seconds[way][column]
         if MEASURED_ROWS[column] > NATIVE_ROWS:
-            return seconds * (1.0 if way is Way.ONEDNN else WORTH_MANY_ROWS)
-        if way is not Way.ONEDNN:
+            return seconds * (WORTH_MANY_ROWS if way in IN_GRAPHS else 1.0)
+        if way in IN_GRAPHS:
             return seconds
         # at so few rows, a graph saves what the unit loses to oneDNN
         return seconds * WORTH_A_GRAPH if self.kind in SAME_BYTES and Way.TILES not in ways else inf
@@ -100,7 +109,7 @@ class Times(NamedTuple):
         """True if a weight needs a copy for oneDNN: native products of many rows are slower by more than a tenth."""
         if any(way not in self.seconds for way in ways):
             return True
-        native = min(self.seconds[way][-1] for way in ways if way is not Way.ONEDNN)
+        native = min(self.seconds[way][-1] for way in ways if way in IN_GRAPHS)
         return native > WORTH_MANY_ROWS * self.seconds[Way.ONEDNN][-1]
 
     def _by_rule(self, rows: int, ways: Collection[Way]) -> Way:
@@ -135,14 +144,15 @@ def set_times(times: Mapping[Kind, Mapping[Way, tuple[float, ...]]]) -> None:
 
 
 @cache
-def ways(tiles: bool, onednn: bool) -> tuple[Way, ...]:
+def ways(tiles: bool, onednn: bool, plain: bool = False) -> tuple[Way, ...]:
     """Returns the ways in which a weight may be multiplied. tiles: the matrix unit is in use. onednn: the weight has a
-    copy for oneDNN.
+    copy for oneDNN. plain: it is kept as it was loaded, too.
     """
-    return (Way.VECTORS, *((Way.TILES,) if tiles else ()), *((Way.ONEDNN,) if onednn else ()))
+    there = {Way.VECTORS: True, Way.TILES: tiles, Way.ONEDNN: onednn, Way.PLAIN: plain}
+    return tuple(way for way, is_there in there.items() if is_there)
 
 
 @cache
-def fastest_way(kind: Kind, rows: int, tiles: bool, onednn: bool) -> Way:
-    """The way for this many rows of a kind; larger numbers than measured may be given as the largest plus one."""
-    return times_of(kind).fastest(rows, ways(tiles, onednn))
+def fastest_way(kind: Kind, rows: int, given: tuple[Way, ...]) -> Way:
+    """Returns the way for this many rows of a kind; larger numbers than measured may be the largest plus one."""
+    return times_of(kind).fastest(rows, given)

@@ -116,7 +116,9 @@ def product_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
     if not known:
         yield Check(DEVICE, "linear layers", "info", "not measured yet; the first engine on this machine does that")
     for kind, times in sorted(known.items()):
-        ways = [way for way in times.seconds if config.cpu.matrix_unit or way is not Way.TILES]
+        # torch's own product is for encoders alone
+        unused = {Way.PLAIN, *(() if config.cpu.matrix_unit else (Way.TILES,))}
+        ways = [way for way in times.seconds if way not in unused]
         # other programs disturbed the measurement
         found = times.described(ways) if ways else "not measured on a quiet machine yet; a rule chooses"
         yield Check(DEVICE, "linear layers", "info", f"{kind}: {found}")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from vllm_gaudi_ucm.ops.cpu.packed_linear.api import PackedWeight, can_pack, multiplies_pairs, pack, packed_linear
+from vllm_gaudi_ucm.ops.cpu.packed_linear.api import (
+    PackedWeight,
+    can_pack,
+    multiplies_pairs,
+    pack,
+    packed_linear,
+    plain_is_faster,
+)
 from vllm_gaudi_ucm.ops.cpu.packed_linear.measured_ways import kinds_of, learn_ways
-from vllm_gaudi_ucm.ops.cpu.packed_linear.way import Kind
+from vllm_gaudi_ucm.ops.cpu.packed_linear.way import MEASURED_ROWS, Kind
 from vllm_gaudi_ucm.vllm_api.model import (
     EncoderOnlyAttention,
     LinearBase,
@@ -21,12 +26,6 @@ from vllm_gaudi_ucm.vllm_api.model import (
     UnquantizedLinearMethod,
 )
 
-# Rows of a step of an encoder with one prompt of usual length, and how often its product is measured each way.
-ENCODER_ROWS, REPEATS = 128, 7
-# How much faster torch's own product has to be.
-WORTH_PLAIN = 1.05
-# Rows for which packed weights are faster all the same: with 16 a model took 12.5 ms, and 13.6 with plain weights.
-FEW_ROWS = 32
 # Bytes that packed weights may take in addition to plain ones, which is little for most encoders.
 MOST_COPIES = 1 << 30
 
@@ -42,15 +41,16 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
 
 class EncoderLinearMethod(UnquantizedLinearMethod):
-    """Computes a linear layer of an encoder with its packed weight for few rows, and its plain weight for more."""
+    """Computes a linear layer of an encoder with its packed weight or its plain one, whichever is faster."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._weight = weight
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if x.numel() <= FEW_ROWS * self._weight.inputs:
-            return packed_linear(x, self._weight, bias)
-        return linear(x, cast(torch.Tensor, layer.weight), bias)
+        plain = cast(torch.Tensor, layer.weight)
+        if plain_is_faster(self._weight, plain, x.numel() // self._weight.inputs):
+            return linear(x, plain, bias)
+        return packed_linear(x, self._weight, bias)
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
@@ -76,17 +76,18 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
     The plain weight of a linear layer is given back to the system: keeping both would double the model's memory. An
     output head keeps its plain weight, because the embedding may share it and reads its rows one by one.
 
-    An encoder's steps are prompts. If torch's own product is faster for one of usual length, as on CPUs with vectors of
-    256 bits, its plain weights stay, and a large encoder's are not packed at all.
+    An encoder's steps are prompts. If torch's own product is faster for these, as on CPUs with vectors of 256 bits, its
+    plain weights stay, and a large encoder's are not packed at all.
     """
-    is_encoder = any(isinstance(layer, EncoderOnlyAttention) for layer in model.modules())
-    keeps_plain = is_encoder and plain_is_faster(model, compact)
-    if keeps_plain and sum(weight.nbytes for weight in _linear_weights(model)) > MOST_COPIES:
-        return PackedLayers(0, 0)
-    weights: list[PackedWeight] = []
     if multiplies_pairs() and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
         # before packing, which decides by it whether a copy for oneDNN is needed
         learn_ways({Kind.PAIRS})
+    is_encoder = any(isinstance(layer, EncoderOnlyAttention) for layer in model.modules())
+    plain_weights = _linear_weights(model) if is_encoder else []
+    keeps_plain = bool(plain_weights) and _prompts_want_plain(max(plain_weights, key=torch.Tensor.numel), compact)
+    if keeps_plain and sum(weight.nbytes for weight in plain_weights) > MOST_COPIES:
+        return PackedLayers(0, 0)
+    weights: list[PackedWeight] = []
     for layer in model.modules():
         plain = _weight(layer)
         if plain is None:
@@ -103,23 +104,11 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
     return PackedLayers(len(weights), sum(weight.compact is not None for weight in weights))
 
 
-def plain_is_faster(model: nn.Module, compact: bool) -> bool:
-    """Returns whether torch multiplies the largest linear layer of a model faster as it is, by a quick measurement."""
-    if not (weights := _linear_weights(model)):
-        return False
-    plain = max(weights, key=torch.Tensor.numel).detach()
-    packed, rows = pack(plain, compact), torch.ones((ENCODER_ROWS, plain.shape[1]), dtype=plain.dtype)
-    ways = (lambda: packed_linear(rows, packed), lambda: linear(rows, plain))
-    # in turn, so that other work on the machine disturbs both; the fastest of each counts
-    seconds = [[_seconds(way) for way in ways] for _ in range(REPEATS)]
-    of_packed, of_plain = (min(times) for times in zip(*seconds, strict=True))
-    return of_packed > WORTH_PLAIN * of_plain
-
-
-def _seconds(compute: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    compute()
-    return time.perf_counter() - start
+def _prompts_want_plain(plain: torch.Tensor, compact: bool) -> bool:
+    """Returns whether torch multiplies many rows by this weight faster as it is."""
+    weight = pack(plain, compact)
+    learn_ways(kinds_of([weight]))
+    return plain_is_faster(weight, plain, MEASURED_ROWS[-1])
 
 
 def _linear_weights(model: nn.Module) -> list[torch.Tensor]:
