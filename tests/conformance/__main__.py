@@ -24,7 +24,7 @@ from tests.conformance.group_run import GroupRun
 from tests.conformance.hub import make_hub
 from tests.conformance.outcome import Outcome, problems, unmatched
 from tests.conformance.report import ROOT, save, terminal_table
-from tests.conformance.tree import environment, make_tree
+from tests.conformance.tree import environment, files_of, make_tree
 
 INTERRUPTED = 130
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(groups, runs, console, outcomes)
     except KeyboardInterrupt:
         return INTERRUPTED
-    whole = not (options.quick or options.tests or options.k or options.listed)
+    whole = not (options.quick or _divides_files(options))
     about = {
         "vllm": installed,
         "date": datetime.now(UTC).date().isoformat(),
@@ -73,15 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         content = {**about, "problems": wrong, "outcomes": [asdict(one) for one in outcomes]}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if options.save:
-        save(expectations, outcomes, about)
+        files = {group.name: files_of(tree, group.tests) for group in expectations.groups}
+        save(expectations, outcomes, about, files, joined=bool(options.tests))
     return int(bool(wrong))
 
 
 def _groups(expectations: Expectations, options: argparse.Namespace) -> list[Group]:
-    in_part = options.quick or options.tests or options.k or options.listed
-    if options.save and (in_part or options.without_plugin):
-        unfit = "--quick, -k, tests, --listed, --without-plugin"
-        raise ValueError(f"--save keeps whole groups with the plugin; leave out {unfit}")
+    if options.save and (options.quick or _divides_files(options) or options.without_plugin):
+        unfit = "--quick, -k, ids of tests, --listed, --without-plugin"
+        raise ValueError(f"--save keeps whole groups or files with the plugin; leave out {unfit}")
     groups = select(expectations.groups, options.group, options.quick)
     if not options.tests:
         return groups
@@ -92,6 +92,11 @@ def _groups(expectations: Expectations, options: argparse.Namespace) -> list[Gro
     if lost := [test for test in options.tests if not any(test in group.tests for group in chosen)]:
         raise ValueError(f"{lost[0]}: no group has this file; see {FILE.name}")
     return [group for group in chosen if group.tests]
+
+
+def _divides_files(options: argparse.Namespace) -> bool:
+    """Whether these options run some tests of a file and not others."""
+    return bool(options.k or options.listed or any("::" in test for test in options.tests))
 
 
 def _run(groups: Sequence[Group], runs: Sequence[GroupRun], console: Console, outcomes: list[Outcome]) -> None:
@@ -133,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--listed", action="store_true", help=f"run the tests that {FILE.name} leaves out, too")
     add("--without-plugin", action="store_true", help="run on vLLM's own CPU platform, to compare")
     add("--json", type=Path, metavar="FILE", help="write every outcome to this file, too")
-    add("--save", action="store_true", help="write the results and the page of the documentation")
+    add("--save", action="store_true", help="write the results of whole groups or files, and the page about them")
     add("--sources", type=Path, metavar="FOLDER", help="vLLM's unpacked sources (default: fetched with pip)")
     add(
         "--work",

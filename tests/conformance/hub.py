@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, LlavaConfig, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from tests.conformance.stand_ins import POOLING, Writer, adapters
 from tests.engine.tiny_models import make_config, make_model
@@ -18,6 +19,9 @@ from vllm_gaudi_ucm_tools.demo.model import DEFAULT_OUTPUT, fetch_demo_model
 COMMIT = "0" * 40
 # the demo model's tokenizer has so many tokens; tests ask for ids below 50,000 of the others
 TOKENS = 49152
+_PICTURE = "<image>"
+# of shapes without weights: vLLM would look for it in their weights, and wait 2 s for the hub to answer
+_DTYPE = "bfloat16"
 
 
 def _demo(folder: Path, demo: Path) -> None:
@@ -34,8 +38,30 @@ def _random(folder: Path, demo: Path, *, family: str, **changes: Any) -> None:
 
 def _shape(folder: Path, demo: Path, *, family: str, **changes: Any) -> None:
     """A configuration without weights, for tests that make a scheduler and no engine."""
-    AutoConfig.for_model(family, **changes).save_pretrained(folder)
+    AutoConfig.for_model(family, **{"dtype": _DTYPE, **changes}).save_pretrained(folder)
     _tokenizer(folder, demo)
+
+
+def _llava(folder: Path, demo: Path) -> None:
+    """Writes the configuration and the processor of a model that reads pictures: 576 tokens each, as the real one's."""
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    tokenizer.add_special_tokens({"additional_special_tokens": [_PICTURE]})
+    size = {"height": 336, "width": 336}
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size=size)
+    LlavaProcessor(
+        pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    ).save_pretrained(folder)
+    text = {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    encoder = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
+    number = tokenizer.convert_tokens_to_ids(_PICTURE)
+    LlavaConfig(
+        text_config=text,
+        vision_config=encoder,
+        image_token_index=number,
+        image_seq_length=576,
+        architectures=["LlavaForConditionalGeneration"],
+        dtype=_DTYPE,
+    ).save_pretrained(folder)
 
 
 def _tokenizer(folder: Path, demo: Path) -> None:
@@ -65,6 +91,7 @@ _GENERATING: Mapping[str, Writer] = {
     "gpt2": _GPT2,
     "openai-community/gpt2": _GPT2,
     "HuggingFaceH4/zephyr-7b-beta": _demo,
+    "llava-hf/llava-1.5-7b-hf": _llava,
 }
 MODELS: Mapping[str, Writer] = {**_GENERATING, **POOLING, **adapters(_GENERATING)}
 """Name -> what writes the model that stands for it into a folder, given the demo model's folder."""

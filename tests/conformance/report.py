@@ -35,7 +35,8 @@ make conformance ARGS="--quick"                         # a smaller set
 make conformance ARGS="--without-plugin"                # on vLLM's own CPU platform, to compare
 ```
 
-`make conformance ARGS="--save"` writes `docs/conformance.json` and this page; with `--group` it renews that group.
+`make conformance ARGS="--save"` writes `docs/conformance.json` and this page. With `--group` it renews that group; with
+names of files it renews these files, so that a long group need not run at once.
 
 `--without-plugin` runs the same tests on vLLM's CPU platform, and counts as failed whatever fails there. vLLM as
 `make setup` installs it has no operators for that platform, so a test that starts an engine fails at
@@ -94,7 +95,7 @@ def _section(version: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield "| **all** | | " + " | ".join(_numbers(everything)) + " |"
     yield ""
     if result["missing"]:
-        yield f"Groups without a result for this version: {', '.join(result['missing'])}.\n"
+        yield f"Groups and files without a result for this version: {', '.join(result['missing'])}.\n"
     titles = (("refused", "Refused by name"), ("expected_to_fail", "Expected to fail"), ("not_run", "Not run"))
     for kind, title in titles:
         if entries := result["listed"][kind]:
@@ -109,6 +110,9 @@ def save(
     expectations: Expectations,
     outcomes: Sequence[Outcome],
     about: Mapping[str, str],
+    files: Mapping[str, Iterable[str]],
+    *,
+    joined: bool = False,
     results: Path = RESULTS,
     page_file: Path = PAGE,
 ) -> None:
@@ -116,19 +120,22 @@ def save(
 
     Args:
         expectations: what was expected.
-        outcomes: of whole groups.
+        outcomes: of whole groups, or of whole files.
         about: `vllm` (its version), `date`, and `with`: the versions of what else took part.
+        files: all files of each group. The page names those of a group with results that have none.
+        joined: whether other files of these groups keep their results.
         results, page_file: where they are written.
     """
     kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     before = kept.get(about["vllm"], {"groups": {}})["groups"]
     run = {"date": about["date"], "with": about["with"]}
-    now = {group: {**run, "files": files} for group, files in counts(outcomes).items()}
+    now = {group: _joined(run, rows, before.get(group) if joined else None) for group, rows in counts(outcomes).items()}
     names = [group.name for group in expectations.groups]
     merged = {**before, **now}
+    lacking = [file for name in names if name in merged for file in sorted({*files[name]} - {*merged[name]["files"]})]
     kept[about["vllm"]] = {
         "groups": {name: merged[name] for name in names if name in merged},
-        "missing": [name for name in names if name not in merged],
+        "missing": [name for name in names if name not in merged] + lacking,
         "listed": {
             "refused": [[one.reason, [one.feature]] for one in expectations.refused],
             "expected_to_fail": _listed(expectations.expected_to_fail),
@@ -137,6 +144,15 @@ def save(
     }
     results.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     page_file.write_text(page(kept), encoding="utf-8")
+
+
+def _joined(
+    run: Mapping[str, str], rows: Mapping[str, Mapping[str, int]], before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns a group's entry. before: the entry whose other files stay."""
+    kept = {file: row for file, row in before["files"].items() if file not in rows} if before else {}
+    with_what = f"{run['with']}, joined from several runs" if kept else run["with"]
+    return {**run, "with": with_what, "files": dict(sorted({**kept, **rows}.items()))}
 
 
 def _listed(rules: Iterable[Rule]) -> list[list[Any]]:

@@ -161,6 +161,7 @@ def adapters(models: Mapping[str, Writer]) -> Mapping[str, Writer]:
     made = {
         "charent/self_cognition_Alice": ("Qwen/Qwen3-0.6B", ALL_LINEAR),
         "jeeejeee/llama32-3b-text2sql-spider": ("meta-llama/Llama-3.2-1B", (*ALL_LINEAR, *EMBEDDINGS)),
+        "peft-internal-testing/opt-125m-dummy-lora": ("facebook/opt-125m", ("q_proj", "v_proj")),
         "typeof/zephyr-7b-beta-lora": ("HuggingFaceH4/zephyr-7b-beta", ALL_LINEAR),
     }
     return {

@@ -25,6 +25,12 @@ EXPECTATIONS = Expectations(
     (Rule(("tests/v1/sample/test_s.py",), "needs a GPU", SpecifierSet()),),
     (Rule(("tests/v1/core/test_a.py::test_y",), "the plugin has its own", SpecifierSet()),),
 )
+FILES = {
+    "scheduler": ["tests/v1/core/test_a.py", "tests/v1/core/test_b.py"],
+    "sampler": ["tests/v1/sample/test_s.py", "tests/v1/sample/test_t.py"],
+    "engine": ["tests/v1/engine/test_e.py"],
+}
+LATER = [Outcome("sampler", "tests/v1/sample/test_t.py::test_z[1]", "passed")]
 ABOUT = {"date": "2026-11-28", "with": "torch 2.13.0"}
 
 
@@ -46,27 +52,39 @@ def test_a_row_for_each_group_and_file() -> None:
 def test_the_page_has_versions_counts_and_reasons(tmp_path: Path) -> None:
     results, file = tmp_path / "results.json", tmp_path / "page.md"
     for version in ("0.9.0", "0.33.0"):
-        save(EXPECTATIONS, OUTCOMES, {**ABOUT, "vllm": version}, results, file)
+        save(EXPECTATIONS, OUTCOMES, {**ABOUT, "vllm": version}, FILES, results=results, page_file=file)
     text = file.read_text(encoding="utf-8")
     assert text.index("## vLLM 0.33.0") < text.index("## vLLM 0.9.0")
     assert "| scheduler | 2026-11-28, torch 2.13.0 | 2 |  |  |  | 1 |  |  |" in text
     assert "| **all** | | 2 | 1 |  |  | 1 |  | 1 |" in text
     assert "| `v1/core/test_a.py::test_y` | the plugin has its own |" in text
-    assert "Groups without a result for this version: engine." in text
+    assert "Groups and files without a result for this version: engine." in text
     assert text == page(json.loads(results.read_text()))
 
 
 def test_a_group_is_renewed_and_others_stay(tmp_path: Path) -> None:
     results, file = tmp_path / "results.json", tmp_path / "page.md"
-    save(EXPECTATIONS, OUTCOMES, {**ABOUT, "vllm": "0.33.0"}, results, file)
-    later = [Outcome("sampler", "tests/v1/sample/test_t.py::test_z[1]", "passed")]
-    save(EXPECTATIONS, later, {**ABOUT, "vllm": "0.33.0", "date": "2026-12-01"}, results, file)
+    about, written = {**ABOUT, "vllm": "0.33.0"}, {"results": results, "page_file": file}
+    save(EXPECTATIONS, OUTCOMES, about, FILES, **written)
+    save(EXPECTATIONS, LATER, {**about, "date": "2026-12-01"}, FILES, **written)
     groups = json.loads(results.read_text())["0.33.0"]["groups"]
     assert [(name, run["date"]) for name, run in groups.items()] == [
         ("scheduler", "2026-11-28"),
         ("sampler", "2026-12-01"),
     ]
     assert groups["sampler"]["files"] == {"tests/v1/sample/test_t.py": {"passed": 1}}
+    assert "result for this version: engine, tests/v1/sample/test_s.py.\n" in file.read_text(encoding="utf-8")
+
+
+def test_a_file_is_renewed_and_others_of_its_group_stay(tmp_path: Path) -> None:
+    results, file = tmp_path / "results.json", tmp_path / "page.md"
+    about, written = {**ABOUT, "vllm": "0.33.0"}, {"results": results, "page_file": file}
+    save(EXPECTATIONS, OUTCOMES, about, FILES, **written)
+    save(EXPECTATIONS, LATER, about, FILES, joined=True, **written)
+    run = json.loads(results.read_text())["0.33.0"]["groups"]["sampler"]
+    assert run["files"] == {"tests/v1/sample/test_s.py": {"not run": 1}, "tests/v1/sample/test_t.py": {"passed": 1}}
+    assert run["with"] == "torch 2.13.0, joined from several runs"
+    assert "Groups and files without a result for this version: engine." in file.read_text(encoding="utf-8")
 
 
 def test_the_projects_page_is_that_of_its_data() -> None:

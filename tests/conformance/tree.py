@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 # the package itself stays out: it would hide the installed one
@@ -45,6 +46,12 @@ def make_tree(sources: Path, tree: Path) -> Path:
                 shutil.copy(source, made / name)
         made.rename(tree)
     return tree
+
+
+def files_of(tree: Path, tests: Iterable[str]) -> set[str]:
+    """Returns the files with tests that are among `tests`, files and folders of `tree`, or below them."""
+    found = [file for test in tests for file in (tree / test, *(tree / test).rglob("test_*.py")) if file.is_file()]
+    return {file.relative_to(tree).as_posix() for file in found}
 
 
 def environment(hub: Path, plugin: bool) -> dict[str, str]:
