@@ -59,7 +59,9 @@ class CheckedMediaIO(MediaIO[Any]):
         except Exception as error:
             part, url = self._part, self._url
             shown = url if len(url) <= SHOWN else f"{url[:SHOWN]}... ({len(url)} characters)"
-            raise VLLMValidationError(f"{part} {shown} cannot be read: {error}", parameter=part) from error
+            # some vLLM classes divide by the number of frames that they choose
+            found = "too few frames, or no pixels" if isinstance(error, ZeroDivisionError) else error
+            raise VLLMValidationError(f"{part} {shown} cannot be read: {found}", parameter=part) from error
 
     @property
     def _part(self) -> str:
