@@ -27,20 +27,24 @@ def make_adapter(
     alpha: float = 6.0,
     modules: Sequence[str] = ALL_LINEAR,
     seed: int = 0,
+    kind: Any = AutoModelForCausalLM,
+    part: str = "",
     **config: Any,
 ) -> Path:
-    """Writes an adapter of a model for all of its layers of these names. config: of peft, over what is written."""
+    """Writes an adapter of a model for all of its layers of these names. kind: the class of the model. part: a text
+    in the names of all layers. config: of peft, over what is written.
+    """
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    for name, weight in reference.named_parameters():
-        layer = name.removesuffix(".weight")
-        kind = layer.rpartition(".")[2]
-        if kind not in modules or weight.dim() != 2:
+    reference = kind.from_config(AutoConfig.from_pretrained(model))
+    for parameter, weight in reference.named_parameters():
+        layer = parameter.removesuffix(".weight")
+        name = layer.rpartition(".")[2]
+        if name not in modules or part not in layer or weight.dim() != 2:
             continue
         outputs, inputs = weight.shape
         down, up = (torch.randn(shape, generator=random) * STD for shape in ((rank, inputs), (outputs, rank)))
-        if kind == "embed_tokens":
+        if name == "embed_tokens":
             # of the transposed matrix
             down, up = torch.randn(rank, outputs, generator=random) * STD, torch.randn(inputs, rank, generator=random)
             tensors[f"base_model.model.{layer}.lora_embedding_A"] = down
@@ -55,9 +59,9 @@ def make_adapter(
     return folder
 
 
-def merge_adapter(folder: Path, model: Path, adapter: Path) -> Path:
-    """Writes the model with W + B A alpha / r in the place of each matrix W that the adapter has."""
-    merged = AutoModelForCausalLM.from_pretrained(model)
+def merge_adapter(folder: Path, model: Path, adapter: Path, kind: Any = AutoModelForCausalLM) -> Path:
+    """Writes the model with W + B A alpha / r in the place of each matrix W that the adapter has. kind: its class."""
+    merged = kind.from_pretrained(model)
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
     tensors = load_file(adapter / "adapter_model.safetensors")

@@ -229,10 +229,18 @@ class PictureReference(ReferenceModel):
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int], keep: int) -> torch.Tensor:
+        logits = self.model(**self._inputs(tokens), logits_to_keep=keep).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    @torch.inference_mode()
+    def hidden(self, prompt: PicturePrompt) -> torch.Tensor:
+        """Returns the last hidden states, [tokens, hidden size]."""
+        return self.model.model(**self._inputs(self.expanded(prompt))).last_hidden_state[0]
+
+    def _inputs(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
         ids = torch.tensor([list(tokens)])
         kinds = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()} if self._pictures else {}
-        logits = self.model(ids, logits_to_keep=keep, **self._pictures, **kinds).logits[0]
-        return torch.log_softmax(logits.float(), dim=-1)
+        return {"input_ids": ids, **self._pictures, **kinds}
 
     def assert_pictures(self, prompts: Sequence[PicturePrompt], answers: Sequence[Answer]) -> None:
         """Like `assert_greedy`; each prompt may part at a near tie."""

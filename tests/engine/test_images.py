@@ -325,7 +325,7 @@ def test_two_workers(llava: Pictured) -> None:
     ("named", "options"),
     [
         ("pictures with pipeline stages", {"pipeline_parallel_size": 2}),
-        ("adapters (LoRA) with pictures", {"enable_lora": True}),
+        ("adapters (LoRA) of encoders", {"enable_lora": True, "enable_tower_connector_lora": True}),
         ("embeddings of pictures in requests", {"enable_mm_embeds": True}),
         ("videos of which only a part is kept", {"video_pruning_rate": 0.5}),
     ],

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import PoolerConfig
 
 from tests.engine.hpu_counts import broken_duties
 from tests.engine.hpu_process import run_on_card
+from tests.engine.pooling_models import cosine
 from tests.engine.serving import Answer, Engine, answer_of, greedy_params
 
 pytest.importorskip("torchvision")  # vLLM's classes import it
@@ -137,6 +139,26 @@ def test_videos(model: Path, ucm: dict[str, Any]) -> None:
         engine.step()
         engine.check_idle()
     PictureReference(model).assert_pictures([*VIDEOS, VIDEOS[1]], [*found, *again])
+
+
+@pytest.mark.parametrize(("pooling", "ucm"), [("LAST", {}), ("MEAN", BUCKETS)], ids=["true shapes", "buckets"])
+def test_embeddings_of_pictures(model: Path, pooling: str, ucm: dict[str, Any]) -> None:
+    """Of the last token, in chunks that end in a picture and found in the cache; and of the mean of whole prompts."""
+    last = pooling == "LAST"
+    options = {**OPTIONS, "max_num_batched_tokens": 48 if last else 192, "limit_mm_per_prompt": {}}
+    asked = [*PROMPTS, VIDEOS[1]]
+    with Engine(
+        model, ucm, **options, runner="pooling", pooler_config=PoolerConfig(seq_pooling_type=pooling)
+    ) as engine:
+        found, again = (engine.llm.embed([one.request for one in asked], use_tqdm=False) for _ in range(2))
+        engine.step()
+        engine.check_idle()
+    reference = PictureReference(model)
+    for prompt, *outputs in zip(asked, found, again, strict=True):
+        hidden = reference.hidden(prompt)
+        for output in outputs:
+            assert cosine(output.outputs.embedding, hidden[-1] if last else hidden.mean(0)) > 0.99999
+    assert (again[4].num_cached_tokens == 96) is last
 
 
 def serve(model: str) -> dict[str, Any]:

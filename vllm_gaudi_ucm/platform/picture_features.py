@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.platform.feature import Feature, unless, where
-from vllm_gaudi_ucm.vllm_api.platforms import computes_drafts, reads_pictures, takes_media
+from vllm_gaudi_ucm.vllm_api.blocks import tells_clients_of_errors
+from vllm_gaudi_ucm.vllm_api.platforms import computes_drafts, is_pooling, reads_pictures, takes_media
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,12 +113,6 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
         where(reads_pictures, lambda c: c.parallel_config.pipeline_parallel_size > 1),
     ),
     Feature(
-        "adapters (LoRA) with pictures",
-        "--enable-lora",
-        "it has not been tried; merge the adapter into the weights, or add --language-model-only",
-        where(reads_pictures, lambda c: c.lora_config is not None),
-    ),
-    Feature(
         "pictures with a draft model",
         "--speculative-config",
         "it would read the placeholders of pictures as tokens; take the method `ngram`",
@@ -126,8 +121,9 @@ OF_PICTURES: tuple[Feature[VllmConfig], ...] = (
     Feature(
         "pictures with a model that pools",
         "--runner pooling",
-        "it has not been tried; take a model of text",
-        where(reads_pictures, lambda c: c.model_config.runner_type == "pooling"),
+        "vLLM 0.32 would answer a request whose picture cannot be encoded with an empty vector; take a newer vLLM, or "
+        "a model of text",
+        where(reads_pictures, lambda c: is_pooling(c) and not tells_clients_of_errors()),
     ),
     Feature(
         "pictures with several engines that share out experts",

@@ -167,9 +167,12 @@ class UcmPlatform(PoolMemory, Platform):
             logger.info("Heads differ in size: the plugin's attention backend replaces vLLM's choice, TRITON_ATTN.")
         ahead = vllm_config.scheduler_config.async_scheduling = schedules_ahead(vllm_config, config, cls.device_type)
         choose_kept_states(vllm_config, config.kv_cache.kept_states)
-        if reads_pictures(vllm_config) and vllm_config.model_config.is_mm_prefix_lm:
-            # rows of a picture see each other, so one step computes all of them
-            vllm_config.scheduler_config.disable_chunked_mm_input = True
+        if reads_pictures(vllm_config):
+            # rows of a picture may see each other, so that one step computes all of them
+            vllm_config.scheduler_config.disable_chunked_mm_input |= vllm_config.model_config.is_mm_prefix_lm
+            from vllm_gaudi_ucm.vllm_api.media import check_media
+
+            check_media()
         if keeps_one_block_table(vllm_config, config):
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
         refuse_with_ranks(vllm_config, config)

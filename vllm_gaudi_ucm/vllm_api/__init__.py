@@ -28,6 +28,7 @@ condition for its removal ("Remove when:").
 | `quantisation` | methods of quantised weights |
 | `moe` | layers with experts, and their routers |
 | `pooling` | poolers, and what they read of a step |
+| `media` | pictures and videos of requests, and errors of those that cannot be read |
 | `multimodal` | pictures of prompts: their places, the budget of their embeddings, inputs of encoders |
 | `draft_heads` | what a draft head takes from its model: states of layers, embeddings, the output layer |
 | `grid_encoder`, `patch_encoder`, `tile_encoder` | encoders of pictures as grids, patches and tiles, at padded sizes |
