@@ -171,7 +171,7 @@ def test_states_are_swapped_with_blocks(model: Path, served: list[Answer], kind:
         engine.check_all_free()
 
 
-@pytest.mark.parametrize("model", [*ONE_OF_EACH, "falcon_h1", "qwen3_5_text"], indirect=True)
+@pytest.mark.parametrize("model", [*ONE_OF_EACH, "falcon_h1", "nemotron_h", "qwen3_5_text"], indirect=True)
 def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None:
     """Each swaps its part of the states of preempted requests."""
     ucm = {**CHECKED, **preemption("swap")}
@@ -184,28 +184,28 @@ def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None
         engine.check_idle()
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path, level: int) -> None:
+def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path) -> None:
     """Other weights are refused while there are states, and taken while the engine sleeps."""
     model = make_hybrid(tmp_path, "lfm2")
     other = make_model(tmp_path / "other", hybrid_config("lfm2"), seed=5)
+    weights = {"weights_path": str(other)}
     with Engine(model, **OPTIONS) as engine:
         before = engine.greedy(hybrid_prompts(), 8)
         with pytest.raises(UnsupportedCallError, match=r"layers that keep a state.*call sleep before it"):
-            engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-        layers = [one for one in engine.runner.decoder.model.modules() if isinstance(one, StateLayer)]
-        states = [weakref.ref(one) for layer in layers for one in layer.kv_cache]
-        del layers
-        engine.llm.sleep(level)
-        assert [state() for state in states] == [None, None]
-        engine.llm.wake_up()
-        for _ in range(2):
+            engine.llm.collective_rpc("reload_weights", kwargs=weights)
+        for level in (1, 2):
+            layers = [one for one in engine.runner.decoder.model.modules() if isinstance(one, StateLayer)]
+            states = [weakref.ref(one) for layer in layers for one in layer.kv_cache]
+            del layers
+            engine.llm.sleep(level)
+            assert [state() for state in states] == [None, None]
+            engine.llm.wake_up()
             assert_same(engine.greedy(hybrid_prompts(), 8), before)
         engine.step()
         # slots of requests that have ended are free again
         assert [len(planner._slots) for planner in engine.runner.parts.steps._planner._others] == [0]
-        engine.llm.sleep(level)
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        engine.llm.sleep(1)
+        engine.llm.collective_rpc("reload_weights", kwargs=weights)
         engine.llm.wake_up()
         ReferenceModel(other).assert_greedy(hybrid_prompts(), engine.greedy(hybrid_prompts(), 8))
 
@@ -230,37 +230,29 @@ def test_quantised_weights(model: Path, tmp_path: Path) -> None:
 
 
 ON_CARD: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 128}
-# too few for the second chunk of the longest prompt
-ON_CARD |= {"num_gpu_blocks_override": 13}
 CARD_PROMPTS = [prompt[:100] for prompt in hybrid_prompts()[::2]]
 
 
 def serve_all(models: dict[str, str], prompts: list[list[int]]) -> dict[str, Any]:
-    """On the card, one engine after the other: the answers of each family, the graphs that these have compiled, blocks
-    that came back from the host, and tokens that were computed again.
-    """
+    """On the card, one engine after the other: the answers of each family, and the graphs that these have compiled."""
     from habana_frameworks.torch.simulator import card
 
     found = {}
     for name, model in models.items():
-        ucm = {**preemption("swap"), "graphs": {"warm_up": "full", "max_graphs": 2}}
-        with Poisoned(Path(model), ucm, **ON_CARD) as engine:
+        with Engine(Path(model), {"graphs": {"warm_up": "full", "max_graphs": 2}}, **ON_CARD) as engine:
             before = card.compilations
             answers = engine.greedy(prompts, 6)
-            totals = engine.totals
-            counts = card.compilations - before, totals.swapped_in, totals.recomputed_tokens
-            found[name] = [[dataclasses.asdict(answer) for answer in answers], counts]
+            found[name] = [[dataclasses.asdict(answer) for answer in answers], card.compilations - before]
     return {"families": found, "broken": broken_duties()}
 
 
 def test_on_the_simulated_card(tmp_path: Path) -> None:
-    """Through torch.compile, the default there: once warm nothing is compiled, chunks and swaps of states included."""
+    """Through torch.compile, the default there: once warm nothing is compiled, chunks included."""
     models = {name: str(make_hybrid(tmp_path, name)) for name in ("lfm2", "granitemoehybrid", "qwen3_next")}
     found = run_on_card(serve_all, tmp_path, models=models, prompts=CARD_PROMPTS).result
-    for name, (answers, (compiled, swapped, recomputed)) in found["families"].items():
+    for name, (answers, compiled) in found["families"].items():
         ReferenceModel(Path(models[name])).assert_greedy(CARD_PROMPTS, [Answer(**answer) for answer in answers])
-        assert swapped > 2
-        assert (compiled, recomputed) == (0, 0)
+        assert compiled == 0
     # a layer reads states that it writes: the bridge then copies them all
     assert set(found["broken"]) == {"12 aten.index_copy.default"}
 
