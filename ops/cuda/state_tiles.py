@@ -6,15 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_gaudi_ucm.ops.cuda import untried
+
 
 def block_of(size: int) -> int:
     """Returns the smallest block that a product takes for so many entries: a power of two, at least 16."""
     return max(1 << (size - 1).bit_length(), 16)
-
-
-# The kernels over tiles compile for a Hopper, and are exact under Triton's interpreter. No GPU has run them yet: until
-# tests/ops/test_cuda_states.py has passed on one with True, torch's products compute prompts there.
-RAN_ON_A_GPU = False
 
 
 def are_multiplied(dtype: torch.dtype) -> bool:
@@ -23,7 +20,7 @@ def are_multiplied(dtype: torch.dtype) -> bool:
     """
     from triton import knobs
 
-    return bool(knobs.runtime.interpret) or (RAN_ON_A_GPU and dtype == torch.bfloat16)
+    return untried.are_used() and (dtype == torch.bfloat16 or bool(knobs.runtime.interpret))
 
 
 class Products(NamedTuple):

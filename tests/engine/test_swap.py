@@ -45,7 +45,9 @@ def wanted(tiny_llama: Path) -> Iterator[list[Answer]]:
     ids=["swap-prefix cache", "swap-no prefix cache", "auto-prefix cache"],
 )
 def test_nothing_is_computed_again(tiny_llama: Path, wanted: list[Answer], mode: str, caching: bool) -> None:
-    with Poisoned(tiny_llama, preemption(mode), **SMALL, enable_prefix_caching=caching) as engine:
+    # so few that preemptions do not depend on when a step ends that runs while the next one is scheduled
+    few = {**SMALL, "num_gpu_blocks_override": 18, "enable_prefix_caching": caching}
+    with Poisoned(tiny_llama, preemption(mode), **few) as engine:
         assert_same(engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
         assert engine.preemptions > 5
         totals = engine.totals
@@ -80,7 +82,10 @@ def test_drafts(tiny_llama: Path, wanted: list[Answer]) -> None:
 def test_a_draft_model(tiny_llama: Path, wanted: list[Answer]) -> None:
     """Its keys and values lie in the same blocks."""
     drafts = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 2}
-    with Poisoned(tiny_llama, preemption("swap"), **SMALL, speculative_config=drafts) as engine:
+    # Each draft is right, so requests end soon: in more blocks, two are preempted if the next step is scheduled while
+    # one runs, as on a GPU.
+    few = {**SMALL, "max_model_len": 160, "num_gpu_blocks_override": 14}
+    with Poisoned(tiny_llama, preemption("swap"), **few, speculative_config=drafts) as engine:
         assert_swapped(engine, engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
 
 

@@ -27,7 +27,7 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import CHOSEN_TOKENS, IndexRows, TokenPlaces
-from vllm_gaudi_ucm.ops.cuda import state_tiles
+from vllm_gaudi_ucm.ops.cuda import untried
 from vllm_gaudi_ucm.ops.gated_delta.implementation import GATED_DELTAS, DeltaRows
 from vllm_gaudi_ucm.ops.gated_norm.implementation import GATED_NORMS
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
@@ -41,6 +41,7 @@ from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.codes import CudaCodes, narrow_rows
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda.int8 import CudaInt8
+from vllm_gaudi_ucm.ops.rejection_sampling.impl.cuda.rejection import cuda_accept_or_draw
 from vllm_gaudi_ucm.ops.rms_norm.impl.cuda.norm import cuda_rms_norm
 from vllm_gaudi_ucm.ops.rotary.impl.cuda.rotary import cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.impl.cuda.noise import cuda_noise
@@ -139,6 +140,8 @@ def around_attention(dtype: torch.dtype) -> None:
     cuda_gate(gates, "gelu")
     cuda_gate(gates, "gelu_tanh")
     cuda_noise(torch.zeros(2, dtype=torch.int32), torch.zeros(151936, dtype=torch.int32))
+    shares, drafts = torch.zeros(2, 151936), torch.zeros(2, dtype=torch.int64)
+    cuda_accept_or_draw(shares, drafts, shares, torch.zeros(2), shares)
 
 
 def adapters(dtype: torch.dtype) -> None:
@@ -273,7 +276,7 @@ def chosen_tokens(dtype: torch.dtype) -> None:
 
 def layers_with_states(dtype: torch.dtype) -> None:
     """Decodes, verifications of three drafts, and prompts, of layers as in Qwen3-Next and Granite 4-h."""
-    state_tiles.RAN_ON_A_GPU = True
+    untried.RAN_ON_A_GPU = True
     for few, rows in ((1, 1), (4, 4), (1, 130)):
         step, heads = plan([StateRequest(rows, 1, {0: 2})], few), torch.zeros(128)
         q, v = (torch.empty(rows, count, 128, dtype=dtype) for count in (16, 32))

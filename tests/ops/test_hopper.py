@@ -57,6 +57,7 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "rotate_heads",
         "gate_rows",
         "draw_rows",
+        "accept_rows",
         "find_candidates",
         "multiply_codes",
         "round_rows",

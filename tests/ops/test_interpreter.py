@@ -27,6 +27,7 @@ LEAST = {
     "ops.test_cuda_block_selection": 20,
     "ops.test_cuda_kv_cache": 8,
     "ops.test_cuda_elementwise": 90,
+    "ops.test_rejection_sampling": 3,
     "ops.test_cuda_quantised": 25,
     "ops.test_cuda_int8": 25,
     "ops.test_lora": 13,

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from tests.chi_square import assert_distributed
-from vllm_gaudi_ucm.ops.rejection_sampling import accept_or_draw
+from tests.ops.oracle import CUDA_RUNS
+from vllm_gaudi_ucm.ops.rejection_sampling.api import accept_or_draw
+from vllm_gaudi_ucm.ops.rejection_sampling.impl import reference
+from vllm_gaudi_ucm.ops.rejection_sampling.impl.cuda.rejection import can_accept_or_draw, cuda_accept_or_draw
 
+GPU = torch.cuda.is_available()
 ROWS = 60_000
 P = {
     "spread": [0.4, 0.3, 0.15, 0.1, 0.05],
@@ -68,3 +72,40 @@ def test_a_forbidden_draft_is_never_accepted() -> None:
     uniform = torch.linspace(1e-7, 1 - 1e-7, 1000)
     tokens = accept_or_draw(probabilities, torch.full((1000,), 2), proposed, uniform, noise)
     assert_distributed(tokens.bincount(minlength=3), torch.tensor([0.5, 0.5, 0.0]))
+
+
+@pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
+@pytest.mark.parametrize(("rows", "vocab_size"), [(24, 5), (12, 4097)] + ([(512, 151936)] if GPU else []))
+def test_the_cuda_kernel_gives_the_tokens_of_the_reference(rows: int, vocab_size: int) -> None:
+    """Rows that accept, draw from the rest or have no draft, equal distributions, ties, NaN and forbidden tokens."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(2, rows, vocab_size, generator=generator) * 3
+    logits[0, :, 1::3] = -math.inf
+    probabilities, proposed = logits.softmax(-1)
+    drafts = proposed.multinomial(1, generator=generator).squeeze(1)
+    uniform = torch.rand(rows, generator=generator)
+    noise = torch.empty(rows, vocab_size).exponential_(generator=generator).clamp_(min=1e-7)
+    proposed[0] = probabilities[0]
+    drafts[0], uniform[0] = 0, 1.0  # nothing is left
+    drafts[1:3], proposed[1] = -1, math.nan
+    proposed[3] = math.nan
+    proposed[4, vocab_size - 1], drafts[4], uniform[4] = math.nan, 1, 1.0
+    probabilities[5, 3:] = math.nan
+    probabilities[6], proposed[6], noise[6], uniform[6] = 0.25, 0.125, 1.0, 1.0
+    probabilities[7] = 0.0
+    arguments = [x.to("cuda" if GPU else "cpu") for x in (probabilities, drafts, proposed, uniform, noise)]
+    expected = reference.accept_or_draw(*arguments)
+    assert can_accept_or_draw(*arguments)
+    assert cuda_accept_or_draw(*arguments).tolist() == expected.tolist()
+    assert accept_or_draw(*arguments).tolist() == expected.tolist()
+    accepted = (expected == arguments[1]).sum()
+    assert 2 <= accepted <= rows - 4
+
+
+def test_what_the_cuda_kernel_leaves_to_the_reference() -> None:
+    """Distributions in float64, and rows that share their memory."""
+    p, drafts, uniform = torch.full((2, 4), 0.25), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    assert can_accept_or_draw(p, drafts, p, uniform, p)
+    assert not can_accept_or_draw(p.double(), drafts, p, uniform, p)
+    assert not can_accept_or_draw(p, drafts, p[:1].expand(2, -1), uniform, p)
+    assert not can_accept_or_draw(p[:, :0], drafts, p[:, :0], uniform, p[:, :0])

@@ -57,7 +57,13 @@ class ModelCalls:
         is_checkpoint_format: bool = True,
     ) -> None:
         """Serves other weights from the next step on; see docs/reference/worker.md."""
-        refuse_reload(self.vllm_config, self._ucm, self._device.kind, is_checkpoint_format)
+        refuse_reload(
+            self.vllm_config,
+            self._ucm,
+            self._device.kind,
+            is_checkpoint_format=is_checkpoint_format,
+            is_asleep=isinstance(self._steps, RestingSteps),
+        )
         with self._turn, model_loading(self.vllm_config):
             self.model_runner.reload_weights(weights_path, weights_iterator)
             if not isinstance(self._steps, RestingSteps):

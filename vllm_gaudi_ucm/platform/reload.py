@@ -18,16 +18,20 @@ _INSTEAD = "start the engine again with the new weights"
 _AWAKE = "end the engine to free its memory; `wake_up` lets a paused one go on"
 
 
-def refuse_reload(vllm_config: VllmConfig, config: UcmConfig, device_kind: str, is_checkpoint_format: bool) -> None:
-    """Raises UnsupportedCallError if this engine cannot take other weights."""
+def refuse_reload(
+    vllm_config: VllmConfig, config: UcmConfig, device_kind: str, *, is_checkpoint_format: bool, is_asleep: bool
+) -> None:
+    """Raises UnsupportedCallError if this engine cannot take other weights. is_asleep: whether `sleep` was called."""
     if not is_checkpoint_format:
         raise UnsupportedCallError(
             "reload_weights", "weights that are not in a checkpoint's format", "pass the tensors of a checkpoint"
         )
     found = next(_excluded(vllm_config, config, device_kind), None)
-    if found is None and keeps_states(vllm_config):
-        found = "layers that keep a state, whose states of running requests would be lost"
     _refuse("reload_weights", "other weights", _INSTEAD, found)
+    # an engine that sleeps has no states, and makes new ones when it wakes up
+    if keeps_states(vllm_config) and not is_asleep:
+        lost = "layers that keep a state, whose states of running requests would be lost"
+        _refuse("reload_weights", "other weights", "call sleep before it, and wake_up after it", lost)
 
 
 def refuse_sleep(vllm_config: VllmConfig, config: UcmConfig, device_kind: str) -> None:

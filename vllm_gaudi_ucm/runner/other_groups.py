@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.config.exclusions import Option
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.distributed.ranks import Ranks
     from vllm_gaudi_ucm.execution.layer_groups import LayerGroups
@@ -29,8 +30,18 @@ logger = plugin_logger(__name__)
 
 GIB = 1 << 30
 
-MOVES_BLOCKS = (TOKEN_SLOTS, PARTIAL_HITS, COMPACTION, SWAP, MEMORY_MODE)
-"""Options that move, copy or share parts of blocks, and leave the states of the blocks where they are."""
+_PREFIXES = "states for prefix caching stay on the device: take ucm.kv_cache.kept_states"
+_SWAP = "ucm.preemption.mode swap moves states, too"
+MOVES_BLOCKS: Mapping[Option, str] = {
+    TOKEN_SLOTS: "a state is no slot of a token: leave the option out",
+    PARTIAL_HITS: _PREFIXES,
+    COMPACTION: "states stay where they are: leave the option out",
+    SWAP: "states of blocks are not swapped: take recompute",
+    MEMORY_MODE: _SWAP,
+}
+"""Options that move, copy or share parts of blocks, and leave the states of the blocks where they are; and what to do
+instead.
+"""
 
 
 def other_groups(vllm_config: VllmConfig, first: KvGroup) -> list[CacheGroup]:
@@ -116,10 +127,17 @@ def refuse_with_states(config: UcmConfig, vllm_config: VllmConfig) -> None:
     kinds = [kind_of(spec) for spec in other_specs(vllm_config).values()]
     # states of requests are swapped with their blocks; states of blocks are not
     swaps = all(kind is not None and issubclass(kind, StateGroup) and not kind.of_blocks for kind in kinds)
-    asked_by = [option.words for option in MOVES_BLOCKS if option.is_on(config) and not (option is SWAP and swaps)]
+    asked_by = {
+        option.words: instead
+        for option, instead in MOVES_BLOCKS.items()
+        if option.is_on(config) and not (option is SWAP and swaps)
+    }
     if vllm_config.kv_transfer_config is not None:
-        asked_by.append("--kv-transfer-config")
+        asked_by["--kv-transfer-config"] = _PREFIXES
     if any(map(is_draft_layer, names)):
-        asked_by.append("--speculative-config (a draft model with such layers)")
+        asked_by["--speculative-config (a draft model with such layers)"] = (
+            "take n-grams, a draft model whose layers all have attention, or the model's own MTP layer"
+        )
     if asked_by:
-        raise UnsupportedFeatureError(f"a model with layers that keep a state ({names[0]})", asked_by[0])
+        flag, instead = next(iter(asked_by.items()))
+        raise UnsupportedFeatureError(f"a model with layers that keep a state ({names[0]}; {instead})", flag)

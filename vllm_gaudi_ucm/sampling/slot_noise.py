@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.ops.rejection_sampling import accept_or_draw
+from vllm_gaudi_ucm.ops.rejection_sampling.api import accept_or_draw
 from vllm_gaudi_ucm.ops.row_noise.api import (
     DOUBLE_DOMAIN,
     exponential_noise,

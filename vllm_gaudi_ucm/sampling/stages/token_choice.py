@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.execution.graph_manager import Compile, Stage, uncompiled
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens, within
-from vllm_gaudi_ucm.ops.rejection_sampling import accept_or_draw
+from vllm_gaudi_ucm.ops.rejection_sampling.api import accept_or_draw
 from vllm_gaudi_ucm.ops.row_noise.api import exponential_noise, token_mixes
 from vllm_gaudi_ucm.sampling.draft_probabilities import ProposedRows
 from vllm_gaudi_ucm.sampling.slot_noise import noise_keys, slot_uniforms

@@ -1,6 +1,10 @@
 """Rejection sampling of drafts that were drawn from a distribution of their own."""
 
+import torch
 from torch import Tensor
+
+from vllm_gaudi_ucm.ops.registry import why_not_triton
+from vllm_gaudi_ucm.ops.rejection_sampling.impl.reference import accept_or_draw as reference
 
 
 def accept_or_draw(
@@ -10,8 +14,7 @@ def accept_or_draw(
 
     So the token of each row has distribution p, whatever q is. Nothing is read on the host, and all shapes depend only
     on the shapes of the arguments. If rounding leaves nothing of max(p - q, 0), a row draws from p, which is q then.
-
-    Source: Leviathan et al., https://arxiv.org/abs/2211.17192, theorem 1.
+    On a GPU one launch gives the same tokens as the reference, once `ops/cuda/untried.py` allows it.
 
     Args:
         probabilities: p, [rows, vocabulary].
@@ -24,12 +27,11 @@ def accept_or_draw(
     Returns:
         int64 [rows].
     """
-    places = drafts.clamp(min=0).unsqueeze(1)
-    of_draft = draft_probabilities.gather(1, places).squeeze(1)
-    is_drawn = (drafts >= 0) & (of_draft > 0)
-    is_accepted = is_drawn & (uniform * of_draft < probabilities.gather(1, places).squeeze(1))
-    rest = (probabilities - draft_probabilities.masked_fill(~is_drawn.unsqueeze(1), 0.0)).clamp(min=0.0)
-    rest = rest + probabilities * (rest.amax(dim=-1, keepdim=True) <= 0)
-    tokens = (rest / noise).argmax(dim=-1)
-    # no `where`: Gaudi's compiler is known to get it wrong for integers
-    return tokens + (drafts - tokens) * is_accepted
+    arguments = (probabilities, drafts, draft_probabilities, uniform, noise)
+    if not torch.compiler.is_compiling() and why_not_triton(probabilities.device.type) is None:
+        from vllm_gaudi_ucm.ops.cuda import untried
+        from vllm_gaudi_ucm.ops.rejection_sampling.impl.cuda.rejection import can_accept_or_draw, cuda_accept_or_draw
+
+        if untried.are_used() and can_accept_or_draw(*arguments):
+            return cuda_accept_or_draw(*arguments)
+    return reference(*arguments)

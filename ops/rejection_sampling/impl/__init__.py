@@ -1,0 +1,1 @@
+"""Implementations, with a folder for each device."""

@@ -1,0 +1,1 @@
+"""Rejection sampling in Triton. Imported by the CUDA implementation alone: triton is optional."""
