@@ -13,12 +13,13 @@ from pathlib import Path
 
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
+from benchmarks.quality.budget import Budget
 from benchmarks.quality.measure import Journal, Key, measure_sample, read_records
 from benchmarks.quality.methods import compared
+from benchmarks.quality.prompts import sparse_prompts
 from benchmarks.quality.report import goals, groups, plot, table, task_table
 from benchmarks.quality.samples import make_sample
 from benchmarks.quality.tasks import TASKS
-from benchmarks.sparse_budget import Budget
 from benchmarks.sparse_rows import load_causal
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     print(describe_machine())
     journal = Journal(options.journal)
-    methods = [one for one in compared() if one.name in options.methods]
+    methods = [one for one in (*compared(), *sparse_prompts()) if one.name in options.methods]
     budgets = [Budget(ratio) for ratio in sorted(options.budgets)]
     tokenizer, model = AutoTokenizer.from_pretrained(options.model), load_causal(options.model)
     cases = [
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
-    names = [one.name for one in compared()]
+    names = [one.name for one in (*compared(), *sparse_prompts())]
     found.add_argument("--model", type=Path, default=MODEL, help="a folder with a causal language model")
     found.add_argument("--lengths", type=positive, nargs="+", default=[4096], help="tokens, answers included")
     found.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))

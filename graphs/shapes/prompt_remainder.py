@@ -1,5 +1,5 @@
 """Shapes of the graphs for prompt remainders: rows of a prompt that choose blocks of the context before them. These are
-the last rows of a partly loaded prompt, up to a block of them, or a chunk of a sparse prompt, whose rows choose in tiles.
+the last rows of a partly loaded prompt, up to a block, or a chunk of a sparse prompt, whose rows choose in tiles.
 
 In an ordinary graph every selection has room for the rows of a verification, since all selected blocks are multiplied
 with the same number of rows. A prompt remainder has many more rows, but a single selection, or one for each tile. So it

@@ -75,7 +75,9 @@ def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer]) -
 
 @pytest.mark.parametrize("model", LOW_BUDGETS[:1], indirect=True)
 def test_sparse_prompts_are_refused_by_name(model: Path) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=r"with windows \(leave prompt_ratio out.*asked for by prompt_ratio"):
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"with windows \(leave prompt_ratio out.*asked for by prompt_ratio"
+    ):
         Engine(model, ucm(0.3, prompt_ratio=0.3), **OPTIONS).__enter__()
 
 

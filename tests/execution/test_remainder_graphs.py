@@ -43,7 +43,9 @@ def test_small_graphs_and_one_for_every_remainder() -> None:
 
 def test_chunks_whose_tiles_choose_have_twice_as_many() -> None:
     options = OPTIONS.model_copy(update={"prompt_ratio": 0.3, "prompt_tile": 32})
-    found = remainders_of(choices=selection_limits(options, SIZES._replace(remainder_rows=LIMITS.max_num_batched_tokens)))
+    found = remainders_of(
+        choices=selection_limits(options, SIZES._replace(remainder_rows=LIMITS.max_num_batched_tokens))
+    )
     assert len(found.shapes) == most_remainders(tiles=True) == 6
     assert {shape.query_len for shape in found.shapes} == {64, 256}
 
