@@ -17,7 +17,7 @@ from benchmarks.quality.budget import Budget
 from benchmarks.quality.measure import Journal, Key, measure_sample, read_records
 from benchmarks.quality.methods import compared
 from benchmarks.quality.prompts import sparse_prompts
-from benchmarks.quality.report import goals, groups, plot, table, task_table
+from benchmarks.quality.report import byte_table, goals, groups, plot, table, task_table
 from benchmarks.quality.samples import make_sample
 from benchmarks.quality.tasks import TASKS
 from benchmarks.sparse_rows import load_causal
@@ -35,6 +35,7 @@ def main() -> None:
     for (model, length, block_size), of_group in groups(records).items():
         print(f"\n## {model}, {length} tokens, blocks of {block_size}\n\n{table(of_group, lambda one: one.score)}")
         print(f"\nNext tokens as in dense attention, %\n\n{table(of_group, lambda one: one.same)}")
+        print(f"\n{byte_table(of_group)}")
         ratios = sorted({one.ratio for one in of_group if one.ratio < 1})
         for ratio in ratios:
             print(f"\nBy task at {ratio:.0%}\n\n{task_table(of_group, ratio)}")

@@ -30,11 +30,18 @@ Choose = Callable[[Step, Budget, Observed], Tensor]
 
 @dataclass(frozen=True)
 class Compared:
-    """name: in tables. reads: what it reads of each block to choose, in bytes per KV head of dimension d."""
+    """name: in tables. scored: for a block size, the bytes that are read to score a block, divided by the bytes of its
+    keys and values. Both are bfloat16, heads have 64 elements.
+    """
 
     name: str
     choose: Choose
-    reads: str
+    scored: Callable[[int], float]
+
+
+def vectors(count: Callable[[int], float]) -> Callable[[int], float]:
+    """Returns `scored` for a number of vectors that are as large as keys. count: by block size."""
+    return lambda block_size: count(block_size) / (2 * block_size)
 
 
 def quest_by_head(step: Step, budget: Budget) -> Tensor:
@@ -99,20 +106,25 @@ def compared() -> tuple[Compared, ...]:
     def alone(choose: Callable[[Step, Budget], Tensor]) -> Choose:
         return lambda step, budget, observed: choose(step, budget)
 
+    boxes, every = vectors(SummaryKind.BOX_MEAN.vectors), vectors(lambda block_size: block_size)
+    one, two, none = vectors(lambda block_size: 1), vectors(lambda block_size: 2), vectors(lambda block_size: 0)
+    # a code of 64 signs and a gain takes 9 bytes, a key 128
+    few_codes = vectors(lambda block_size: SummaryKind.HASH.vectors(block_size) * 9 / 128)
+    codes = vectors(lambda block_size: 1 + block_size * 9 / 128)
     return (
-        Compared(DEFAULT, shared(box_mean), "one key of 8"),
-        Compared("gsa_heads", alone(by_kv_head(box_mean)), "one key of 8"),
-        Compared("gsa_fp8", shared(of_summary(SummaryKind.BOX_MEAN, narrow=True)), "half a key of 8"),
-        Compared("gsa_hash", shared(code), "one code of 16, or 8 codes"),
-        Compared("gsa_minmax", shared(minmax), "two keys"),
-        Compared("gsa_mean", shared(mean), "one key"),
-        Compared("codes", shared(of_codes), "one key, and a code for each key"),
-        Compared("kvstar", kvstar(box_mean), "one key of 8, every 8 steps"),
-        Compared(EXACT, shared(exact), "all keys"),
-        Compared("exact_heads", alone(by_kv_head(exact)), "all keys"),
-        Compared(QUEST, alone(quest_by_head), "two keys"),
-        Compared("quest_heads", alone(by_kv_head(quest)), "two keys"),
-        Compared("quest_shared", shared(quest), "two keys"),
-        Compared("snapkv", snapkv, "nothing"),
-        Compared("streaming", shared(of_method(StreamingLLM)), "nothing"),
+        Compared(DEFAULT, shared(box_mean), boxes),
+        Compared("gsa_heads", alone(by_kv_head(box_mean)), boxes),
+        Compared("gsa_fp8", shared(of_summary(SummaryKind.BOX_MEAN, narrow=True)), lambda size: boxes(size) / 2),
+        Compared("gsa_hash", shared(code), few_codes),
+        Compared("gsa_minmax", shared(minmax), two),
+        Compared("gsa_mean", shared(mean), one),
+        Compared("codes", shared(of_codes), codes),
+        Compared("kvstar", kvstar(box_mean), lambda size: boxes(size) / KVStarOptions().checkpoint_interval),
+        Compared(EXACT, shared(exact), every),
+        Compared("exact_heads", alone(by_kv_head(exact)), every),
+        Compared(QUEST, alone(quest_by_head), two),
+        Compared("quest_heads", alone(by_kv_head(quest)), two),
+        Compared("quest_shared", shared(quest), two),
+        Compared("snapkv", snapkv, none),
+        Compared("streaming", shared(of_method(StreamingLLM)), none),
     )

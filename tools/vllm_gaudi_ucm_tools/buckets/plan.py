@@ -315,8 +315,8 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sparse",
         metavar="FILE|JSON",
-        help="what you pass as ucm in --additional-config; its method and options say how many blocks are selected, and "
-        "whether prompts choose (prompt_ratio), which need graphs of their own",
+        help="what you pass as ucm in --additional-config; its method and options say how many blocks are selected, "
+        "and whether prompts choose (prompt_ratio), which need graphs of their own",
     )
     group.add_argument(
         "--partial-loads",
