@@ -17,7 +17,7 @@ from benchmarks.quality.budget import Budget
 from benchmarks.quality.measure import Journal, Key, measure_sample, read_records
 from benchmarks.quality.methods import compared
 from benchmarks.quality.prompts import sparse_prompts
-from benchmarks.quality.report import byte_table, goals, groups, plot, table, task_table
+from benchmarks.quality.report import byte_table, differences, goals, groups, plot, table, task_table
 from benchmarks.quality.samples import make_sample
 from benchmarks.quality.tasks import TASKS
 from benchmarks.sparse_rows import load_causal
@@ -39,7 +39,7 @@ def main() -> None:
         ratios = sorted({one.ratio for one in of_group if one.ratio < 1})
         for ratio in ratios:
             print(f"\nBy task at {ratio:.0%}\n\n{task_table(of_group, ratio)}")
-        print("\n" + "\n".join(goals(of_group)), flush=True)
+        print("\n" + "\n".join([*goals(of_group), *differences(of_group)]), flush=True)
     if options.json:
         versions = {name: version(name) for name in VERSIONS}
         seeds = sorted({one.key.seed for one in records})

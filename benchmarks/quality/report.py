@@ -95,6 +95,20 @@ def byte_table(records: Sequence[Record]) -> str:
 FIGURES: tuple[Callable[[Record], float], ...] = (lambda one: one.same, lambda one: one.nats, lambda one: one.score)
 
 
+def differences(records: Sequence[Record]) -> Iterator[str]:
+    """Yields, for each other method and ratio, how much it differs from the default at this ratio, sample by sample."""
+    found = cells(records)
+    for (method, ratio), cell in found.items():
+        base = found.get((DEFAULT, ratio), {})
+        both = sorted(set(cell) & set(base), key=str)
+        if method == DEFAULT or not both:
+            continue
+        same = bootstrap([cell[key].same - base[key].same for key in both])
+        nats = bootstrap([cell[key].nats - base[key].nats for key in both])
+        shown = f"{nats.mean:+.2f} [{nats.low:+.2f}, {nats.high:+.2f}]"
+        yield f"{method} less {DEFAULT} at {ratio:.0%}: {same} points of next tokens, {shown} nats; {len(both)} samples"
+
+
 def task_table(records: Sequence[Record], ratio: float) -> str:
     """Returns a Markdown table at one ratio: tasks over methods, mean scores in %, and the number of samples."""
     found = cells(records)

@@ -13,7 +13,7 @@ from benchmarks.quality.budget import Budget
 from benchmarks.quality.measure import DENSE, Journal, Key, Record, measure_sample
 from benchmarks.quality.methods import compared
 from benchmarks.quality.peers import ExactTopK, quest_bound
-from benchmarks.quality.report import bootstrap, goals, table
+from benchmarks.quality.report import bootstrap, byte_table, differences, goals, table
 from benchmarks.quality.samples import make_sample
 from benchmarks.quality.scores import of_codes, of_method, step_candidates
 from benchmarks.quality.tasks import RULER, TASKS
@@ -115,6 +115,8 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     (line,) = goals(records)
     assert "50 [50, 50] points behind exact top-k (not met), 50 [50, 50] points above Quest (met)" in line
     assert "| quest | 0 [0, 0] |" in table(records, lambda one: one.score)
+    assert "| gsa | 10% | 22 | 100 [100, 100] | 1.00 [1.00, 1.00] | 50 [50, 50] |" in byte_table(records)
+    assert len(list(differences(records))) == 2
     journal = Journal(tmp_path / "folder" / "journal.jsonl")
     journal.add(records)
     with journal.path.open("a") as file:
