@@ -99,9 +99,16 @@ def test_exact_scores_rank_as_attention_does_and_quest_bounds_them() -> None:
     bounds = quest_bound(step.query.unflatten(1, (2, 2))[0], summarise(step.key_cache[1:-1], SummaryKind.MINMAX))
     products = torch.einsum("kgd,btkd->bkgt", step.query[0].unflatten(0, (2, 2)), step.key_cache[1:-1])
     assert (bounds >= products.amax(-1) - 1e-4).all()
-    near = of_codes(step, budget)
-    assert torch.corrcoef(torch.stack((near[candidates], found[candidates])))[0, 1] > 0.9
     assert len(step_candidates(step, budget, step.key_cache).places) == int(candidates.sum())
+
+
+def test_codes_find_a_single_key() -> None:
+    """The product of a key with its own code is exact, so the block of a key along the query comes first."""
+    step, budget = a_step(), Budget(0.3)
+    keys = step.keys.clone()
+    keys[100:101] = 2 * step.query[:1].unflatten(1, (2, 2)).mean(2)
+    scores = of_codes(Step(0, step.query, keys, step.contexts, 0.25, BLOCK), budget)
+    assert int(scores[0].argmax()) == 100 // BLOCK
 
 
 def test_intervals_goals_and_journals(tmp_path: Path) -> None:
