@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.quality.budget import Budget
-from benchmarks.quality.measure import Journal, Key, measure_sample, read_records
+from benchmarks.quality.measure import DENSE, Journal, Key, measure_sample, read_records
 from benchmarks.quality.methods import compared
 from benchmarks.quality.prompts import sparse_prompts
 from benchmarks.quality.report import byte_table, differences, goals, groups, plot, table, task_table
@@ -31,7 +31,8 @@ def main() -> None:
     if not options.report:
         run(options)
     paths = options.report or [options.journal]
-    records = list(read_records(paths))
+    every = list(read_records(paths))
+    records = [one for one in every if one.ratio in (1, *options.budgets) and one.method in (DENSE, *options.methods)]
     for (model, length, block_size), of_group in groups(records).items():
         print(f"\n## {model}, {length} tokens, blocks of {block_size}\n\n{table(of_group, lambda one: one.score)}")
         print(f"\nNext tokens as in dense attention, %\n\n{table(of_group, lambda one: one.same)}")
@@ -42,8 +43,8 @@ def main() -> None:
         print("\n" + "\n".join([*goals(of_group), *differences(of_group)]), flush=True)
     if options.json:
         versions = {name: version(name) for name in VERSIONS}
-        seeds = sorted({one.key.seed for one in records})
-        found = {"versions": versions, "seeds": seeds, "records": [asdict(one) for one in records]}
+        seeds = sorted({one.key.seed for one in every})
+        found = {"versions": versions, "seeds": seeds, "records": [asdict(one) for one in every]}
         options.json.write_text(json.dumps(found) + "\n")
     if options.plot:
         shown = "; ".join(f"{model}, {length} tokens, blocks of {size}" for model, length, size in groups(records))
