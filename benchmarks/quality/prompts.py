@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.selection_limits import PromptTiles
 
 CHUNKS = 4
-"""Of a prompt; the first one has nothing to choose from."""
+"""The chunks of each prompt. The first one has nothing to choose from."""
 
 
 @dataclass(frozen=True)
