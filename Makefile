@@ -185,8 +185,7 @@ bench-moe: $(PLUGIN_STAMP) ## Compare the experts of one layer with their peers 
 bench-quantised: $(PLUGIN_STAMP) ## Compare products with quantised weights with their peers and limits (ARGS="--device cuda" on a GPU)
 	$(PY) -m benchmarks.quantised_linear $(ARGS)
 
-bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: quality of every summary, attention, verification, decoding
-	$(run_env) $(PY) -m benchmarks.sparse_quality --model $(MODEL)
+bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the speed of the sparse methods: attention, verification, decoding; what drafts they keep
 	$(PY) -m benchmarks.sparse_attention
 	$(run_env) $(PY) -m benchmarks.sparse_acceptance --model $(MODEL)
 	$(run_env) $(PY) -m benchmarks.sparse_same_drafts --model $(MODEL)

@@ -21,20 +21,36 @@ _policy: ContextVar[tuple[Policy, int] | None] = ContextVar("policy", default=No
 
 
 class DecodedRows:
-    """Rows `tokens[first:]` of a causal language model by Hugging Face, the tokens before them computed once, densely.
+    """Rows `tokens[first:]` of a causal language model by Hugging Face, the tokens before them computed once.
 
     All rows are computed together, and each attends to the policy's choice, in every layer: a row leaves in the cache
     what decoding with that selection would have left.
+
+    Args:
+        chunk: the tokens before `first` are computed in chunks of this size; None: at once.
+        policy_of: returns the policy of the chunk that begins at a token; without it they are dense.
+        block_size: of the policies.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: Any, tokens: Tensor, first: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokens: Tensor,
+        first: int,
+        chunk: int | None = None,
+        policy_of: Callable[[int], Policy | None] = lambda begin: None,
+        block_size: int = 1,
+    ) -> None:
         from transformers import DynamicCache
 
         self._model, self._tokens, self._first = model, tokens, first
         # without the model's configuration layers with windows keep everything, so that rows can be taken back
         self._cache = DynamicCache()
-        model.model(input_ids=tokens[None, :first], past_key_values=self._cache, use_cache=True)
+        for begin in range(0, first, chunk or first):
+            rows = tokens[None, begin : min(first, begin + (chunk or first))]
+            with selecting(policy_of(begin), block_size):
+                model.model(input_ids=rows, past_key_values=self._cache, use_cache=True)
 
     @torch.inference_mode()
     def advance(self, count: int) -> None:

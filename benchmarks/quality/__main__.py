@@ -13,12 +13,13 @@ from pathlib import Path
 
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from benchmarks.quality.measure import Journal, Key, measure_sample, read_records
+from benchmarks.quality.budget import Budget
+from benchmarks.quality.measure import DENSE, Journal, Key, measure_sample, read_records
 from benchmarks.quality.methods import compared
-from benchmarks.quality.report import goals, groups, plot, table, task_table
+from benchmarks.quality.prompts import sparse_prompts
+from benchmarks.quality.report import byte_table, differences, goals, groups, plot, table, task_table
 from benchmarks.quality.samples import make_sample
 from benchmarks.quality.tasks import TASKS
-from benchmarks.sparse_budget import Budget
 from benchmarks.sparse_rows import load_causal
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
@@ -30,18 +31,20 @@ def main() -> None:
     if not options.report:
         run(options)
     paths = options.report or [options.journal]
-    records = list(read_records(paths))
+    every = list(read_records(paths))
+    records = [one for one in every if one.ratio in (1, *options.budgets) and one.method in (DENSE, *options.methods)]
     for (model, length, block_size), of_group in groups(records).items():
         print(f"\n## {model}, {length} tokens, blocks of {block_size}\n\n{table(of_group, lambda one: one.score)}")
         print(f"\nNext tokens as in dense attention, %\n\n{table(of_group, lambda one: one.same)}")
+        print(f"\n{byte_table(of_group)}")
         ratios = sorted({one.ratio for one in of_group if one.ratio < 1})
         for ratio in ratios:
             print(f"\nBy task at {ratio:.0%}\n\n{task_table(of_group, ratio)}")
-        print("\n" + "\n".join(goals(of_group)), flush=True)
+        print("\n" + "\n".join([*goals(of_group), *differences(of_group)]), flush=True)
     if options.json:
         versions = {name: version(name) for name in VERSIONS}
-        seeds = sorted({one.key.seed for one in records})
-        found = {"versions": versions, "seeds": seeds, "records": [asdict(one) for one in records]}
+        seeds = sorted({one.key.seed for one in every})
+        found = {"versions": versions, "seeds": seeds, "records": [asdict(one) for one in every]}
         options.json.write_text(json.dumps(found) + "\n")
     if options.plot:
         shown = "; ".join(f"{model}, {length} tokens, blocks of {size}" for model, length, size in groups(records))
@@ -57,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     print(describe_machine())
     journal = Journal(options.journal)
-    methods = [one for one in compared() if one.name in options.methods]
+    methods = [one for one in (*compared(), *sparse_prompts()) if one.name in options.methods]
     budgets = [Budget(ratio) for ratio in sorted(options.budgets)]
     tokenizer, model = AutoTokenizer.from_pretrained(options.model), load_causal(options.model)
     cases = [
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
-    names = [one.name for one in compared()]
+    names = [one.name for one in (*compared(), *sparse_prompts())]
     found.add_argument("--model", type=Path, default=MODEL, help="a folder with a causal language model")
     found.add_argument("--lengths", type=positive, nargs="+", default=[4096], help="tokens, answers included")
     found.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))

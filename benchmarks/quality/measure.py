@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.quality.budget import Budget
 from benchmarks.quality.methods import OBSERVED_ROWS, Compared, Observed
+from benchmarks.quality.prompts import Place, SparsePrompt
 from benchmarks.quality.samples import Sample
-from benchmarks.sparse_budget import Budget
 from benchmarks.sparse_rows import DecodedRows, Policy
 from benchmarks.sparse_step import Step
 
 DENSE = "dense"
+Method = Compared | SparsePrompt
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Record:
     """The outcome of a sample under one method. dense: ratio 1.
 
     score: the share of answers with every token right. nats: per token of the answers. same: the share of likeliest
-    tokens that are dense attention's. read: the share of its context that a row attended to, over layers that choose.
+    tokens that are dense attention's. read: the share of its context of which a row read keys and values, over layers
+    that choose and KV heads.
     """
 
     key: Key
@@ -50,10 +53,11 @@ class Record:
 
 
 def measure_sample(
-    model: Any, key: Key, sample: Sample, methods: Sequence[Compared], budgets: Sequence[Budget]
+    model: Any, key: Key, sample: Sample, methods: Sequence[Method], budgets: Sequence[Budget]
 ) -> Iterator[Record]:
     """Yields the record of dense attention first. The context is dense; from the question's last token on, each row
-    attends to the method's choice. The answer is given token by token, so an error does not change what follows.
+    attends to the method's choice. After a sparse prompt these rows are dense. The answer is given token by token, so
+    an error does not change what follows.
     """
     first = sample.first - OBSERVED_ROWS
     rows = DecodedRows(model, sample.tokens[:-1], first)
@@ -72,14 +76,21 @@ def measure_sample(
     for method in methods:
         for budget in budgets:
             read: list[float] = []
-            logits = rows.logits(_policy(method, budget, observed, read), key.block_size)
+            if isinstance(method, SparsePrompt):
+                place = Place(key.block_size, read)
+                after = method.decoded(model, sample.tokens[:-1], sample.first - 1, budget, place)
+                logits = after.logits(lambda step: None, key.block_size)
+            else:
+                logits = rows.logits(_policy(method, budget, observed, read), key.block_size)
             yield _record(key, method.name, budget.ratio, logits, expected, sample, sum(read) / len(read))
 
 
 def _policy(method: Compared, budget: Budget, observed: Observed, read: list[float]) -> Policy:
     def policy(step: Step) -> Tensor:
         chosen = method.choose(step, budget, observed)
-        read.append(float((chosen.sum(-1) / step.row_blocks).mean()))
+        # heads that share keys read what one of them needs
+        of_keys = chosen.unflatten(0, (step.keys.shape[1], -1)).any(1) if chosen.dim() == 3 else chosen
+        read.append(float((of_keys.sum(-1) / step.row_blocks).mean()))
         return chosen
 
     return policy
@@ -112,7 +123,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.records = list(read_records([path])) if path.exists() else []
 
-    def missing(self, key: Key, methods: Sequence[Compared], budgets: Sequence[Budget]) -> list[Compared]:
+    def missing(self, key: Key, methods: Sequence[Method], budgets: Sequence[Budget]) -> list[Method]:
         """Returns the methods without a record of this sample at some budget; all of them without a dense record."""
         done = {(record.method, record.ratio) for record in self.records if record.key == key}
         if (DENSE, 1.0) not in done:

@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.quality.budget import Budget
 from benchmarks.quality.peers import ExactTopK, Quest, StreamingLLM, quest_bound
-from benchmarks.sparse_budget import Budget
-from benchmarks.sparse_methods import all_methods, select
+from benchmarks.quality.scores import Scores, by_kv_head, of_codes, of_method, of_summary, select
 from benchmarks.sparse_step import Step
 from vllm_gaudi_ucm.ops.block_selection.api import new_summaries, write_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
-from vllm_gaudi_ucm.sparse.base import UcmSparseRole
-from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions, KVStarState
-from vllm_gaudi_ucm.sparse.selection.layer_selector import CandidateBlocks
 
 OBSERVED_ROWS = 32
 """Last rows of a question, by whose attention SnapKV chooses."""
@@ -33,39 +30,21 @@ Choose = Callable[[Step, Budget, Observed], Tensor]
 
 @dataclass(frozen=True)
 class Compared:
-    """name: in tables. reads: what it reads of each block to choose, in bytes per KV head of dimension d."""
+    """name: in tables. scored: for a block size, the bytes that are read to score a block, divided by the bytes of its
+    keys and values. Both are bfloat16, heads have 64 elements.
+    """
 
     name: str
     choose: Choose
-    reads: str
+    scored: Callable[[int], float]
 
 
-def step_candidates(step: Step, budget: Budget, summaries: Tensor) -> CandidateBlocks:
-    """Returns all candidates of all rows, each row as a request of its own."""
-    rows, width = len(step.query), step.num_blocks
-    places = budget.candidates(step.row_blocks, width).flatten().nonzero()[:, 0]
-    first_rows, num_rows = torch.arange(rows), torch.ones(rows, dtype=torch.int64)
-    spans, blocks = places // width, places % width + 1
-    return CandidateBlocks(step.layer, summaries, blocks, spans, first_rows, num_rows, 1, places, width)
+def vectors(count: Callable[[int], float]) -> Callable[[int], float]:
+    """Returns `scored` for a number of vectors that are as large as keys. count: by block size."""
+    return lambda block_size: count(block_size) / (2 * block_size)
 
 
-def scores_of(method: BlockSparse, step: Step, budget: Budget) -> Tensor:
-    """Returns float32 [rows, blocks] by the method's own `block_scores`, as an engine calls it."""
-    kind = SummaryKind(method.block_options.summary)
-    summaries = new_summaries(step.key_cache, kind)
-    if kind is SummaryKind.MINMAX:  # the other methods of this package read no summary
-        write_summaries(step.key_cache, torch.arange(1, step.num_blocks + 1), summaries, kind)
-    if isinstance(method, ExactTopK):
-        method.keys = [step.key_cache] * (step.layer + 1)
-    candidates = step_candidates(step, budget, summaries)
-    found = method.block_scores(step.layer, step.query, candidates)
-    assert found is not None
-    table = torch.zeros(len(step.query) * step.num_blocks)
-    table[candidates.places] = found
-    return table.view(len(step.query), -1)
-
-
-def quest_by_head(step: Step, budget: Budget, observed: Observed) -> Tensor:
+def quest_by_head(step: Step, budget: Budget) -> Tensor:
     """Quest as published: each query head chooses its own blocks."""
     kind = SummaryKind.MINMAX
     summaries = new_summaries(step.key_cache, kind)
@@ -87,7 +66,7 @@ def snapkv(step: Step, budget: Budget, observed: Observed) -> Tensor:
     return kept | _later(step, 0)
 
 
-def kvstar(scores: Callable[[Step, Budget], Tensor]) -> Choose:
+def kvstar(scores: Scores) -> Choose:
     """KVStar with its default options over scores, by its own state machine."""
     options = KVStarOptions()
 
@@ -116,25 +95,36 @@ def _later(step: Step, row: int) -> Tensor:
 
 
 def compared() -> tuple[Compared, ...]:
-    """Returns every method, the default first."""
-    scores = {method.name: method.scores for method in all_methods()}
+    """Returns every method, the default first. Names that end in `_heads` choose for each KV head."""
+    box_mean, minmax = of_summary(SummaryKind.BOX_MEAN), of_summary(SummaryKind.MINMAX)
+    code, mean = of_summary(SummaryKind.HASH), of_summary(SummaryKind.MEAN)
+    exact, quest = of_method(ExactTopK), of_method(Quest)
 
-    def shared(name: str) -> Choose:
-        return lambda step, budget, observed: select(scores[name](step, budget), step, budget)
+    def shared(scores: Scores) -> Choose:
+        return lambda step, budget, observed: select(scores(step, budget), step, budget)
 
-    def own(method: type[BlockSparse]) -> Choose:
-        made = method(UcmSparseRole.WORKER)
-        return lambda step, budget, observed: select(scores_of(made, step, budget), step, budget)
+    def alone(choose: Callable[[Step, Budget], Tensor]) -> Choose:
+        return lambda step, budget, observed: choose(step, budget)
 
+    boxes, every = vectors(SummaryKind.BOX_MEAN.vectors), vectors(lambda block_size: block_size)
+    one, two, none = vectors(lambda block_size: 1), vectors(lambda block_size: 2), vectors(lambda block_size: 0)
+    # a code of 64 signs and a gain takes 9 bytes, a key 128
+    few_codes = vectors(lambda block_size: SummaryKind.HASH.vectors(block_size) * 9 / 128)
+    codes = vectors(lambda block_size: 1 + block_size * 9 / 128)
     return (
-        Compared(DEFAULT, shared("box_mean"), "one key of 8"),
-        Compared("gsa_hash", shared("hash"), "one code of 8 keys"),
-        Compared("gsa_minmax", shared("minmax"), "two keys"),
-        Compared("gsa_mean", shared("mean"), "one key"),
-        Compared("kvstar", kvstar(scores["box_mean"]), "one key of 8, every 8 steps"),
-        Compared(EXACT, own(ExactTopK), "all keys"),
-        Compared(QUEST, quest_by_head, "two keys"),
-        Compared("quest_shared", own(Quest), "two keys"),
-        Compared("snapkv", snapkv, "nothing"),
-        Compared("streaming", own(StreamingLLM), "nothing"),
+        Compared(DEFAULT, shared(box_mean), boxes),
+        Compared("gsa_heads", alone(by_kv_head(box_mean)), boxes),
+        Compared("gsa_fp8", shared(of_summary(SummaryKind.BOX_MEAN, narrow=True)), lambda size: boxes(size) / 2),
+        Compared("gsa_hash", shared(code), few_codes),
+        Compared("gsa_minmax", shared(minmax), two),
+        Compared("gsa_mean", shared(mean), one),
+        Compared("codes", shared(of_codes), codes),
+        Compared("kvstar", kvstar(box_mean), lambda size: boxes(size) / KVStarOptions().checkpoint_interval),
+        Compared(EXACT, shared(exact), every),
+        Compared("exact_heads", alone(by_kv_head(exact)), every),
+        Compared(QUEST, alone(quest_by_head), two),
+        Compared("quest_heads", alone(by_kv_head(quest)), two),
+        Compared("quest_shared", shared(quest), two),
+        Compared("snapkv", snapkv, none),
+        Compared("streaming", shared(of_method(StreamingLLM)), none),
     )

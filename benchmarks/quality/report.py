@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.quality.measure import DENSE, Record
-from benchmarks.quality.methods import DEFAULT, EXACT, QUEST
+from benchmarks.quality.methods import DEFAULT, EXACT, QUEST, compared
 
 RESAMPLES, LEVEL = 2000, 95.0
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#000000", "#56B4E9", "#999999", "#8B6F00", "#444444"]
@@ -71,6 +71,42 @@ def table(records: Sequence[Record], figure: Callable[[Record], float]) -> str:
         shown = [str(bootstrap([figure(one) for one in cell.values()])) if cell else "-" for cell in row]
         lines.append(f"| {method} | {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def byte_table(records: Sequence[Record]) -> str:
+    """Returns a Markdown table with a line for each method and ratio: bytes of keys, values and summaries that a row
+    reads, in per cent of all keys and values, and three figures. Samples that not all lines have are left out.
+    """
+    found, scored = cells(records), {one.name: one.scored for one in compared()}
+    shared = set.intersection(*(set(cell) for cell in found.values()))
+    lines = [
+        f"| {len(shared)} samples | ratio | bytes read, % | next tokens as dense, % | nats | answers right, % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (method, ratio), cell in found.items():
+        kept = [cell[key] for key in sorted(shared, key=str)]
+        read = [one.read + (scored[method](one.key.block_size) if method in scored else 0) for one in kept]
+        same, nats, right = (bootstrap([figure(one) for one in kept]) for figure in FIGURES)
+        shown = f"{nats.mean:.2f} [{nats.low:.2f}, {nats.high:.2f}]"
+        lines.append(f"| {method} | {ratio:.0%} | {100 * np.mean(read):.0f} | {same} | {shown} | {right} |")
+    return "\n".join(lines)
+
+
+FIGURES: tuple[Callable[[Record], float], ...] = (lambda one: one.same, lambda one: one.nats, lambda one: one.score)
+
+
+def differences(records: Sequence[Record]) -> Iterator[str]:
+    """Yields, for each other method and ratio, how much it differs from the default at this ratio, sample by sample."""
+    found = cells(records)
+    for (method, ratio), cell in found.items():
+        base = found.get((DEFAULT, ratio), {})
+        both = sorted(set(cell) & set(base), key=str)
+        if method == DEFAULT or not both:
+            continue
+        same = bootstrap([cell[key].same - base[key].same for key in both])
+        nats = bootstrap([cell[key].nats - base[key].nats for key in both])
+        shown = f"{nats.mean:+.2f} [{nats.low:+.2f}, {nats.high:+.2f}]"
+        yield f"{method} less {DEFAULT} at {ratio:.0%}: {same} points of next tokens, {shown} nats; {len(both)} samples"
 
 
 def task_table(records: Sequence[Record], ratio: float) -> str:

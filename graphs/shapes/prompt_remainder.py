@@ -1,9 +1,9 @@
-"""Shapes of the graphs for prompts that choose blocks: the remainder of a partly loaded prompt, up to a block of rows,
-or a chunk whose rows choose in tiles.
+"""Shapes of the graphs for prompt remainders: rows of a prompt that choose blocks of the context before them. These are
+the last rows of a partly loaded prompt, up to a block, or a chunk of a sparse prompt, whose rows choose in tiles.
 
 In an ordinary graph every selection has room for the rows of a verification, since all selected blocks are multiplied
-with the same number of rows. A prompt remainder has many more rows, but a single selection. So it runs in a step of its
-own, in one of three graphs.
+with the same number of rows. A prompt remainder has many more rows, but a single selection, or one for each tile. So it
+runs in a step of its own, in one of up to three graphs, or six with tiles.
 """
 
 from dataclasses import replace
@@ -14,14 +14,23 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 
 # Contexts of up to a quarter of the longest have a graph of their own: most are far shorter than --max-model-len.
 SHORT_SHARE = 4
-MOST_REMAINDERS = 3
-"""The most shapes of a server; twice as many if chunks of prompts choose."""
 # Chunks of up to a quarter of the largest have graphs of their own: the last one of a prompt is mostly shorter.
 SHORT_ROWS = 4
+_CONTEXTS, _LENGTHS = 3, 2
 
 
-def remainder_rows(block_size: int, max_num_batched_tokens: int, most_rows: int) -> int:
-    """The rows of the graphs for prompt remainders; 0 if ordinary graphs hold them, with `most_rows` per selection."""
+def most_remainders(tiles: bool) -> int:
+    """Returns the most shapes of a server. tiles: whether chunks of prompts choose (`prompt_ratio`)."""
+    return _CONTEXTS * (_LENGTHS if tiles else 1)
+
+
+def remainder_rows(block_size: int, max_num_batched_tokens: int, most_rows: int, tiles: bool = False) -> int:
+    """Returns the rows of the largest prompt remainder; 0 if ordinary graphs hold them all.
+
+    most_rows: rows of a selection in ordinary graphs. tiles: whether chunks of prompts choose.
+    """
+    if tiles:
+        return max_num_batched_tokens
     rows = min(block_size, max_num_batched_tokens)
     return rows if rows > most_rows else 0
 

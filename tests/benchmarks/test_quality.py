@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.quality.budget import Budget
 from benchmarks.quality.measure import DENSE, Journal, Key, Record, measure_sample
-from benchmarks.quality.methods import compared, scores_of, step_candidates
+from benchmarks.quality.methods import compared
 from benchmarks.quality.peers import ExactTopK, quest_bound
-from benchmarks.quality.report import bootstrap, goals, table
+from benchmarks.quality.report import bootstrap, byte_table, differences, goals, table
 from benchmarks.quality.samples import make_sample
+from benchmarks.quality.scores import of_codes, of_method, step_candidates
 from benchmarks.quality.tasks import RULER, TASKS
-from benchmarks.sparse_budget import Budget
 from benchmarks.sparse_rows import load_causal
 from benchmarks.sparse_step import Step
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, summarise
-from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.budget import block_budget
+from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
 BLOCK, LENGTH = 16, 512
@@ -71,9 +73,12 @@ def test_every_method_reads_as_much_as_the_budget_says(name: str, ratio: float) 
     chosen = METHODS[name].choose(step, budget, observed)
     seen = torch.arange(step.num_blocks) < step.row_blocks[:, None]
     assert not (chosen & ~seen).any()
-    allowed = budget.live(step.row_blocks, step.num_blocks).sum(1) + budget.num_selected(
-        step.row_blocks, step.num_blocks
-    )
+    allowed = budget.live(step).sum(1) + budget.num_selected(step)
+    for row, context in enumerate(step.contexts.tolist()):
+        expected = block_budget(context, BLOCK, BlockOptions(sparse_ratio=ratio, min_tokens=1))
+        assert expected is not None
+        outside = expected.sink_blocks + int(step.row_blocks[row]) - expected.window_start
+        assert allowed[row] == outside + expected.num_selected
     kept = 2 if name in ("kvstar", "snapkv") else 0
     assert (chosen.sum(-1) <= allowed + kept).all()
     assert (chosen.sum(-1) >= allowed).all() or kept
@@ -83,18 +88,27 @@ def test_every_method_reads_as_much_as_the_budget_says(name: str, ratio: float) 
 
 def test_exact_scores_rank_as_attention_does_and_quest_bounds_them() -> None:
     step, budget = a_step(), Budget(0.3)
-    found = scores_of(ExactTopK(UcmSparseRole.WORKER), step, budget)
-    candidates = budget.candidates(step.row_blocks, step.num_blocks)
+    exact = of_method(ExactTopK)
+    found, candidates = exact(step, budget), budget.candidates(step)
     for row, mine in enumerate(candidates):
         # over single heads: a softmax over candidates only is in the order of the softmax over everything
         one = Step(0, step.query[row : row + 1, :1], step.keys[:, :1], step.contexts[row : row + 1], 0.25, BLOCK)
-        alone = scores_of(ExactTopK(UcmSparseRole.WORKER), one, budget)[0, mine]
+        alone = exact(one, budget)[0, mine]
         assert torch.equal(alone.argsort(), one.mass[0, mine].argsort())
         assert found[row, mine].sum() == pytest.approx(1, abs=1e-4)
     bounds = quest_bound(step.query.unflatten(1, (2, 2))[0], summarise(step.key_cache[1:-1], SummaryKind.MINMAX))
     products = torch.einsum("kgd,btkd->bkgt", step.query[0].unflatten(0, (2, 2)), step.key_cache[1:-1])
     assert (bounds >= products.amax(-1) - 1e-4).all()
     assert len(step_candidates(step, budget, step.key_cache).places) == int(candidates.sum())
+
+
+def test_codes_find_a_single_key() -> None:
+    """The product of a key with its own code is exact, so the block of a key along the query comes first."""
+    step, budget = a_step(), Budget(0.3)
+    keys = step.keys.clone()
+    keys[100:101] = 2 * step.query[:1].unflatten(1, (2, 2)).mean(2)
+    scores = of_codes(Step(0, step.query, keys, step.contexts, 0.25, BLOCK), budget)
+    assert int(scores[0].argmax()) == 100 // BLOCK
 
 
 def test_intervals_goals_and_journals(tmp_path: Path) -> None:
@@ -108,6 +122,8 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     (line,) = goals(records)
     assert "50 [50, 50] points behind exact top-k (not met), 50 [50, 50] points above Quest (met)" in line
     assert "| quest | 0 [0, 0] |" in table(records, lambda one: one.score)
+    assert "| gsa | 10% | 22 | 100 [100, 100] | 1.00 [1.00, 1.00] | 50 [50, 50] |" in byte_table(records)
+    assert len(list(differences(records))) == 2
     journal = Journal(tmp_path / "folder" / "journal.jsonl")
     journal.add(records)
     with journal.path.open("a") as file:

@@ -82,6 +82,14 @@ def test_graphs_for_remainders_are_named_where_there_may_be_some(
     if shown:
         check = found["graphs for prompt remainders"]
         assert (check.status, "a part of ucm.graphs.max_graphs" in check.found) == ("info", True)
+        assert check.found.startswith("up to 3 if UcmConnector loads")
+
+
+def test_graphs_for_sparse_prompts_are_counted() -> None:
+    choice = {"ucm_sparse_method": "KVStar", "ucm_sparse_config": {"KVStar": {"prompt_ratio": 0.2}}}
+    config = {"graphs": {"mode": "eager"}, **choice}
+    found = {check.name: check.found for check in static_shape_checks(resolve_config({"ucm": config}), "cpu")}
+    assert found["graphs for prompt remainders"].startswith("up to 6 for chunks of prompts that choose (prompt_ratio)")
 
 
 def test_files_that_can_be_read(tmp_path: Path) -> None:

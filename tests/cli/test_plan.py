@@ -429,6 +429,22 @@ def test_graphs_for_remainders_are_planned(tmp_path: Path, capsys: pytest.Captur
     assert value["skeleton_seconds"]["low"] > without["skeleton_seconds"]["low"]
 
 
+def test_graphs_for_sparse_prompts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the server has them: two lengths of chunks, whose tiles choose."""
+    limits = ("--max-num-batched-tokens", 4096, "--max-num-seqs", 48, "--max-model-len", 16384, "--num-blocks", 3400)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
+    ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"prompt_ratio": 0.2}}}
+    value = plan(capsys, *limits, "--model", tmp_path, "--max-graphs", 40, "--sparse", json.dumps(ucm))
+    sizes = ServerSizes(16384, 48, 1, 128, 3400, static=True, remainder_rows=4096)
+    choices = selection_limits(BlockOptions(prompt_ratio=0.2), sizes)
+    buckets, _, _ = served(3400, choices=choices, max_graphs=40)
+    shapes = remainder_shapes(buckets.limits, choices)
+    assert shapes is not None
+    assert value["tails"] == [shape.to_list() for shape in shapes.shapes]
+    assert len(value["tails"]) == 6
+    assert len(value["forward"]) + len(value["logits"]) == value["graphs"] - 6 <= 34
+
+
 @pytest.mark.parametrize("more", [(), ("--partial-loads",)], ids=["alone", "with remainders"])
 def test_graphs_for_verifications_are_planned(
     more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -74,13 +74,14 @@ def test_prompts_alone(model: Path, answers: list[Answer]) -> None:
         engine.check_idle()
 
 
+PROMPTS = {"prompt_ratio": 1.0, "prompt_tile": 16}
 NARROW = {**CHOICE, "summary_dtype": "fp8"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "buckets": (STATIC, {}),
     "cpu": ({"attention": {"implementation": "cpu"}}, {}),
     "drafts": ({}, {"speculative_config": NGRAM}),
-    "all blocks chosen": ({"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": CHOICE}}, {}),
+    "all blocks chosen": ({"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**CHOICE, **PROMPTS}}}, {}),
     "8-bit summaries": ({"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": NARROW}}, {}),
     "swaps": ({"preemption": {"mode": "swap", "host_memory": 4 << 20}}, {"num_gpu_blocks_override": 40}),
     "a slot for each token": ({"kv_cache": {"granularity": "token"}}, {}),
@@ -119,7 +120,8 @@ def test_stored_blocks(model: Path, answers: list[Answer], tmp_path: Path) -> No
 def test_static_shapes_choose_what_true_shapes_choose(model: Path, answers: list[Answer]) -> None:
     found = []
     for graphs in ({}, {"graphs": {**STATIC["graphs"], "max_graphs": 2}}):
-        ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**CHOICE, "sparse_ratio": 0.4}}, **graphs}
+        few = {**CHOICE, **PROMPTS, "sparse_ratio": 0.4, "prompt_ratio": 0.5}
+        ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": few}, **graphs}
         with Engine(model, ucm, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=4) as engine:
             found.append(engine.greedy(prompts()[1:4], 24))
     assert_same(found[1], found[0])

@@ -16,6 +16,7 @@ from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, DenseLayer
 from vllm_gaudi_ucm.start.sparse_setup import summaries_per_block
 
@@ -70,6 +71,14 @@ def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer]) -
         engine.check_idle()
     for answers in found:
         assert_same(answers, dense)
+
+
+@pytest.mark.parametrize("model", LOW_BUDGETS[:1], indirect=True)
+def test_sparse_prompts_are_refused_by_name(model: Path) -> None:
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"with windows \(leave prompt_ratio out.*asked for by prompt_ratio"
+    ):
+        Engine(model, ucm(0.3, prompt_ratio=0.3), **OPTIONS).__enter__()
 
 
 @pytest.mark.parametrize("model", LOW_BUDGETS, indirect=True)

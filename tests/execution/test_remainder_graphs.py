@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_gaudi_ucm.execution.bucketed_execution import is_remainder, remainder_shapes
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_REMAINDERS, RemainderShapes, remainder_rows
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, most_remainders, remainder_rows
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
@@ -35,10 +35,19 @@ def remainders_of(limits: Limits = LIMITS, choices: SelectionLimits = CHOICES) -
 
 def test_small_graphs_and_one_for_every_remainder() -> None:
     sizes = (4, 5), (4, CHOICES.most), (64, CHOICES.most)
-    assert len(sizes) == MOST_REMAINDERS
+    assert len(sizes) == most_remainders(tiles=False)
     assert remainders_of().shapes == [ForwardShape("cs-", BLOCK, shared, 0, selected) for shared, selected in sizes]
     short, few = replace(LIMITS, max_model_len=48), replace(CHOICES, most=1)
     assert len(remainders_of(short, few).keys) == 1, "one that holds all is enough"
+
+
+def test_chunks_whose_tiles_choose_have_twice_as_many() -> None:
+    options = OPTIONS.model_copy(update={"prompt_ratio": 0.3, "prompt_tile": 32})
+    found = remainders_of(
+        choices=selection_limits(options, SIZES._replace(remainder_rows=LIMITS.max_num_batched_tokens))
+    )
+    assert len(found.shapes) == most_remainders(tiles=True) == 6
+    assert {shape.query_len for shape in found.shapes} == {64, 256}
 
 
 def test_only_static_shapes_have_them() -> None:
@@ -69,6 +78,7 @@ def test_rows_of_remainders_are_those_of_a_block_and_more_than_drafts_need() -> 
         16,
         0,
     ]
+    assert remainder_rows(16, 64, 16, tiles=True) == 64
 
 
 def test_what_is_no_remainder_of_the_server() -> None:

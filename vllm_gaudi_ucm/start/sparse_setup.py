@@ -166,7 +166,8 @@ def make_sparse_worker(
         remainder_rows=0 if place.numbers else _remainder_rows(config, vllm_config, block_size),
     )
     if place.numbers and choosing.block_options.prompt_ratio is not None:
-        raise UnsupportedFeatureError("sparse prompts of a model with windows", "prompt_ratio")
+        instead = "leave prompt_ratio out: answers still choose blocks"
+        raise UnsupportedFeatureError(f"sparse prompts of a model with windows ({instead})", "prompt_ratio")
 
     on = next(iter(kv_caches.values())).key.device
 
@@ -254,16 +255,15 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
 
 
 def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Returns the rows of a prompt that choose in a separate graph: a remainder after a partial load, or a chunk with
-    `prompt_ratio`; 0 without either.
+    """Returns the rows of the largest prompt remainder: after a partial load, or a chunk with `prompt_ratio`; 0 without
+    either.
     """
     options = block_options(config)
-    if options is not None and options.prompt_ratio is not None:
-        return vllm_config.scheduler_config.max_num_batched_tokens
-    if not config.memory_mode.enabled or not loads_partly(vllm_config):
+    tiles = options is not None and options.prompt_ratio is not None
+    if not tiles and not (config.memory_mode.enabled and loads_partly(vllm_config)):
         return 0
     max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    return remainder_rows(block_size, max_num_batched_tokens, 1 + vllm_config.num_speculative_tokens)
+    return remainder_rows(block_size, max_num_batched_tokens, 1 + vllm_config.num_speculative_tokens, tiles)
 
 
 def _query_heads(vllm_config: VllmConfig) -> int:

@@ -315,7 +315,8 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sparse",
         metavar="FILE|JSON",
-        help="what you pass as ucm in --additional-config; its method and options say how many blocks are selected",
+        help="what you pass as ucm in --additional-config; its method and options say how many blocks are selected, "
+        "and whether prompts choose (prompt_ratio), which need graphs of their own",
     )
     group.add_argument(
         "--partial-loads",
@@ -335,8 +336,8 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
 def with_sparse_method(
     args: argparse.Namespace, limits: Limits, keeps_states: bool
 ) -> tuple[Limits, RemainderShapes | None, int, int]:
-    """Returns the limits with the blocks that --sparse selects, the shapes for prompt remainders with --partial-loads,
-    the room for live blocks of a sparse request, and its rows: a token and its drafts.
+    """Returns the limits with the blocks that --sparse selects, the shapes for prompt remainders with --partial-loads
+    or `prompt_ratio`, the room for live blocks of a sparse request, and its rows: a token and its drafts.
 
     They are the same as for a server at static shapes.
 
@@ -376,10 +377,10 @@ def with_sparse_method(
         )
     rows, blocks = 1 + drafts, limits.num_blocks
     sizes = ServerSizes(limits.max_model_len, limits.max_num_seqs, rows, limits.block_size, blocks, static=True)
-    if args.partial_loads:
-        sizes = sizes._replace(
-            remainder_rows=remainder_rows(limits.block_size, limits.max_num_batched_tokens, sizes.max_rows)
-        )
+    tiles = options.prompt_ratio is not None
+    if args.partial_loads or tiles:
+        largest = remainder_rows(limits.block_size, limits.max_num_batched_tokens, sizes.max_rows, tiles)
+        sizes = sizes._replace(remainder_rows=largest)
     choices = selection_limits(options, sizes)
     limits = replace(limits, max_selected_blocks=choices.max_selected_blocks)
     return limits, remainder_shapes(limits, choices), choices.room_for_live_blocks, choices.max_rows

@@ -11,11 +11,11 @@ from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.doctor.store import checks_of_store
 from vllm_gaudi_ucm.cli.output import why_not_writable
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
-from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_value
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, block_options, resolve_value
 from vllm_gaudi_ucm.decisions.bucket_choice import strategy_name
 from vllm_gaudi_ucm.decisions.graph_kind import graph_kind
 from vllm_gaudi_ucm.decisions.recipe_cache import RecipeCacheError, check_recipe_cache
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_REMAINDERS
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import most_remainders
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, read_bucket_file
 from vllm_gaudi_ucm.memory_mode.options import MemoryModeOptions
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, read_phase_log
@@ -129,8 +129,10 @@ def static_shape_checks(config: UcmConfig, device: str | None) -> Iterator[Check
     else:
         yield _kind(config, device)
     yield _strategy(config.graphs)
-    if config.memory_mode.enabled and _runs_static(config, device):
-        yield _remainders(config.graphs)
+    choosing = block_options(config)
+    tiles = choosing is not None and choosing.prompt_ratio is not None
+    if (tiles or config.memory_mode.enabled) and _runs_static(config, device):
+        yield _remainders(config.graphs, tiles)
     if config.graphs.buckets is not None:
         yield _buckets(config.graphs.buckets)
     if config.graphs.trace is not None:
@@ -153,11 +155,14 @@ def _runs_static(config: UcmConfig, device: str | None) -> bool:
         return False  # the row of the mode reports it
 
 
-def _remainders(graphs: GraphsConfig) -> Check:
-    """Their number depends on --max-model-len, and whether they exist on --kv-transfer-config."""
+def _remainders(graphs: GraphsConfig, tiles: bool) -> Check:
+    """Returns the row of the graphs for prompt remainders. Their number depends on --max-model-len; without tiles
+    --kv-transfer-config decides whether there are any.
+    """
     from_file = graphs.buckets is not None and graphs.strategy in ("auto", "file")
     beside = "in addition to those of the bucket file" if from_file else "a part of ucm.graphs.max_graphs"
-    found = f"up to {MOST_REMAINDERS} if UcmConnector loads prompts in part: warm before serving starts, {beside}"
+    when = "for chunks of prompts that choose (prompt_ratio)" if tiles else "if UcmConnector loads prompts in part"
+    found = f"up to {most_remainders(tiles)} {when}: warm before serving starts, {beside}"
     return Check(SHAPES, "graphs for prompt remainders", "info", found)
 
 
