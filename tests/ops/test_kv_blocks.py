@@ -164,4 +164,5 @@ def test_a_pair_alone_has_the_strides_of_one_of_many(monkeypatch: pytest.MonkeyP
     for ids in ([1], [1, 2, 3]):
         for pair in torch.tensor([ids, ids]).T.split(1):
             swap_blocks(caches[:1], caches[1:], pair)
-    assert len(seen) == 4 and len(set(seen)) == 1
+    assert len(seen) == 4
+    assert len(set(seen)) == 1
