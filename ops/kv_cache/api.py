@@ -105,7 +105,8 @@ def _swap(
     _validate_blocks(operation, sources, targets, pairs)
     if not len(pairs):
         return
-    pairs = pairs.contiguous()
+    # A copy: `contiguous` keeps the odd strides of a single pair, and a Gaudi compiles a recipe for each stride.
+    pairs = pairs.clone(memory_format=torch.contiguous_format)
     chosen = KV_CACHE.choose(AUTO, sources[0].device.type)
     if not chosen.swap(sources, targets, pairs, non_blocking):
         _REFERENCE.swap(sources, targets, pairs, non_blocking)

@@ -28,34 +28,38 @@ def no_folder_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def warm_twice(model: str, place: str) -> list[dict[str, Any]]:
-    """Reports of the command: a share, everything from then on, and everything again."""
+    """Reports of the command: with two processes that lack the model's weights, and with one that has them."""
     from habana_frameworks.torch.simulator.recipes import recipes
 
     found = []
-    share = ["--share", "0", "2", f"{place}/share.json"]
-    # the first one without the model's weights
-    for more, flags in ((share, ["--load-format", "dummy"]), (["--json"], []), (["--json"], [])):
+    for flags in (["--processes", "2", model, "--load-format", "dummy"], [model]):
         # as in a process that has just started
         recipes.forget()
-        command = ["warm", "--recipe-cache", f"{place}/recipes", *more, model, *SIZES, *flags]
         with redirect_stdout(io.StringIO()) as output:
+            command = ["warm", "--recipe-cache", f"{place}/recipes", "--json", *flags, *SIZES]
             assert cli.main([*command, "--additional-config", json.dumps(OPTIONS)]) == 0
-        found.append(json.loads(output.getvalue() or Path(f"{place}/share.json").read_text()))
+        found.append(json.loads(output.getvalue()))
     return found
 
 
-@pytest.mark.slow  # starts engines on the simulated card
-def test_what_a_share_has_compiled_is_not_compiled_again(tmp_path: Path) -> None:
+@pytest.mark.slow  # starts four engines on the simulated card
+def test_what_shares_have_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", make_config("llama"))
-    share, rest, again = run_on_card(warm_twice, tmp_path, model=str(model), place=str(tmp_path)).result
-    assert share["compiled"] > 0
-    assert 0 < share["graphs"]["warm"] < rest["graphs"]["warm"]
-    assert share["graphs"]["cold"] > 0
-    # the card's count goes on: each recipe was compiled once, with or without weights, and has at least a file
-    assert share["compiled"] < rest["compiled"] == again["compiled"] <= again["files"]
-    assert again["files"] == again["files_before"] == rest["files"] > rest["files_before"] > 0
-    assert rest["graphs"]["cold"] == rest["graphs"]["failed"] == 0
-    assert (rest["device"], rest["versions"]["habana-torch-plugin"][:5]) == ("hpu", "1.24.")
+    first, again = run_on_card(warm_twice, tmp_path, model=str(model), place=str(tmp_path)).result
+    shares = first["shares"]
+    assert [share["graphs"]["failed"] for share in shares] == [0, 0]
+    # the largest bucket is in both, and no share has all
+    assert all(1 < share["graphs"]["warm"] < first["graphs"]["warm"] for share in shares)
+    assert sum(share["graphs"]["warm"] - 1 for share in shares) + 1 >= first["graphs"]["warm"]
+    # the first one compiles what all buckets have in common, and the last engine nothing
+    assert shares[0]["compiled"] > shares[1]["compiled"] > 0
+    assert first["compiled"] == again["compiled"] == 0
+    # each recipe has a file, also of those before the graphs, which are not counted
+    assert sum(share["compiled"] for share in shares) <= first["files"] == again["files_before"] == again["files"]
+    assert first["files_before"] == 0
+    for report in (first, again):
+        assert report["graphs"]["cold"] == report["graphs"]["failed"] == 0
+    assert (again["device"], again["versions"]["habana-torch-plugin"][:5], again["shares"]) == ("hpu", "1.24.", [])
     assert (tmp_path / "recipes").stat().st_mode & 0o777 == 0o700
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from vllm_gaudi_ucm.ops.cpu.native.library import native
+from vllm_gaudi_ucm.ops.kv_cache import api as blocks_api
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks, swap_blocks
 from vllm_gaudi_ucm.ops.kv_cache.impl import reference as blocks_reference
 from vllm_gaudi_ucm.ops.kv_cache.impl.cpu import native as native_blocks
@@ -145,3 +148,21 @@ def test_what_does_not_fit_raises_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="pairs of"):
         copy_blocks(targets, torch.tensor([0, 1]), torch.tensor([2]))
     check(targets, expected)
+
+
+def test_a_pair_alone_has_the_strides_of_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Gaudi would compile the copy of a block again: the strides of its numbers are part of a recipe."""
+    seen = []
+    swap = type(blocks_api.KV_CACHE.choose("auto", "cpu")).swap
+
+    def spy(self: Any, sources: Any, targets: Any, pairs: torch.Tensor, non_blocking: bool) -> bool:
+        seen.append((pairs[:, 0].stride(), pairs[:, 1].stride()))
+        return swap(self, sources, targets, pairs, non_blocking)
+
+    monkeypatch.setattr(type(blocks_api.KV_CACHE.choose("auto", "cpu")), "swap", spy)
+    caches = [torch.zeros(BLOCKS, TOKENS) for _ in range(2)]
+    for ids in ([1], [1, 2, 3]):
+        for pair in torch.tensor([ids, ids]).T.split(1):
+            swap_blocks(caches[:1], caches[1:], pair)
+    assert len(seen) == 4
+    assert len(set(seen)) == 1

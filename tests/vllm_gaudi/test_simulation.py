@@ -9,6 +9,7 @@ import pytest
 from tests.vllm_gaudi.servers import TRAFFICS, traffic
 from vllm_gaudi_ucm_tools.vllm_gaudi.block_pool import SLACK, BlockPool
 from vllm_gaudi_ucm_tools.vllm_gaudi.demand import check_traffic
+from vllm_gaudi_ucm_tools.vllm_gaudi.simulation import Engine
 
 
 @pytest.mark.parametrize("name", TRAFFICS)
@@ -63,3 +64,19 @@ def test_scattered_blocks_move_down() -> None:
     assert not pool.compact()
     assert pool.take(200)
     assert SLACK == 32
+
+
+def test_a_request_that_makes_room_for_itself_leaves_no_block_behind() -> None:
+    """The last request of a full cache is preempted for its own next block; a long log would lose all blocks."""
+    settings, log = TRAFFICS["contiguous, full"]
+    engine = Engine(settings, acceptance=0.6, seed=0)
+    for request in log:
+        engine.add(request)
+    num_steps = 0
+    while engine.busy:
+        engine.schedule()
+        engine.finish()
+        num_steps += 1
+        assert num_steps < 10_000
+    assert engine.num_finished == len(log)
+    assert engine.num_free == settings.num_blocks - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
@@ -16,7 +17,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._free: dict[int, None] = dict.fromkeys(range(1, num_blocks))
+        # a plain dict would walk over all blocks that have left it to find the first one
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._uses = np.zeros(num_blocks, np.int64)
         self._of_key: dict[Hashable, int] = {}
         self._keys: dict[int, Hashable] = {}
@@ -48,9 +50,8 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Returns new blocks, which lose their prefix. There must be as many."""
-        taken = [block for block, _ in zip(self._free, range(count), strict=False)]
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
-            del self._free[block]
             key = self._keys.pop(block, None)
             if key is not None and self._of_key.get(key) == block:
                 del self._of_key[key]

@@ -58,12 +58,24 @@ def replay(
 ) -> Outcome:
     """Runs steps in order through a server that has prepared these buckets."""
     server = _Server(prepared, settings)
+    # what equal steps run as, until a look-up adds a bucket
+    known: dict[tuple[Step, ...], list[Ran]] = {}
+    added = 0
     for number, ranks in enumerate(steps):
-        server.run(ranks)
+        same = known.get(ranks)
+        if same is None:
+            same = server.run(ranks)
+            if server.num_added > added:
+                added = server.num_added
+                known.clear()
+            else:
+                known[ranks] = same
+        for ran in same:
+            server.outcome.ran[ran] += 1
         if number % REPORT_EVERY == 0:
             report(number / len(steps))
     report(1.0)
-    server.outcome.added = sum(len(look_up.added) for look_up in server.look_ups)
+    server.outcome.added = server.num_added
     return server.outcome
 
 
@@ -76,15 +88,23 @@ class _Server:
         self.outcome = Outcome()
         self._warm = {("prompt", shape) for shape in prepared.prompts} | {("decode", s) for s in prepared.decodes}
 
-    def run(self, ranks: tuple[Step, ...]) -> None:
+    @property
+    def num_added(self) -> int:
+        """Returns how many buckets look-ups have added."""
+        return sum(len(look_up.added) for look_up in self.look_ups)
+
+    def run(self, ranks: tuple[Step, ...]) -> list[Ran]:
+        """Returns what a step runs."""
+        found: list[Ran] = []
         batches = [self._merged(step.prefills, look_up) for step, look_up in zip(ranks, self.look_ups, strict=True)]
         idle = Wanted("prompt", (1, IDLE_QUERY, 0), 0, 0)
         for row in zip_longest(*batches, fillvalue=idle):
-            found = [look_up.prompt(*wanted.shape) for wanted, look_up in zip(row, self.look_ups, strict=True)]
-            batch, query, context = map(max, zip(*found, strict=True))
-            self._ran(row, (batch, query, context))
+            shapes = [look_up.prompt(*wanted.shape) for wanted, look_up in zip(row, self.look_ups, strict=True)]
+            batch, query, context = map(max, zip(*shapes, strict=True))
+            found += self._ran(row, (batch, query, context))
         if any(step.decodes for step in ranks):
-            self._decode(ranks)
+            found += self._decode(ranks)
+        return found
 
     def _merged(self, prefills: Sequence[Prefill], look_up: LookUp) -> list[Wanted]:
         """Returns the prefills as batches, each merged with those before it if it may."""
@@ -106,7 +126,7 @@ class _Server:
         count, query, _ = look_up.prompt(len(batch) + 1, longest, 0)
         return count <= settings.prefill_batch and count * query <= settings.max_num_batched_tokens
 
-    def _decode(self, ranks: tuple[Step, ...]) -> None:
+    def _decode(self, ranks: tuple[Step, ...]) -> list[Ran]:
         live = [(step, look_up) for step, look_up in zip(ranks, self.look_ups, strict=True) if step.decodes]
         tokens = max(step.tokens for step, _ in live)
         batch = max(look_up.decode(step.decodes, step.blocks, tokens > 1)[0] for step, look_up in live)
@@ -116,15 +136,14 @@ class _Server:
         )
         if self._settings.contiguous:
             blocks = max(blocks, *(own.shape[2] for own in wanted))
-        self._ran(wanted, (batch * tokens, 1, blocks))
+        return self._ran(wanted, (batch * tokens, 1, blocks))
 
-    def _ran(self, row: Sequence[Wanted], shape: Shape) -> None:
-        for wanted in row:
-            self.outcome.ran[Ran(wanted, shape)] += 1
+    def _ran(self, row: Sequence[Wanted], shape: Shape) -> list[Ran]:
         key = (row[0].phase, shape)
         if key not in self._warm:
             self._warm.add(key)
             self.outcome.compiled.append(key)
+        return [Ran(wanted, shape) for wanted in row]
 
 
 def prefill_wanted(batch: Sequence[Prefill], block_size: int) -> Wanted:

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm_tools.vllm_gaudi.traffic import Prefill, Request, Step, Traf
 REPORT_EVERY = 200
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Live:
     """A request in the engine. tokens: prompt and outputs so far. computed: tokens in the cache. named: leading blocks
     that are known by their prefix. highest: the highest place of a block.
@@ -53,12 +53,18 @@ class Engine:
         self._pool = BlockPool(settings.num_blocks)
         self._running: list[_Live] = []
         self._waiting: deque[_Live] = deque()
-        self._scheduled: list[tuple[_Live, int]] = []
+        self._scheduled: list[tuple[_Live, int, bool]] = []
+        """Requests of the step, their new tokens, and whether they decode."""
         self.num_finished = 0
 
     @property
     def busy(self) -> bool:
         return bool(self._running or self._waiting)
+
+    @property
+    def num_free(self) -> int:
+        """Returns how many blocks no request has."""
+        return self._pool.num_free
 
     def add(self, request: Request) -> None:
         self._waiting.append(_Live(request, request.prompt))
@@ -66,16 +72,20 @@ class Engine:
     def schedule(self) -> Step:
         """Returns the next step, which `finish` ends."""
         budget = self._settings.max_num_batched_tokens
-        self._scheduled, preempted = [], False
+        self._scheduled, preempted = [], set[_Live]()
         for live in list(self._running):
-            if live not in self._running or not budget:
+            if not budget:
+                break
+            if live in preempted:
                 continue
-            new = min(self._new_tokens(live), budget)
-            while not self._allocate(live, new) and live in self._running:
-                self._preempt(self._running[-1])
-                preempted = True
-            if live in self._running:
-                self._scheduled.append((live, new))
+            decodes = live.decodes
+            new = min(self._settings.decode_tokens if decodes else live.tokens - live.computed, budget)
+            while live not in preempted and not self._allocate(live, new):
+                last = self._running[-1]
+                preempted.add(last)
+                self._preempt(last)
+            if live not in preempted:
+                self._scheduled.append((live, new, decodes))
                 budget -= new
         while self._waiting and budget and not preempted and len(self._running) < self._settings.max_num_seqs:
             live = self._waiting[0]
@@ -85,30 +95,27 @@ class Engine:
                 self._release(live)
                 break
             self._running.append(self._waiting.popleft())
-            self._scheduled.append((live, new))
+            self._scheduled.append((live, new, live.decodes))
             budget -= new
         return self._step()
-
-    def _new_tokens(self, live: _Live) -> int:
-        return self._settings.decode_tokens if live.decodes else live.tokens - live.computed
 
     def _step(self) -> Step:
         if self._settings.contiguous and self._pool.compact():
             for live in self._running:
                 live.highest = self._pool.highest(live.blocks)
         size = self._settings.block_size
-        decodes = [live for live, _ in self._scheduled if live.decodes]
-        prefills = tuple(Prefill(new, live.computed) for live, new in self._scheduled if not live.decodes)
+        decodes = [live for live, _, is_decode in self._scheduled if is_decode]
+        prefills = tuple(Prefill(new, live.computed) for live, new, is_decode in self._scheduled if not is_decode)
         blocks = sum(live.computed // size + 1 for live in decodes)
         highest = max((live.highest for live in decodes), default=-1) + 1
         return Step(prefills, len(decodes), blocks, highest, self._settings.decode_tokens)
 
     def finish(self) -> None:
         """Ends the step: blocks become known, requests get their tokens, and finished ones leave."""
-        for live, new in self._scheduled:
-            drafted = live.decodes
+        for live, new, drafted in self._scheduled:
             live.computed = min(live.computed + new, live.tokens) if drafted else live.computed + new
-            self._name_blocks(live)
+            if live.request.unit:
+                self._name_blocks(live)
             if live.computed < live.tokens:
                 continue
             accepted = 1
@@ -140,7 +147,7 @@ class Engine:
 
     def _name_blocks(self, live: _Live) -> None:
         full = live.computed // self._settings.block_size
-        if full <= live.named or not live.request.unit:
+        if full <= live.named:
             return
         for key in self._keys(live, live.named)[: full - live.named]:
             self._pool.name(live.blocks[key[1]], key)
@@ -148,12 +155,13 @@ class Engine:
 
     def _allocate(self, live: _Live, new: int) -> bool:
         missing = -(-(live.computed + new) // self._settings.block_size) - len(live.blocks)
+        if missing <= 0:
+            return True
         if missing > self._pool.num_free:
             return False
-        if missing > 0:
-            taken = self._pool.take(missing)
-            live.blocks += taken
-            live.highest = max(live.highest, self._pool.highest(taken))
+        taken = self._pool.take(missing)
+        live.blocks += taken
+        live.highest = max(live.highest, self._pool.highest(taken))
         return True
 
     def _preempt(self, live: _Live) -> None:
@@ -200,7 +208,10 @@ def simulate(
     """Returns the steps of all ranks, which requests go to in turn. The requests must fit, see `check_requests`."""
     engines = [Engine(settings, acceptance, rank) for rank in range(settings.ranks)]
     arrivals = deque(sorted(requests, key=lambda request: request.arrival))
-    clock, added, steps = 0.0, 0, []
+    clock, added = 0.0, 0
+    steps: list[tuple[Step, ...]] = []
+    # a long log has the same steps again and again: each is one object, whose length is modelled once
+    known: dict[tuple[Step, ...], tuple[tuple[Step, ...], float]] = {}
     while arrivals or any(engine.busy for engine in engines):
         if arrivals and not any(engine.busy for engine in engines):
             clock = max(clock, arrivals[0].arrival)
@@ -208,10 +219,13 @@ def simulate(
             engines[added % len(engines)].add(arrivals.popleft())
             added += 1
         step = tuple(engine.schedule() for engine in engines)
-        clock += max(_seconds(own, settings, cost) for own in step)
+        same = known.get(step)
+        if same is None:
+            same = known[step] = step, max(_seconds(own, settings, cost) for own in step)
+        clock += same[1]
         for engine in engines:
             engine.finish()
-        steps.append(step)
+        steps.append(same[0])
         if len(steps) % REPORT_EVERY == 0:
             report(sum(engine.num_finished for engine in engines) / len(requests))
     report(1.0)
