@@ -53,9 +53,11 @@ def test_what_shares_have_compiled_is_not_compiled_again(tmp_path: Path) -> None
     assert sum(share["graphs"]["warm"] - 1 for share in shares) + 1 >= first["graphs"]["warm"]
     # the first one compiles what all buckets have in common, and the last engine nothing
     assert shares[0]["compiled"] > shares[1]["compiled"] > 0
-    assert first["compiled"] == again["compiled"] == 0
+    assert first["compiled"] == 0
+    # weights that are loaded may be one more, which dummy weights do not need
+    assert again["files"] - again["files_before"] == again["compiled"] <= 1
     # each recipe has a file, also of those before the graphs, which are not counted
-    assert sum(share["compiled"] for share in shares) <= first["files"] == again["files_before"] == again["files"]
+    assert sum(share["compiled"] for share in shares) <= first["files"] == again["files_before"]
     assert first["files_before"] == 0
     for report in (first, again):
         assert report["graphs"]["cold"] == report["graphs"]["failed"] == 0
