@@ -53,11 +53,10 @@ def _llava(folder: Path, demo: Path) -> None:
     ).save_pretrained(folder)
     text = {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
     encoder = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
-    number = tokenizer.convert_tokens_to_ids(_PICTURE)
     LlavaConfig(
         text_config=text,
         vision_config=encoder,
-        image_token_index=number,
+        image_token_index=len(tokenizer) - 1,
         image_seq_length=576,
         architectures=["LlavaForConditionalGeneration"],
         dtype=_DTYPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -64,7 +65,8 @@ def test_the_page_has_versions_counts_and_reasons(tmp_path: Path) -> None:
 
 def test_a_group_is_renewed_and_others_stay(tmp_path: Path) -> None:
     results, file = tmp_path / "results.json", tmp_path / "page.md"
-    about, written = {**ABOUT, "vllm": "0.33.0"}, {"results": results, "page_file": file}
+    about = {**ABOUT, "vllm": "0.33.0"}
+    written: dict[str, Any] = {"results": results, "page_file": file}
     save(EXPECTATIONS, OUTCOMES, about, FILES, **written)
     save(EXPECTATIONS, LATER, {**about, "date": "2026-12-01"}, FILES, **written)
     groups = json.loads(results.read_text())["0.33.0"]["groups"]
@@ -78,7 +80,8 @@ def test_a_group_is_renewed_and_others_stay(tmp_path: Path) -> None:
 
 def test_a_file_is_renewed_and_others_of_its_group_stay(tmp_path: Path) -> None:
     results, file = tmp_path / "results.json", tmp_path / "page.md"
-    about, written = {**ABOUT, "vllm": "0.33.0"}, {"results": results, "page_file": file}
+    about = {**ABOUT, "vllm": "0.33.0"}
+    written: dict[str, Any] = {"results": results, "page_file": file}
     save(EXPECTATIONS, OUTCOMES, about, FILES, **written)
     save(EXPECTATIONS, LATER, about, FILES, joined=True, **written)
     run = json.loads(results.read_text())["0.33.0"]["groups"]["sampler"]
