@@ -229,7 +229,12 @@ def test_quantised_weights(model: Path, tmp_path: Path) -> None:
         ReferenceModel(meant).assert_greedy(hybrid_prompts(), engine.greedy(hybrid_prompts(), 24))
 
 
-ON_CARD: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 128}
+ON_CARD: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 15,
+}
 CARD_PROMPTS = [prompt[:100] for prompt in hybrid_prompts()[::2]]
 
 
@@ -239,20 +244,23 @@ def serve_all(models: dict[str, str], prompts: list[list[int]]) -> dict[str, Any
 
     found = {}
     for name, model in models.items():
-        with Engine(Path(model), {"graphs": {"warm_up": "full", "max_graphs": 2}}, **ON_CARD) as engine:
+        ucm = {"graphs": {"warm_up": "full", "max_graphs": 2}, **preemption("swap")}
+        with Engine(Path(model), ucm, **ON_CARD) as engine:
             before = card.compilations
             answers = engine.greedy(prompts, 6)
-            found[name] = [[dataclasses.asdict(answer) for answer in answers], card.compilations - before]
+            compiled, totals = card.compilations - before, engine.core.scheduler.block_policies.totals
+            found[name] = [[dataclasses.asdict(answer) for answer in answers], compiled, totals.swapped_in]
     return {"families": found, "broken": broken_duties()}
 
 
 def test_on_the_simulated_card(tmp_path: Path) -> None:
-    """Through torch.compile, the default there: once warm nothing is compiled, chunks included."""
+    """Through torch.compile, the default there: once warm nothing is compiled, chunks and swapped states included."""
     models = {name: str(make_hybrid(tmp_path, name)) for name in ("lfm2", "granitemoehybrid", "qwen3_next")}
     found = run_on_card(serve_all, tmp_path, models=models, prompts=CARD_PROMPTS).result
-    for name, (answers, compiled) in found["families"].items():
+    for name, (answers, compiled, swapped_in) in found["families"].items():
         ReferenceModel(Path(models[name])).assert_greedy(CARD_PROMPTS, [Answer(**answer) for answer in answers])
         assert compiled == 0
+        assert swapped_in
     # a layer reads states that it writes: the bridge then copies them all
     assert set(found["broken"]) == {"12 aten.index_copy.default"}
 

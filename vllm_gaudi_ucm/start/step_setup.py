@@ -190,6 +190,8 @@ def _swapped_states(group: StateGroup, model: LoadedModel) -> SwappedStates:
         "Preemption: states of preempted requests take up to %.2f GiB of host memory, in addition to blocks",
         count * space.block_bytes / GIB,
     )
+    # a Gaudi compiles the copies now, and not during a request
+    space.measure()
     return SwappedStates(group.follows_requests, space)
 
 
