@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 FAMILIES = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",

@@ -1,6 +1,6 @@
-"""Encoders of pictures as tiles of one size (InternVL): `vllm.model_executor.models.interns1`.
+"""Encoders of pictures as tiles of one size (InternVL): `vllm.model_executor.models.interns1` and `internvl`.
 
-Internal: `extract_feature` and `num_image_token` of such a model.
+Internal: `extract_feature`, `num_image_token` and the encoder of such a model.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from torch import nn
 
 __all__ = ["TileEncoder"]
 
-_INPUTS = ("pixel_values", "pixel_values_videos")
+_INPUTS = ("pixel_values", "pixel_values_videos", "pixel_values_flat", "pixel_values_flat_video")
+_ENCODERS = ("vision_tower", "vision_model")
 
 
 class TileEncoder:
@@ -26,14 +27,15 @@ class TileEncoder:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = cast(Any, model)
-        self._dtype = next(self._model.vision_tower.parameters()).dtype
+        encoder = next(getattr(model, name) for name in _ENCODERS if hasattr(model, name))
+        self._dtype = next(encoder.parameters()).dtype
         self.unit: int = self._model.num_image_token
 
     @classmethod
     def of(cls, model: nn.Module) -> "TileEncoder | None":
         """Returns the encoder of a model; None if it has another kind of encoder."""
-        tiled = all(hasattr(model, name) for name in ("extract_feature", "num_image_token", "vision_tower"))
-        return cls(model) if tiled else None
+        tiled = all(hasattr(model, name) for name in ("extract_feature", "num_image_token"))
+        return cls(model) if tiled and any(hasattr(model, name) for name in _ENCODERS) else None
 
     def count(self, inputs: Mapping[str, object]) -> int:
         """Returns the tokens of a picture or a video."""
@@ -41,8 +43,9 @@ class TileEncoder:
 
     def empty(self, tokens: int) -> Mapping[str, object]:
         """Returns the inputs of a picture of zeros, on the host."""
-        config = self._model.config.vision_config
-        shape = (tokens // self.unit, config.num_channels, *config.image_size)
+        size = self._model.config.vision_config.image_size
+        # vLLM reads every picture in three colours
+        shape = (tokens // self.unit, 3, *((size, size) if isinstance(size, int) else size))
         return {"pixel_values": torch.zeros(shape, dtype=self._dtype)}
 
     def padded(self, inputs: Mapping[str, object], tokens: int) -> dict[str, torch.Tensor]:
