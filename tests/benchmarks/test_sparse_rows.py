@@ -108,7 +108,7 @@ def test_sparse_prompts_attend_to_what_their_tiles_choose(model: Any, method: An
 
 
 def test_scores_do_not_see_later_tokens() -> None:
-    """What comes after a row's context changes no choice of it. covers: C16"""
+    """Tokens after a row's context do not change its choice. covers: C16"""
     step, budget = a_step(800, 4), Budget(0.3)
     shorter = Step(0, step.query[:1], step.keys[: step.contexts[0]], step.contexts[:1], step.scale, BLOCK)
     for method in sparse_prompts():

@@ -430,7 +430,7 @@ def test_graphs_for_remainders_are_planned(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_graphs_for_sparse_prompts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the server has them: two lengths of chunks, whose tiles choose."""
+    """The plan has the server's graphs: two lengths of chunks, whose tiles choose."""
     limits = ("--max-num-batched-tokens", 4096, "--max-num-seqs", 48, "--max-model-len", 16384, "--num-blocks", 3400)
     (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
     ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"prompt_ratio": 0.2}}}

@@ -95,7 +95,7 @@ def _groups(expectations: Expectations, options: argparse.Namespace) -> list[Gro
 
 
 def _divides_files(options: argparse.Namespace) -> bool:
-    """Whether these options run some tests of a file and not others."""
+    """Returns whether these options run some tests of a file and not others."""
     return bool(options.k or options.listed or any("::" in test for test in options.tests))
 
 

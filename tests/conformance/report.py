@@ -122,7 +122,7 @@ def save(
         expectations: what was expected.
         outcomes: of whole groups, or of whole files.
         about: `vllm` (its version), `date`, and `with`: the versions of what else took part.
-        files: all files of each group. The page names those of a group with results that have none.
+        files: all files of each group. Of a group with results, the page names the files that have none.
         joined: whether other files of these groups keep their results.
         results, page_file: where they are written.
     """

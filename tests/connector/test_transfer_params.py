@@ -1,4 +1,4 @@
-"""Requests may name blocks of another engine, and nothing that would harm others."""
+"""Requests may name blocks of another engine, but cannot harm other requests."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_copy_for_onednn_is_kept_where_it_is_faster_with_many_rows() -> None:
     ],
 )
 def test_a_plain_weight_is_taken_where_times_say_so(plain: list[int], rows: int, expected: Way) -> None:
-    """And beyond the rows that were measured, by the largest of them."""
+    """Beyond the rows that were measured, the largest of them decides."""
     seconds = {**ZEN5, Way.PLAIN: tuple(plain)}
     given = ways(tiles=False, onednn=True, plain=True)
     assert Times(Kind.FLOAT32, seconds).fastest(rows, given) is expected

@@ -111,9 +111,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         x = x.contiguous()
     form = weight.compact or weight.panels
     if form is not None and not torch.compiler.is_compiling() and _fits(x, weight, bias):
-        tiles = matrix_unit.in_use() and not _is_float16(form)
         # oneDNN's copy of any other weight is not for fp32 rows
-        way = _way(kind_of(form), x.shape[0], tiles, weight.tensor is not None and weight.is_fp32)
+        way = _way(kind_of(form), x.shape[0], _has_tiles(form), weight.tensor is not None and weight.is_fp32)
         if way is not Way.ONEDNN:
             return multiply_form(x, form, weight.outputs, bias, tiles=way is Way.TILES)
     if weight.tensor is None:
@@ -142,8 +141,12 @@ def _in_half(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | N
     return narrow_rows(product, x.new_empty(product.shape))
 
 
-def _way(kind: Kind, rows: int, tiles: bool, onednn: bool) -> Way:
-    return fastest_way(kind, min(rows, MEASURED_ROWS[-1] + 1), ways(tiles, onednn))
+def _way(kind: Kind, rows: int, tiles: bool, onednn: bool, plain: bool = False) -> Way:
+    return fastest_way(kind, min(rows, MEASURED_ROWS[-1] + 1), ways(tiles, onednn, plain))
+
+
+def _has_tiles(form: Compact | Panels) -> bool:
+    return matrix_unit.in_use() and not _is_float16(form)
 
 
 def plain_is_faster(weight: PackedWeight, plain: Tensor, rows: int) -> bool:
@@ -151,11 +154,10 @@ def plain_is_faster(weight: PackedWeight, plain: Tensor, rows: int) -> bool:
     if weight.pairs is not None:
         kind, dtype, tiles = Kind.PAIRS, torch.bfloat16, has_pair_tiles(weight.inputs)
     elif (form := weight.compact or weight.panels) is not None:
-        kind, dtype, tiles = kind_of(form), torch.float32, matrix_unit.in_use() and not _is_float16(form)
+        kind, dtype, tiles = kind_of(form), torch.float32, _has_tiles(form)
     else:
         return False
-    given = ways(tiles, weight.tensor is not None, plain=True)
-    return plain.dtype == dtype and fastest_way(kind, min(rows, MEASURED_ROWS[-1] + 1), given) is Way.PLAIN
+    return plain.dtype == dtype and _way(kind, rows, tiles, weight.tensor is not None, plain=True) is Way.PLAIN
 
 
 def multiplies_pairs() -> bool:

@@ -29,7 +29,7 @@ MOST_LOSS = 1.5
 
 
 class Way(StrEnum):
-    """How a product is computed: by native kernels with vectors, or on the matrix unit, or by oneDNN, or by torch from
+    """Says how a product is computed: by native kernels with vectors or on the matrix unit, by oneDNN, or by torch from
     a weight that is not packed.
 
     Members are in the order of the number of rows that they suit: few, some, many.

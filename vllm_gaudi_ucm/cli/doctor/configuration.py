@@ -160,9 +160,9 @@ def _remainders(graphs: GraphsConfig, tiles: bool) -> Check:
     --kv-transfer-config decides whether there are any.
     """
     from_file = graphs.buckets is not None and graphs.strategy in ("auto", "file")
-    beside = "in addition to those of the bucket file" if from_file else "a part of ucm.graphs.max_graphs"
+    counted = "in addition to those of the bucket file" if from_file else "a part of ucm.graphs.max_graphs"
     when = "for chunks of prompts that choose (prompt_ratio)" if tiles else "if UcmConnector loads prompts in part"
-    found = f"up to {most_remainders(tiles)} {when}: warm before serving starts, {beside}"
+    found = f"up to {most_remainders(tiles)} {when}: warm before serving starts, {counted}"
     return Check(SHAPES, "graphs for prompt remainders", "info", found)
 
 

@@ -5,6 +5,18 @@ import triton.language as tl
 
 
 @triton.jit
+def best_of(numbers, divisor, token, mask, VOCAB: tl.constexpr):
+    """Returns the highest score of a block of tokens, `numbers` divided by `divisor`, and the first token that has it.
+
+    NaN counts as infinite. mask: which tokens there are.
+    """
+    score = tl.div_rn(numbers, divisor)
+    score = tl.where(mask, tl.where(score == score, score, float("inf")), -float("inf"))
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(score == best, token, VOCAB), 0)
+
+
+@triton.jit
 def accept_rows(
     probabilities, drafts, draft_probabilities, uniform, noise, tokens, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -38,16 +50,10 @@ def accept_rows(
         # of NaN both comparisons are false
         rest = tl.where(rest < 0, 0.0, rest)
         left = tl.maximum(left, tl.max(tl.where(mask, tl.where(rest == rest, rest, float("inf")), -float("inf")), 0))
-        score = tl.div_rn(rest, divisor)
-        score = tl.where(mask, tl.where(score == score, score, float("inf")), -float("inf"))
-        best = tl.max(score, 0)
-        found = tl.min(tl.where(score == best, token, VOCAB), 0)
+        best, found = best_of(rest, divisor, token, mask, VOCAB)
         token_left = tl.where(best > best_left, found, token_left)
         best_left = tl.maximum(best, best_left)
-        score = tl.div_rn(whole, divisor)
-        score = tl.where(mask, tl.where(score == score, score, float("inf")), -float("inf"))
-        best = tl.max(score, 0)
-        found = tl.min(tl.where(score == best, token, VOCAB), 0)
+        best, found = best_of(whole, divisor, token, mask, VOCAB)
         token_whole = tl.where(best > best_whole, found, token_whole)
         best_whole = tl.maximum(best, best_whole)
     chosen = tl.where(left > 0, token_left, token_whole).to(tl.int64)
