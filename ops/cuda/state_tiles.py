@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.ops.cuda import untried
-
 
 def block_of(size: int) -> int:
     """Returns the smallest block that a product takes for so many entries: a power of two, at least 16."""
@@ -20,14 +18,14 @@ def are_multiplied(dtype: torch.dtype) -> bool:
     """
     from triton import knobs
 
-    return untried.are_used() and (dtype == torch.bfloat16 or bool(knobs.runtime.interpret))
+    return dtype == torch.bfloat16 or bool(knobs.runtime.interpret)
 
 
 class Products(NamedTuple):
     """Products of rows of one dtype. Sums are float32.
 
     operand: dtype of what is multiplied, also of numbers in between. precision: `input_precision` of Triton's products.
-    inverse: the same for an inverse, whose products cancel.
+    inverse: the same for the larger blocks of an inverse, which is rounded to `operand` afterwards.
     """
 
     operand: torch.dtype
@@ -41,4 +39,4 @@ class Products(NamedTuple):
 
         # Triton's interpreter (3.9) has no matrix product of bf16
         wide = bool(knobs.runtime.interpret)
-        return cls(torch.float32, "ieee", "ieee") if wide else cls(torch.bfloat16, "ieee", "tf32x3")
+        return cls(torch.float32, "ieee", "ieee") if wide else cls(torch.bfloat16, "ieee", "tf32")

@@ -14,7 +14,7 @@ def accept_or_draw(
 
     So the token of each row has distribution p, whatever q is. Nothing is read on the host, and all shapes depend only
     on the shapes of the arguments. If rounding leaves nothing of max(p - q, 0), a row draws from p, which is q then.
-    On a GPU one launch gives the same tokens as the reference, once `ops/cuda/untried.py` allows it.
+    On a GPU one launch gives the same tokens as the reference.
 
     Args:
         probabilities: p, [rows, vocabulary].
@@ -29,9 +29,8 @@ def accept_or_draw(
     """
     arguments = (probabilities, drafts, draft_probabilities, uniform, noise)
     if not torch.compiler.is_compiling() and why_not_triton(probabilities.device.type) is None:
-        from vllm_gaudi_ucm.ops.cuda import untried
         from vllm_gaudi_ucm.ops.rejection_sampling.impl.cuda.rejection import can_accept_or_draw, cuda_accept_or_draw
 
-        if untried.are_used() and can_accept_or_draw(*arguments):
+        if can_accept_or_draw(*arguments):
             return cuda_accept_or_draw(*arguments)
     return reference(*arguments)

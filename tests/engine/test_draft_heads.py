@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +85,10 @@ def test_preempted_requests_draft_again(pair: Pair, expected: list[Answer], monk
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, list[Answer]]]:
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, list[Answer]]:
     pair = make_pair(tmp_path_factory.mktemp("quiet"), "eagle", quiet=True)
     with Engine(pair.target, **OPTIONS) as engine:
-        yield pair, engine.greedy(PROMPTS, MAX_TOKENS)
+        return pair, engine.greedy(PROMPTS, MAX_TOKENS)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ pytestmark = pytest.mark.slow  # starts engines
 
 
 @pytest.fixture(scope="module")
-def wanted(tiny_llama: Path) -> Iterator[list[Answer]]:
+def wanted(tiny_llama: Path) -> list[Answer]:
     """With room for all."""
     with Engine(tiny_llama, max_model_len=256) as engine:
-        yield engine.alone(PROMPTS, LENGTH)
+        return engine.alone(PROMPTS, LENGTH)
 
 
 # what is cheaper is chosen whatever the prefix cache holds

@@ -27,7 +27,6 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import CHOSEN_TOKENS, IndexRows, TokenPlaces
-from vllm_gaudi_ucm.ops.cuda import untried
 from vllm_gaudi_ucm.ops.gated_delta.implementation import GATED_DELTAS, DeltaRows
 from vllm_gaudi_ucm.ops.gated_norm.implementation import GATED_NORMS
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
@@ -276,7 +275,6 @@ def chosen_tokens(dtype: torch.dtype) -> None:
 
 def layers_with_states(dtype: torch.dtype) -> None:
     """Decodes, verifications of three drafts, and prompts, of layers as in Qwen3-Next and Granite 4-h."""
-    untried.RAN_ON_A_GPU = True
     for few, rows in ((1, 1), (4, 4), (1, 130)):
         step, heads = plan([StateRequest(rows, 1, {0: 2})], few), torch.zeros(128)
         q, v = (torch.empty(rows, count, 128, dtype=dtype) for count in (16, 32))

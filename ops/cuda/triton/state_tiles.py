@@ -26,12 +26,26 @@ def inverse_of_unit_lower(lower, ROWS: tl.constexpr, LEVELS: tl.constexpr, PRECI
     """Returns the inverse of I + lower, [ROWS, ROWS], for a matrix with entries below the diagonal only.
 
     By products of blocks, like the function of this name in `state_tiles`: with the inverses of blocks of one size on
-    its diagonal, two products yield the inverses of blocks twice as large. ROWS: 2 to the power of LEVELS.
+    its diagonal, two products yield the inverses of blocks twice as large. Up to blocks of 16, products are of the
+    blocks on the diagonal alone. ROWS: 2 to the power of LEVELS, at least 16.
     """
+    parts: tl.constexpr = ROWS // 16
     index = tl.arange(0, ROWS)
     row, column = index[:, None], index[None, :]
-    found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
-    for level in tl.static_range(1, LEVELS):
+    of_part = (index // 16)[:, None, None] == tl.arange(0, parts)[None, :, None]
+    blocks = tl.sum(tl.where(of_part, tl.reshape(lower, (ROWS, parts, 16)), 0.0), 1)
+    blocks = tl.reshape(blocks, (parts, 16, 16))
+    entry = tl.arange(0, 16)
+    i, j = entry[None, :, None], entry[None, None, :]
+    small = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, blocks, 0.0)
+    for level in tl.static_range(1, 4):
+        size = 1 << level
+        is_corner = (i // (2 * size) == j // (2 * size)) & (i // size != j // size)
+        corner = tl.dot(small, tl.where(is_corner, blocks, 0.0), input_precision="ieee")
+        small -= tl.dot(corner, small, input_precision="ieee")
+    small = tl.reshape(small, (ROWS, 1, 16))
+    found = tl.reshape(tl.where(of_part, small, 0.0), (ROWS, ROWS))
+    for level in tl.static_range(4, LEVELS):
         size = 1 << level
         is_corner = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
         corner = tl.dot(found, tl.where(is_corner, lower, 0.0), input_precision=PRECISION)

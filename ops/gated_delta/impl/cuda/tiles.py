@@ -8,19 +8,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.cuda.state_tiles import Products, block_of
+from vllm_gaudi_ucm.ops.cuda.state_tiles import Products, are_multiplied, block_of
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
 from vllm_gaudi_ucm.ops.state_rows import NULL_SLOT, StateRows, rows_together
 
-MOST_KEYS = 256
-"""Elements of a key: a program keeps so many rows of a state in registers."""
-COLUMNS, SOLVE_WARPS, WALK_WARPS, STAGES = 32, 8, 4, 2
+KEYS, VALUES, MOST_VALUES = (64, 128), 64, 256
+COLUMNS, SOLVE_WARPS, WALK_WARPS, STAGES = 32, 4, 4, 2
+
+
+def covers(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Returns whether the kernels compute rows of this dtype, in heads of these sizes.
+
+    They are those of models so far. With keys of 5 or 40 elements, or one stage, Triton 3.6 makes machine code that
+    reads shared memory beyond its end (H200), and two tiles of wider keys do not fit into it.
+    """
+    from triton import knobs
+
+    fits = key_dim in KEYS and value_dim % VALUES == 0 and value_dim <= MOST_VALUES
+    return are_multiplied(dtype) and (fits or bool(knobs.runtime.interpret))
 
 
 def scan_prompts(rows: DeltaRows, states: Tensor, step: StateRows, found: Tensor, *, normalise: bool) -> None:
     """Computes the rows of tiles, and writes their results to `found`, [rows, heads, value_dim], contiguous.
 
-    Keys have at most MOST_KEYS elements, and so have values.
+    The kernels must cover their sizes.
     """
     from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.triton import tiles as kernels
 

@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.cuda.state_tiles import are_multiplied
-from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.tiles import MOST_KEYS, scan_prompts
+from vllm_gaudi_ucm.ops.gated_delta.impl.cuda.tiles import covers, scan_prompts
 from vllm_gaudi_ucm.ops.gated_delta.impl.tiled import TiledDelta
 from vllm_gaudi_ucm.ops.gated_delta.implementation import DeltaRows
 from vllm_gaudi_ucm.ops.registry import why_not_triton
@@ -22,8 +21,8 @@ GATES = 256  # gates of a program
 
 
 class CudaDelta(TiledDelta):
-    """By Triton kernels; if chosen by name, also on a CPU under Triton's interpreter. Prompts with larger heads, or in
-    another dtype than bfloat16, take torch's products.
+    """By Triton kernels; if chosen by name, also on a CPU under Triton's interpreter. Prompts in heads of other
+    sizes than `covers` says, or in another dtype than bfloat16, take torch's products.
     """
 
     devices: ClassVar[frozenset[str] | None] = frozenset({"cuda"})
@@ -36,7 +35,7 @@ class CudaDelta(TiledDelta):
     def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
         if torch.float64 in (rows.v.dtype, states.dtype):
             return super().scan(rows, states, step, normalise=normalise)
-        if step.tile_rows.numel() and (max(states.shape[2:]) > MOST_KEYS or not are_multiplied(rows.v.dtype)):
+        if step.tile_rows.numel() and not covers(*states.shape[2:], rows.v.dtype):
             # results of requests with few rows are written over
             prompts = step._replace(few_rows=step.few_rows[:0])
             found = super().scan(rows, states, prompts, normalise=normalise)
