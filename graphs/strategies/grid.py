@@ -138,7 +138,7 @@ def coarsest_grid(request: BucketRequest) -> BucketSet:
 
 def _make(request: BucketRequest, grid: Grid, levels: Levels) -> BucketSet:
     limits, cost = request.limits, request.cost
-    shapes = without_unreachable(_shapes(limits, grid, levels), limits.dense, cost)
+    shapes = without_unreachable(_shapes(limits, grid, levels, request.rows_each), limits.dense, cost)
     if limits.max_selected_blocks:
         shapes = with_selected_levels(shapes, [0, *levels("selected", limits.max_selected_blocks, grid.selected)], cost)
     if limits.bounds_prompt_tiles and grid.prompt_tiles:
@@ -153,16 +153,29 @@ def _prompt_tile_levels(limits: Limits, count: int) -> list[int]:
     return [*sorted(bounds), ALL_TILES]
 
 
-def _shapes(limits: Limits, grid: Grid, levels: Levels) -> Iterator[ForwardShape]:
+def _shapes(limits: Limits, grid: Grid, levels: Levels, rows_each: int) -> Iterator[ForwardShape]:
     blocks = {"shared": (limits.most_shared_blocks, grid.shared), "unique": (limits.max_unique_blocks, grid.unique)}
     shared, unique = ([0, *(levels(axis, most, n) if most else ())] for axis, (most, n) in blocks.items())
     rows = {
         False: levels("decode", limits.max_decode_rows, grid.decode),
         True: levels("prompt", limits.max_num_batched_tokens, grid.prompt),
     }
+    verified = _verified_rows(limits, levels("decode", limits.max_decode_rows, grid.decode), rows_each)
     for causal, s, u in product((False, True), shared, unique):
         if causal or s or u:
-            yield from (ForwardShape.from_sizes(causal, q, s, u) for q in rows[causal])
+            # blocks of a request with several rows are shared blocks, where there are any
+            verifies = causal and (s if limits.most_shared_blocks else u)
+            sizes = sorted({*rows[causal], *verified}) if verifies else rows[causal]
+            yield from (ForwardShape.from_sizes(causal, q, s, u) for q in sizes)
+
+
+def _verified_rows(limits: Limits, requests: list[int], rows_each: int) -> list[int]:
+    """Returns rows of steps in which so many requests verify drafts; none without drafts. In a graph of a prompt, such
+    a step would compute a prompt's rows.
+    """
+    if rows_each < 2:
+        return []
+    return [rows_each * count for count in requests if rows_each * count < limits.max_num_batched_tokens]
 
 
 @dataclass(frozen=True)

@@ -491,7 +491,6 @@ def test_what_is_said_of_graphs_for_remainders(log: Path, tmp_path: Path, capsys
     ("argv", "said"),
     [
         (["--partial-loads"], "--partial-loads needs --sparse"),
-        (["--num-speculative-tokens", "2"], "--num-speculative-tokens needs --sparse"),
         (["--num-speculative-tokens", "-1"], "--num-speculative-tokens is -1, expected 0 or more"),
         (["--kept-states", "2"], "--kept-states: no layer of the model keeps a state"),
         (["--kept-states", "-1"], "--kept-states is -1, expected 0 or more"),

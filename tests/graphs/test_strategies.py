@@ -51,6 +51,23 @@ def test_buckets_are_reachable_and_counted(strategy: str, name: str, max_graphs:
     assert_all_reachable(buckets)
 
 
+@pytest.mark.parametrize("rows_each", [2, 4, 7])
+@pytest.mark.parametrize("name", ODD_LIMITS)
+@pytest.mark.parametrize("strategy", blind_strategies())
+def test_verifications_have_buckets(strategy: str, name: str, rows_each: int) -> None:
+    """A step in which all requests verify drafts computes no row of a prompt: such a bucket is a part of the coarsest
+    grid. covers: B1, B4."""
+    within = ODD_LIMITS[name]
+    request = BucketRequest(within, COST, 64, rows_each=rows_each)
+    buckets = build_buckets(strategy, request)
+    assert buckets.num_graphs <= 64
+    assert_all_reachable(buckets)
+    rows = rows_each * within.max_decode_rows
+    shape = ForwardShape.from_sizes(True, rows, *((1, 0) if within.most_shared_blocks else (0, 1)))
+    if rows < within.max_num_batched_tokens and within.allows(True, *shape.sizes[:4]):
+        assert buckets.lookup(shape.step(1)).forward.query_len == rows
+
+
 @pytest.mark.parametrize("max_graphs", [2, 7, 64])
 @pytest.mark.parametrize("name", SPARSE_LIMITS)
 @pytest.mark.parametrize("strategy", blind_strategies())

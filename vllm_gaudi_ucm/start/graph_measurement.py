@@ -242,7 +242,7 @@ def _expected_buckets(
 ) -> Sequence[ForwardShape]:
     """Returns the buckets of a server with this many blocks. It will have fewer, with nearly the same kernels."""
     count = 0 if remainders is None else len(remainders.keys)
-    live, rows = (0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)
+    live, rows = 0 if choices is None else choices.room_for_live_blocks, 1 + vllm_config.num_speculative_tokens
     try:
         buckets, _ = choose_buckets(
             config.graphs, vllm_config, limits, device, num_remainders=count, live_blocks=live, rows_each=rows

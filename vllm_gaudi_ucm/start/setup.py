@@ -233,7 +233,8 @@ def make_static(allocated: AllocatedModel) -> StaticShapes:
         limits,
         model.device,
         0 if remainders is None else len(remainders.keys),
-        *((0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)),
+        0 if choices is None else choices.room_for_live_blocks,
+        1 + model.vllm_config.num_speculative_tokens,
     )
     static = StaticShapes(allocated, buckets, usage, partial(_refill, allocated))
     static.divided_logits.reserve(model.vllm_config.num_speculative_tokens)

@@ -233,7 +233,7 @@ def _states(args: argparse.Namespace, cost: CostModel, max_num_seqs: int) -> int
 def _report(
     args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None, tail_steps: int = 0
 ) -> PlanReport:
-    limits, remainders, live_blocks, rows_each = with_sparse_method(args, limits, cost.model.states is not None)
+    limits, remainders, live_blocks, rows_each = with_sparse_method(args, limits)
     shapes = [] if remainders is None else remainders.shapes
     files = {"buckets": args.buckets, "trace": steps}
     strategy = args.strategy or automatic_strategy([key for key, value in files.items() if value is not None])
@@ -329,19 +329,15 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="drafts of a request in a step, as num_speculative_tokens of --speculative-config: list the buckets of "
-        "their verification with selected blocks, and count the states of drafts (default: %(default)s)",
+        "their verification, and count the states of drafts (default: %(default)s)",
     )
 
 
-def with_sparse_method(
-    args: argparse.Namespace, limits: Limits, keeps_states: bool
-) -> tuple[Limits, RemainderShapes | None, int, int]:
+def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits, RemainderShapes | None, int, int]:
     """Returns the limits with the blocks that --sparse selects, the shapes for prompt remainders with --partial-loads
     or `prompt_ratio`, the room for live blocks of a sparse request, and its rows: a token and its drafts.
 
     They are the same as for a server at static shapes.
-
-    keeps_states: whether layers of the model keep a state, which they do for each draft, too.
 
     Raises:
         ValueError: options that do not go together, or a configuration that lacks what they need.
@@ -350,14 +346,9 @@ def with_sparse_method(
     if drafts < 0:
         raise ValueError(f"--num-speculative-tokens is {drafts}, expected 0 or more")
     if args.sparse is None:
-        if drafts and not keeps_states:
-            raise ValueError(
-                "--num-speculative-tokens needs --sparse: without a sparse method the verification of drafts takes the "
-                "buckets of prompts, and no layer of the model keeps a state; leave it out"
-            )
         if args.partial_loads:
             raise ValueError("--partial-loads needs --sparse: what is selected decides how large the graphs are")
-        return limits, None, 0, 1
+        return limits, None, 0, 1 + drafts
     if args.max_selected_blocks is not None:
         raise ValueError("--max-selected-blocks and --sparse both say how many blocks are selected; leave one out")
     # torch and vLLM take seconds to import, which a plan without a sparse method does not need
