@@ -1,9 +1,9 @@
 """Attention of one layer on a GPU: ours, vLLM's Triton kernels and torch SDPA in one run, interleaved, in CUDA graphs.
 
-`python -m benchmarks.attention --device cuda [--sweep | --rows | --variants | --models |
---gaudi-form]`. 32 query and 8 kv heads of 128, blocks of 128 tokens, bf16, the parts as a bucket has them. Every result
-is poisoned before its run and compared with float64. If vLLM is not installed, its columns are empty. SDPA is given
-contiguous keys, which a paged cache never has.
+`python -m benchmarks.attention --device cuda [--sweep | --rows | --variants | --models | --small | --gaudi-form]`. 32
+query and 8 kv heads of 128, blocks of 128 tokens, bf16, the parts as a bucket has them. Every result is poisoned before
+its run and compared with float64. If vLLM is not installed, its columns are empty. SDPA is given contiguous keys, which
+a paged cache never has.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = sweep(partial(one, peers=kernels), report_console(least_width=120))
     elif args.models:
         results = models.measure_all(one, args.variants)
+    elif args.small:
+        results = models.measure_small(one)
     else:
         cases = CASES
         if args.rows or args.variants:
@@ -173,6 +175,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--sweep", action="store_true", help="requests x shared prefixes, and a mixed batch")
     what.add_argument("--rows", action="store_true", help="requests with several rows after a cached context")
     what.add_argument("--models", action="store_true", help="windows, sinks, soft caps and latents of models")
+    what.add_argument("--small", action="store_true", help="short shared prefixes, one KV head, small blocks")
     what.add_argument("--gaudi-form", action="store_true", help="also run the implementation for Gaudi, on this GPU")
     parser.add_argument("--variants", action="store_true", help="--rows, or windows of --models, with other tiles")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results")

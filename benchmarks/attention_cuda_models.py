@@ -36,6 +36,26 @@ COUNTS = (1, 16, 64)
 CONTEXTS = (128, 1024, 8192, 32768, 131072)  # the first: the cost of a window is compared with it
 MOST_BYTES = 20e9  # of a cache: making more takes longer than measuring it
 
+LLAMA, RANK_OF_70B = Model(), Model(heads=8, kv_heads=1)
+SMALL_BLOCKS = Model(window=512, block_size=64)
+
+
+def _shared(requests: int, prefix: int, own: int) -> tuple[Request, ...]:
+    return (Request(prefix + own - 1, 1, prefix),) * requests
+
+
+SMALL = (
+    (LLAMA, Case("8B, 16 decodes at 512 shared + 64", _shared(16, 512, 64), 0.0)),
+    (LLAMA, Case("8B, 4 decodes at 512 shared + 64", _shared(4, 512, 64), 0.0)),
+    (RANK_OF_70B, Case("70B/TP8, 256 decodes at 2048 shared + 128", _shared(256, 2048, 128), 0.0)),
+    (RANK_OF_70B, Case("70B/TP8, 16 decodes at 512 shared + 64", _shared(16, 512, 64), 0.0)),
+    (RANK_OF_70B, Case("70B/TP8, 700 after 5000", (Request(5000, 700),), 0.0)),
+    (SMALL_BLOCKS, Case("window 512, blocks of 64: 24 decodes at 33K", (Request(33 * 1024, 1),) * 24, 0.0)),
+    (SMALL_BLOCKS, Case("window 512, blocks of 64: verify 16 x (8192 + 4)", (Request(8192, 4),) * 16, 0.0)),
+    (SMALL_BLOCKS, Case("window 512, blocks of 64: 1000 after 12000", (Request(12000, 1000),), 0.0)),
+)
+"""Short shared prefixes, one KV head, and small blocks under a window."""
+
 SEVERAL = (
     Case("verify 16 x (8192 + 4)", (Request(8192, 4),) * 16, 0.0),
     Case("512 after 8192", (Request(8192, 512),), 0.0),
@@ -81,6 +101,16 @@ def measure_all(one: Callable[..., Result], variants: bool = False) -> list[Resu
     print("slower than vLLM's Triton kernels: " + (", ".join(slower(results)) or "in no row"))
     for line in beyond_windows(results):
         print(line)
+    return results
+
+
+def measure_small(one: Callable[..., Result]) -> list[Result]:
+    """Measures SMALL; see `measure_all`."""
+    results = []
+    for model, case in SMALL:
+        results.append(one(case, model=model, peers=sides, parts=planned, least_ms=least_ms))
+        print(results[-1].line(), flush=True)
+    print("slower than vLLM's Triton kernels: " + (", ".join(slower(results)) or "in no row"))
     return results
 
 
