@@ -232,9 +232,9 @@ def make_static(allocated: AllocatedModel) -> StaticShapes:
         model.vllm_config,
         limits,
         model.device,
-        0 if remainders is None else len(remainders.keys),
-        0 if choices is None else choices.room_for_live_blocks,
-        1 + model.vllm_config.num_speculative_tokens,
+        num_remainders=0 if remainders is None else len(remainders.keys),
+        live_blocks=0 if choices is None else choices.room_for_live_blocks,
+        rows_each=1 + model.vllm_config.num_speculative_tokens,
     )
     static = StaticShapes(allocated, buckets, usage, partial(_refill, allocated))
     static.divided_logits.reserve(model.vllm_config.num_speculative_tokens)
