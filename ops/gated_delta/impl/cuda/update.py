@@ -35,7 +35,7 @@ class CudaDelta(TiledDelta):
     def scan(self, rows: DeltaRows, states: Tensor, step: StateRows, *, normalise: bool) -> Tensor:
         if torch.float64 in (rows.v.dtype, states.dtype):
             return super().scan(rows, states, step, normalise=normalise)
-        if step.tile_rows.numel() and not covers(*states.shape[2:], rows.v.dtype):
+        if step.tile_rows.numel() and not covers(states.shape[2], states.shape[3], rows.v.dtype):
             # results of requests with few rows are written over
             prompts = step._replace(few_rows=step.few_rows[:0])
             found = super().scan(rows, states, prompts, normalise=normalise)
