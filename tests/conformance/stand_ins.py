@@ -105,6 +105,19 @@ def _late_interaction(folder: Path, demo: Path, *, architecture: str, size: int)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def _modern_late_interaction(folder: Path, demo: Path, *, size: int) -> None:
+    """Writes a ModernBERT with a projection of each token, as sentence-transformers keep it. size: of its result."""
+    _encoder(folder, demo, **_MODERN)
+    width = _SHAPE["hidden_size"]
+    projection = torch.randn(size, width, generator=torch.Generator().manual_seed(0)) * width**-0.5
+    (folder / "1_Dense").mkdir()
+    save_file({"linear.weight": projection}, folder / "1_Dense/model.safetensors")
+    shape = {"in_features": width, "out_features": size, "bias": False}
+    (folder / "1_Dense/config.json").write_text(json.dumps(shape), encoding="utf-8")
+    modules = [{"idx": 0, "path": "1_Dense", "type": "sentence_transformers.models.Dense"}]
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+
+
 def _adapter(folder: Path, demo: Path, *, base: str, of: Writer, modules: Sequence[str] = ALL_LINEAR) -> None:
     """Writes an adapter of rank 8. base: the name of the model that it is for. of: writes that model."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -115,6 +128,7 @@ def _adapter(folder: Path, demo: Path, *, base: str, of: Writer, modules: Sequen
 
 _CLASSES = "AutoModelForSequenceClassification"
 _TOKEN_CLASSES = "AutoModelForTokenClassification"
+_MODERN: dict[str, Any] = {"family": "modernbert", "local_attention": 16}
 _BASE: dict[str, Any] = {"family": "bert", "hidden_size": 768, "num_attention_heads": 12, "pools": "cls_token"}
 POOLING: Mapping[str, Writer] = {
     "intfloat/multilingual-e5-small": _mini_lm,
@@ -122,7 +136,7 @@ POOLING: Mapping[str, Writer] = {
     "sentence-transformers/all-MiniLM-L6-v2": _mini_lm,
     "sentence-transformers/all-MiniLM-L12-v2": partial(_mini_lm, tokens=128),
     "BAAI/bge-base-en-v1.5": partial(_encoder, **_BASE),
-    "Snowflake/snowflake-arctic-embed-m-v1.5": partial(_encoder, **_BASE),
+    "Snowflake/snowflake-arctic-embed-m-v1.5": partial(_encoder, **_BASE, matryoshka_dimensions=[256]),
     "sentence-transformers/stsb-roberta-base-v2": partial(_encoder, family="roberta", pools="mean_tokens"),
     "BAAI/bge-reranker-base": partial(_encoder, family="xlm-roberta", kind=_CLASSES, num_labels=1),
     "papluca/xlm-roberta-base-language-detection": partial(
@@ -132,12 +146,11 @@ POOLING: Mapping[str, Writer] = {
         _encoder, family="roberta", kind=_CLASSES, num_labels=8, problem_type="multi_label_classification"
     ),
     "boltuix/NeuroBERT-NER": partial(_encoder, family="bert", kind=_TOKEN_CLASSES, num_labels=9),
-    "disham993/electrical-ner-ModernBERT-base": partial(
-        _encoder, family="modernbert", kind=_TOKEN_CLASSES, num_labels=11, local_attention=16
-    ),
+    "disham993/electrical-ner-ModernBERT-base": partial(_encoder, **_MODERN, kind=_TOKEN_CLASSES, num_labels=11),
     "Davlan/xlm-roberta-base-ner-hrl": partial(_encoder, family="xlm-roberta", kind=_TOKEN_CLASSES, num_labels=9),
     "google-bert/bert-base-uncased": partial(_encoder, family="bert", kind="AutoModelForMaskedLM"),
     "answerdotai/answerai-colbert-small-v1": partial(_late_interaction, architecture="HF_ColBERT", size=96),
+    "lightonai/GTE-ModernColBERT-v1": partial(_modern_late_interaction, size=128),
     "jason9693/Qwen2.5-1.5B-apeach": partial(
         _decoder, family="qwen2", kind=_CLASSES, id2label={0: "Default", 1: "Spoiled"}
     ),

@@ -85,6 +85,17 @@ def test_every_outcome_is_known(tmp_path: Path) -> None:
     assert messages["test_left_out.py"] == "needs a GPU"
 
 
+@pytest.mark.parametrize("others", [(), ("tests/test_plain.py",)])
+def test_a_file_that_is_left_out_is_not_imported_if_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(TESTS, "test_plain.py", "def test_right(): pass")
+    left_out = Expectations((), rule("tests/test_left_out.py", reason="needs a GPU"), ())
+    found = run(tmp_path, Group("g", ("tests/test_left_out.py", *others), (), 1.0), left_out)
+    wanted = {"test_left_out.py": "not run"} | ({"test_plain.py::test_right": "passed"} if others else {})
+    assert {name: one.kind for name, one in found.items()} == wanted
+
+
 def test_a_group_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         TESTS, "test_plain.py", "import time\ndef test_hangs(): time.sleep(600)\ndef test_after(): pass\n"
