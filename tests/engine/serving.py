@@ -64,11 +64,17 @@ class Engine:
     Args:
         model: folder of the model.
         ucm: the plugin's options.
-        options: of `LLM`, over `TINY_OPTIONS`.
+        options: of `LLM`, over `TINY_OPTIONS`. With `async_scheduling` true the next step is scheduled while one runs:
+            on a CPU vLLM's flag alone does not do that, so the plugin's option is set, too, and the queue of steps is
+            checked.
     """
 
     def __init__(self, model: Path, ucm: Mapping[str, Any] | None = None, **options: Any) -> None:
-        merged = {"model": str(model), **TINY_OPTIONS, "additional_config": {"ucm": dict(ucm or {})}, **options}
+        ahead = options.get("async_scheduling") is True
+        ucm = dict(ucm or {})
+        if ahead:
+            ucm["scheduler"] = {"async_scheduling": True, **ucm.get("scheduler", {})}
+        merged = {"model": str(model), **TINY_OPTIONS, "additional_config": {"ucm": ucm}, **options}
         import_class(model)
         # vLLM builds encoders that are left out on the meta device, and keeps their rotary tables for later models
         rotary_embedding._ROPE_DICT.clear()
@@ -78,6 +84,7 @@ class Engine:
         self.preemptions = 0
         client: Any = self.llm.llm_engine.engine_core
         self._core = client.engine_core
+        assert not ahead or self._core.batch_queue_size == 2, "the engine does not schedule ahead"
         self._next_id = 0
         self._count_preemptions()
 

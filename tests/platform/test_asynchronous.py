@@ -11,6 +11,7 @@ from vllm.config import KVTransferConfig
 
 from tests.platform.features import NGRAM, save_config, start
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.platform import asynchronous
 from vllm_gaudi_ucm.platform.asynchronous import SYNCHRONOUS, reasons
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import decides_late
@@ -101,6 +102,19 @@ def test_vllms_flag_is_respected(llama: Path, asked: bool | None) -> None:
     config = configured(llama, async_scheduling=asked)
     assert config.scheduler_config.async_scheduling == (asked is not False)
     assert config.max_concurrent_batches == (1 if asked is False else 2)
+
+
+def test_vllms_flag_alone_leaves_steps_of_a_cpu_apart_and_the_log_says_so(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asynchronous.logger.addHandler(caplog.handler)
+    try:
+        config = start(llama, async_scheduling=True)
+    finally:
+        asynchronous.logger.removeHandler(caplog.handler)
+    assert not config.scheduler_config.async_scheduling
+    assert "Asynchronous scheduling is off: a CPU" in caplog.text
+    assert "`ucm.scheduler.async_scheduling` true switches it on" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}])
