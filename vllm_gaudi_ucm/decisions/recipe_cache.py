@@ -88,7 +88,7 @@ def check_recipe_cache(folder: Path, device_kind: str, kind: GraphKind) -> None:
 
 
 def compiled_recipes(device: Device) -> int:
-    """Returns how many recipes this process has compiled, without those that came from a folder."""
+    """Returns how many recipes this process has compiled since it took its device, without those from a folder."""
     if device.kind == "hpu":
         return device.compilations()
     from torch._dynamo.utils import counters
@@ -100,7 +100,7 @@ def log_cache_hits(folder: Path, device: Device, graphs: int) -> None:
     """Logs one line on the graphs that came from the folder while `graphs` graphs were warmed."""
     if device.kind == "hpu":
         logger.info(
-            "Recipe cache %s: %d recipes were compiled for %d graphs, the others came from the cache",
+            "Recipe cache %s: %d recipes were compiled until %d graphs were warm, the others came from the cache",
             folder,
             device.compilations(),
             graphs,

@@ -116,6 +116,8 @@ class UcmWorker(ModelCalls, RefusedCalls, WorkerBase):
         open_recipe_cache(graphs.recipe_cache, self._device, kind)
         self._device.take_device(visible_device(self.parallel_config, self.local_rank))
         self.device = self._device.torch_device()
+        # a device counts from the first call on, and loading weights compiles recipes, too
+        self._device.compilations()
         check_device_sizes(self._ucm, self._device.memory().total)
         self._set_threads()
         parallel = self.parallel_config
