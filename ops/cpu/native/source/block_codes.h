@@ -1,5 +1,6 @@
 // Estimates of blocks whose summaries are sign codes in the directions of a rotation, each with a gain; see
-// ops/block_selection/features.py.
+// ops/block_selection/features.py. Keys lie in the lanes of a vector: a few bits of a code choose the sum of as many
+// elements of the query, each with its sign, from a table that is as large as a register.
 #pragma once
 
 #include <cmath>
@@ -10,82 +11,95 @@
 namespace ucm {
 
 constexpr int64_t MEAN_VECTORS = 8;  // the last ones of CODES_AND_MEAN: one byte for each direction
-constexpr int64_t AT_ONCE = 4;       // query heads that are multiplied while the signs of a key are in registers
+constexpr int64_t AT_ONCE = 4;       // query heads that are multiplied while codes are in registers
+constexpr int64_t BITS = LANES == 16 ? 4 : LANES == 8 ? 3 : 2;  // of a code, with which a table is asked
+constexpr int64_t TABLES = 8;                                   // that a word of a code asks: BITS bytes of it
 
 inline bool is_coded(const Scoring& task) { return task.type >= CODES; }
 
 inline int64_t boxes_of(const Scoring& task) { return task.vectors - (task.type == CODES_AND_MEAN ? MEAN_VECTORS : 0); }
 
-// What the bytes stand for. signs: the sign bits that a byte of a code turns over, those of its zeros.
-struct CodeTables {
-    uint32_t signs[256][8];
-    float gains[256];
-    CodeTables() {
-        for (int byte = 0; byte < 256; ++byte) {
-            for (int bit = 0; bit < 8; ++bit) signs[byte][bit] = (byte >> bit & 1) ? 0u : 0x80000000u;
-            gains[byte] = byte ? std::exp2(float(byte - 128) / 16) : 0.0f;
-        }
+inline int64_t words_of(const Scoring& task) { return (task.dim / 8 + BITS - 1) / BITS; }
+
+// Floats of a query head: its elements in the directions of the codes, and the tables of these.
+inline int64_t turned_size(const Scoring& task) { return padded(task.dim, LANES) + words_of(task) * TABLES * LANES; }
+
+struct Gains {
+    float of[256] = {};
+    Gains() {
+        for (int level = 1; level < 256; ++level) of[level] = std::exp2(float(level - 128) / 16);
     }
 };
 
-inline const CodeTables CODE_TABLES;
+inline const Gains GAINS;
 
-// A query head in the directions of the codes, scaled.
-inline void turn(const Scoring& task, const float* from, float* to, int64_t depth) {
-    const int64_t whole = task.turned / LANES * LANES;
+// Four bytes of a vector, of which `left` are there.
+inline uint32_t word_at(const uint8_t* bytes, int64_t left) {
+    uint32_t word = 0;
+    if (left >= 4) std::memcpy(&word, bytes, 4);
+    else
+        for (int64_t i = 0; i < left; ++i) word |= uint32_t(bytes[i]) << 8 * i;
+    return word;
+}
+
+// A query head, scaled, to [turned_size].
+inline void turn(const Scoring& task, const float* from, float* to) {
+    const int64_t depth = padded(task.dim, LANES), whole = task.turned / LANES * LANES;
     for (int64_t d = 0; d < depth; ++d) {
         const float* direction = task.rotation + d * task.turned;
         float found = d < task.dim ? sum(dot(direction, from, whole)) : 0.0f;
         for (int64_t i = whole; d < task.dim && i < task.turned; ++i) found += direction[i] * from[i];
         to[d] = found * task.scale;
     }
+    float* tables = to + depth;
+    for (int64_t table = 0; table < words_of(task) * TABLES; ++table)
+        for (int64_t entry = 0; entry < LANES; ++entry) {
+            float found = 0.0f;
+            for (int64_t bit = 0, d = table * BITS; bit < BITS && d < task.dim; ++bit, ++d) found += (entry >> bit & 1) ? to[d] : -to[d];
+            tables[table * LANES + entry] = found;
+        }
 }
 
-// The sign bits of LANES directions from `at` on. What lies behind the last direction meets zeros of the query.
-inline Words turned_over(const uint8_t* code, int64_t at) {
-#if defined(__AVX512F__)
-    uint16_t bits;
-    std::memcpy(&bits, code + at / 8, sizeof bits);
-    return (Words)_mm512_maskz_set1_epi32(__mmask16(~bits), INT32_MIN);
-#else
-    Words found;
-    std::memcpy(&found, CODE_TABLES.signs[code[at / 8]] + at % 8, sizeof found);
-    return found;
-#endif
-}
-
-// The mean of a block, fp32 [depth], from vectors of bytes that are `stride` apart.
+// The mean of a block, fp32 [dim], from vectors of bytes that are `stride` apart.
 inline void load_mean(const Scoring& task, const uint8_t* vectors, int64_t stride, float* mean) {
     const int64_t bytes = task.dim / 8;
     for (int64_t piece = 0; piece < MEAN_VECTORS; ++piece) {
         const uint8_t* from = vectors + piece * stride;
-        const float step = CODE_TABLES.gains[from[bytes]] / 32;
+        const float step = GAINS.of[from[bytes]] / 32;
         for (int64_t i = 0; i < bytes; ++i) mean[piece * bytes + i] = float(int(from[i]) - 128) * step;
     }
 }
 
 // Estimates of a block's keys for COUNT query heads: to [COUNT, padded boxes]; those behind the last key are -inf.
 template <int64_t COUNT>
-inline void estimate_keys(const Scoring& task, const uint8_t* vectors, int64_t stride, const float* query, int64_t step,
-                          int64_t depth, const float* mean, float* to) {
-    const int64_t boxes = boxes_of(task), width = padded(boxes, LANES), bytes = task.dim / 8;
+inline void estimate_keys(const Scoring& task, const uint8_t* vectors, int64_t stride, const float* query, const float* mean,
+                          float* to) {
+    const int64_t boxes = boxes_of(task), width = padded(boxes, LANES), bytes = task.dim / 8, depth = padded(task.dim, LANES);
+    const int64_t step = turned_size(task);
     float middle[COUNT];
     for (int64_t i = 0; i < COUNT; ++i) middle[i] = sum(dot(query + i * step, mean, depth));
     for (int64_t first = 0; first < boxes; first += LANES) {
-        Floats parts[COUNT][LANES], gains = {};
+        const uint8_t* code[LANES];
+        float gains[LANES];
+        Floats sums[COUNT] = {};
         for (int64_t lane = 0; lane < LANES; ++lane) {
-            const uint8_t* code = vectors + (first + lane < boxes ? first + lane : first) * stride;
-            Floats sums[COUNT] = {};
-            for (int64_t at = 0; at < depth; at += LANES) {
-                const Words signs = turned_over(code, at);
-                for (int64_t i = 0; i < COUNT; ++i) sums[i] += (Floats)((Words)load(query + i * step + at) ^ signs);
-            }
-            gains[lane] = CODE_TABLES.gains[code[bytes]];
-            for (int64_t i = 0; i < COUNT; ++i) parts[i][lane] = sums[i];
+            code[lane] = vectors + (first + lane < boxes ? first + lane : first) * stride;
+            gains[lane] = GAINS.of[code[lane][bytes]];
+        }
+        for (int64_t word = 0; word < words_of(task); ++word) {
+            const int64_t left = bytes + 1 - word * BITS;
+            uint32_t words[LANES];
+            for (int64_t lane = 0; lane < LANES; ++lane) words[lane] = word_at(code[lane] + word * BITS, left);
+            Words bits;
+            std::memcpy(&bits, words, sizeof bits);
+            const float* tables = query + depth + word * TABLES * LANES;
+            for (int64_t table = 0; table < TABLES; ++table, bits >>= BITS)
+                for (int64_t i = 0; i < COUNT; ++i)
+                    sums[i] += __builtin_shuffle(load(tables + i * step + table * LANES), (Ints)bits);
         }
         for (int64_t i = 0; i < COUNT; ++i) {
             float* row = to + i * width + first;
-            store(row, sum_each(parts[i]) * gains + middle[i]);
+            store(row, sums[i] * load(gains) + middle[i]);
             for (int64_t lane = boxes - first; lane < LANES; ++lane) row[lane] = -INFINITY;
         }
     }
@@ -102,23 +116,24 @@ inline float log_sum(const float* numbers, int64_t width) {
     return shift + std::log(sum(total));
 }
 
-// One estimate of a block for each of `queries` heads, `apart` floats from each other. room: see `code_room`.
-inline void estimate_codes(const Scoring& task, int64_t block, int64_t head, const float* query, int64_t queries, int64_t step,
-                           int64_t depth, float* room, float* to, int64_t apart) {
+// Floats of memory that `estimate_codes` needs.
+inline int64_t code_room(const Scoring& task) { return padded(task.dim, LANES) + AT_ONCE * padded(boxes_of(task), LANES); }
+
+// One estimate of a block for each of the query heads, which are turned_size apart; the results are `apart`.
+inline void estimate_codes(const Scoring& task, int64_t block, int64_t head, const float* query, int64_t queries, float* room,
+                           float* to, int64_t apart) {
     const int64_t bytes = task.dim / 8 + 1, stride = task.kv_heads * bytes, width = padded(boxes_of(task), LANES);
     const uint8_t* vectors = reinterpret_cast<const uint8_t*>(task.summaries) + (block * task.vectors * task.kv_heads + head) * bytes;
-    float *mean = room, *keys = room + depth;
-    std::memset(mean, 0, depth * sizeof(float));
+    float *mean = room, *keys = room + padded(task.dim, LANES);
+    std::memset(mean, 0, (keys - mean) * sizeof(float));
     if (task.type == CODES_AND_MEAN) load_mean(task, vectors + boxes_of(task) * stride, stride, mean);
     for (int64_t i = 0; i < queries;) {
         const int64_t count = queries - i >= AT_ONCE ? AT_ONCE : 1;
-        if (count == 1) estimate_keys<1>(task, vectors, stride, query + i * step, step, depth, mean, keys);
-        else estimate_keys<AT_ONCE>(task, vectors, stride, query + i * step, step, depth, mean, keys);
+        const float* mine = query + i * turned_size(task);
+        if (count == 1) estimate_keys<1>(task, vectors, stride, mine, mean, keys);
+        else estimate_keys<AT_ONCE>(task, vectors, stride, mine, mean, keys);
         for (int64_t k = 0; k < count; ++k, ++i) to[i * apart] = log_sum(keys + k * width, width);
     }
 }
-
-// Floats of memory that `estimate_codes` needs.
-inline int64_t code_room(const Scoring& task, int64_t depth) { return depth + AT_ONCE * padded(boxes_of(task), LANES); }
 
 }  // namespace ucm

@@ -41,7 +41,7 @@ int64_t estimates_of(const Scoring& task) { return task.bounds || is_coded(task)
 // One span and kv head: estimates of all boxes for all query vectors, and the mass that each candidate gets from them.
 struct Unit {
     int64_t first, count, queries, width, depth;  // width, depth: count and dim, padded to whole vectors
-    float *query, *estimates, *mass;              // [queries, boxes of the query, depth], [vectors, width], [width]
+    float *query, *estimates, *mass;  // [queries, boxes of the query, depth] or turned, [vectors, width], [width]
     std::vector<char> broken;
 };
 
@@ -51,7 +51,7 @@ void load_query(const Scoring& task, int64_t span, int64_t head, Unit& unit) {
         const float* from = task.query + (task.first_rows[span] + i / group) * task.query_row +
                             (head * group + i % group) * task.query_head;
         if (task.rotation) {
-            turn(task, from, unit.query + i * 2 * unit.depth, unit.depth);
+            turn(task, from, unit.query + i * turned_size(task));
             continue;
         }
         for (int64_t v = 0; v < (task.bounds ? 2 : 1); ++v)
@@ -65,8 +65,8 @@ void estimate(const Scoring& task, const Order& by, int64_t head, int64_t at, Un
     const int64_t size = bytes_of(task.type), boxes = estimates_of(task);
     if (is_coded(task)) {
         for (int64_t c = at; c < at + LANES && c < unit.count; ++c)
-            estimate_codes(task, task.blocks[by.order[unit.first + c]], head, unit.query, unit.queries, 2 * unit.depth, unit.depth,
-                           room, unit.estimates + c, unit.width);
+            estimate_codes(task, task.blocks[by.order[unit.first + c]], head, unit.query, unit.queries, room, unit.estimates + c,
+                           unit.width);
         return;
     }
     for (int64_t v = 0; v < task.vectors; ++v) {
@@ -140,9 +140,10 @@ void run(const Scoring& task, const Order& by, int64_t span, int64_t head, float
     const int64_t boxes = estimates_of(task);
     unit.queries = task.num_rows[span] * (task.heads / task.kv_heads);
     unit.width = padded(unit.count, LANES), unit.depth = padded(task.dim, LANES);
-    const int64_t converted = is_coded(task) ? code_room(task, unit.depth) : LANES * unit.depth;
-    unit.query = scratch.take(unit.queries * 2 * unit.depth + converted + (unit.queries * boxes + 1) * unit.width);
-    float* room = unit.query + unit.queries * 2 * unit.depth;
+    const int64_t asked = unit.queries * (is_coded(task) ? turned_size(task) : 2 * unit.depth);
+    const int64_t converted = is_coded(task) ? code_room(task) : LANES * unit.depth;
+    unit.query = scratch.take(asked + converted + (unit.queries * boxes + 1) * unit.width);
+    float* room = unit.query + asked;
     unit.estimates = room + converted;
     unit.mass = unit.estimates + unit.queries * boxes * unit.width;
     unit.broken.assign(unit.count, 0);
