@@ -5,8 +5,8 @@ rest; each of these is a box. A block usually stands out for a query because of 
 `minmax`: q . middle + |q| . (max - min) / 4, halfway from the middle to Quest's bound (arXiv 2406.10774).
 `hash`: as `box_mean`, with q . k ~ gain * (R q) . sign(R k) and gain = |k|^2 / sum(|R k|), which is exact for q = k
 (RaBitQ, arXiv 2405.12497); the query is not quantised.
-`codes`: q . mean + q . (k - mean) for every key, the difference as in `hash`. All directions are those of the rotation R,
-in which the bytes of the mean err as little as they can.
+`codes`: q . mean + q . (k - mean) for every key, the difference as in `hash`. The mean is kept in the directions of R, too,
+in which its bytes err little.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def projection(dim: int, device: torch.device) -> Tensor:
 # The byte of a gain: steps of 2^(1/16), which is an error of 2 %; the sign code's own error is larger.
 _STEPS_PER_OCTAVE = 16
 _BYTE_OF_ONE = 128
-# A byte of the mean is its value in steps, plus this. A vector's gain is so many steps: elements are up to 1,000 in size.
+# A byte of the mean is its value in steps, plus this. A vector's gain is so many steps: elements may be up to 1,000.
 _BYTE_OF_NOTHING = 128
 _STEPS_OF_GAIN = 32
 
@@ -202,7 +202,7 @@ def query_features(query: Tensor, kind: SummaryKind) -> Tensor:
 
 
 def block_features(summaries: Tensor, kind: SummaryKind, blocks: Tensor) -> Tensor:
-    """Features of some blocks: fp32 [blocks, boxes, kv_heads, features]; box 0 of several counts as `first_weight` keys.
+    """Features of some blocks: fp32 [blocks, boxes, kv_heads, features]; the first box counts as `first_weight` keys.
 
     summaries: [all blocks, vectors, kv_heads, width]. blocks: int64 [blocks].
     """

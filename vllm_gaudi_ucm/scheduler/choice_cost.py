@@ -8,6 +8,7 @@ from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEFAULT_SPECS, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import LimitsError
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost, PromptCost
 from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.step_sizes import StepSizes
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
+
+FLOATS_OF_CODES = 2 * 4
+"""Bytes for each sign of a code that is written and read as float32."""
 
 
 class BucketSeconds:
@@ -59,12 +63,16 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
     share = summary_share(choosing.block_options, scheduler.block_size, *sizes)
     # a page of the cache has as many tokens as a block, or a single one with slots for tokens
     block_bytes = spec.page_size_bytes / spec.block_size * scheduler.block_size
+    scored_bytes = share * block_bytes
+    kind = SummaryKind(choosing.block_options.summary)
+    if kind.is_coded and CHOICES[device].expands_codes:
+        scored_bytes += FLOATS_OF_CODES * spec.num_kv_heads * kind.products(scheduler.block_size, spec.head_size)
     choosing.register_choice_cost(
         ChoiceCost(
             sparse_layers=sum(leader is not None for leader in leaders),
             choosing_layers=len({leader for leader in leaders if leader is not None}),
             block_bytes=block_bytes,
-            summary_bytes=share * block_bytes,
+            summary_bytes=scored_bytes,
             bandwidth=device_spec(device).bandwidth,
             layer_seconds=CHOICES[device].layer_seconds,
             step_seconds=CHOICES[device].step_seconds,

@@ -66,8 +66,8 @@ class BlockOptions(MethodOptions):
         # measured by attention mass at blocks of 16 to 128 tokens, no other summary came as close to the exact choice
         default="box_mean",
         description="What is kept of a full block's keys to score it: their mean, the smallest and largest value of "
-        "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these; `codes`: the mean "
-        "and a sign code for every key.",
+        "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these. `codes`: "
+        "their mean, and a sign code for every key.",
     )
     summary_dtype: Literal["auto", "fp8"] = Field(
         default="auto",
