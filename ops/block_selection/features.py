@@ -5,13 +5,14 @@ rest; each of these is a box. A block usually stands out for a query because of 
 `minmax`: q . middle + |q| . (max - min) / 4, halfway from the middle to Quest's bound (arXiv 2406.10774).
 `hash`: as `box_mean`, with q . k ~ gain * (R q) . sign(R k) and gain = |k|^2 / sum(|R k|), which is exact for q = k
 (RaBitQ, arXiv 2405.12497); the query is not quantised.
-`codes`: q . mean + q . (k - mean) for every key, the difference as in `hash`. The mean is kept in the directions of R, too,
+`codes`: q . mean + q . (k - mean) for every key, the difference as in `hash`. The mean is kept in the directions of R,
 in which its bytes err little.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from math import log2
 from typing import NamedTuple
 
 import torch
@@ -154,9 +155,11 @@ def projection(dim: int, device: torch.device) -> Tensor:
 # The byte of a gain: steps of 2^(1/16), which is an error of 2 %; the sign code's own error is larger.
 _STEPS_PER_OCTAVE = 16
 _BYTE_OF_ONE = 128
-# A byte of the mean is its value in steps, plus this. A vector's gain is so many steps: elements may be up to 1,000.
+# A byte of the mean is its value in steps, plus this. A vector's gain, which is the largest value to within half a step
+# of gains, is so many steps: all values fit into a byte.
 _BYTE_OF_NOTHING = 128
-_STEPS_OF_GAIN = 32
+_STEPS_OF_GAIN = 124
+_OCTAVES_OF_STEPS = log2(_STEPS_OF_GAIN) + _BYTE_OF_ONE / _STEPS_PER_OCTAVE
 
 
 def summarise(keys: Tensor, kind: SummaryKind) -> Tensor:
@@ -169,8 +172,7 @@ def summarise(keys: Tensor, kind: SummaryKind) -> Tensor:
         return torch.stack((keys.amin(1), keys.amax(1)), dim=1)
     if kind is SummaryKind.CODES:
         rotated = _rotated(keys.float())
-        mean = rotated.mean(1, keepdim=True)
-        return torch.cat((_encode(rotated - mean), _encode_mean(mean)), dim=1)
+        return _encode(*_around_mean(rotated))
     vectors = _boxes(keys.float(), kind.vectors(keys.shape[1]))
     return _encode(_rotated(vectors)) if kind is SummaryKind.HASH else vectors
 
@@ -209,51 +211,55 @@ def block_features(summaries: Tensor, kind: SummaryKind, blocks: Tensor) -> Tens
     summaries = widened(summaries.index_select(0, blocks), torch.float32)
     if kind is SummaryKind.MINMAX:
         return summaries.float().transpose(1, 2).flatten(2).unsqueeze(1)
-    if kind is SummaryKind.CODES:
-        boxes = kind.boxes(summaries.shape[1])
-        return _decode(summaries[:, :boxes]) + _decode_mean(summaries[:, boxes:])
-    return _decode(summaries) if kind is SummaryKind.HASH else summaries.float()
+    return _decode(summaries, kind.boxes(summaries.shape[1])) if kind.is_coded else summaries.float()
 
 
 def _rotated(vectors: Tensor) -> Tensor:
     """fp32 [..., dim] -> [..., bits] in the directions of the projection."""
-    return torch.nan_to_num(vectors) @ projection(vectors.shape[-1], vectors.device).T
+    return vectors @ projection(vectors.shape[-1], vectors.device).T
 
 
-def _encode(rotated: Tensor) -> Tensor:
-    """fp32 [..., bits] -> uint8 [..., width]: the signs of rotated vectors, last the gain."""
-    bits = (rotated >= 0).unflatten(-1, (-1, BITS_PER_BYTE)) * code_tables(rotated.device).places
-    # The columns are orthonormal, so the rotated vector is as long as the vector.
-    gain = rotated.square().sum(-1, keepdim=True) / rotated.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-    # No gain is level 0, whose logarithm is below all others. Adding a half turns truncation into rounding.
-    level = _STEPS_PER_OCTAVE * gain.log2() + (_BYTE_OF_ONE + 0.5)
-    return torch.cat((bits.sum(-1), level.clamp(0, 255)), dim=-1).to(torch.uint8)
-
-
-def _encode_mean(mean: Tensor) -> Tensor:
-    """fp32 [blocks, 1, kv_heads, bits] -> uint8 [blocks, 8, kv_heads, width]: each vector has a piece of the mean, last
-    its gain, of which the largest byte is at most 127 steps.
+def _around_mean(rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits keys, fp32 [blocks, keys, kv_heads, bits], into what is left without their mean, and the mean in pieces
+    [blocks, 8, kv_heads, bits / 8].
     """
-    pieces = mean[:, 0].unflatten(-1, (_MEAN_VECTORS, -1)).transpose(1, 2)
-    gain = pieces.abs().amax(-1, keepdim=True) * (_STEPS_OF_GAIN / (_BYTE_OF_NOTHING - 1))
-    level = (_STEPS_PER_OCTAVE * gain.log2()).ceil().add(_BYTE_OF_ONE).clamp(0, 255)
-    step = torch.exp2((level - _BYTE_OF_ONE) / _STEPS_PER_OCTAVE) / _STEPS_OF_GAIN
-    steps = (pieces / step + (_BYTE_OF_NOTHING + 0.5)).clamp(0, 255)
-    return torch.cat((steps, level), dim=-1).to(torch.uint8)
+    mean = rotated.mean(1, keepdim=True)
+    return rotated - mean, mean[:, 0].unflatten(-1, (_MEAN_VECTORS, -1)).transpose(1, 2)
 
 
-def _decode(codes: Tensor) -> Tensor:
-    """uint8 [..., width] -> fp32 [..., bits]: gain * sign of each direction."""
+def _encode(rotated: Tensor, mean: Tensor | None = None) -> Tensor:
+    """fp32 [blocks, keys, kv_heads, bits] -> uint8 [blocks, vectors, kv_heads, width]: the signs of rotated vectors, and
+    then the pieces of a mean in bytes; each vector ends with its gain. Bytes are 0 if there is no number.
+    """
+    body = ((rotated >= 0).unflatten(-1, (-1, BITS_PER_BYTE)) * code_tables(rotated.device).places).sum(-1)
+    # The columns are orthonormal, so the rotated vector is as long as the vector.
+    gain = rotated.square().sum(-1, keepdim=True) / rotated.abs().sum(-1, keepdim=True)
+    if mean is not None:
+        gain = torch.cat((gain, mean.abs().amax(-1, keepdim=True)), dim=1)
+    # Adding a half turns truncation into rounding.
+    level = _STEPS_PER_OCTAVE * gain.log2() + (_BYTE_OF_ONE + 0.5)
+    if mean is not None:
+        stored = level[:, rotated.shape[1] :].floor()
+        per_one = torch.exp2(torch.rsub(stored, _OCTAVES_OF_STEPS, alpha=1 / _STEPS_PER_OCTAVE))
+        body = torch.cat((body, mean * per_one + (_BYTE_OF_NOTHING + 0.5)), dim=1)
+    # No gain is level 0, whose logarithm is below all others.
+    return torch.cat((body, level), dim=-1).nan_to_num(0.0).clamp(0, 255).to(torch.uint8)
+
+
+def _decode(codes: Tensor, boxes: int) -> Tensor:
+    """uint8 [blocks, vectors, kv_heads, width] -> fp32 [blocks, boxes, kv_heads, bits]: gain * sign of each direction,
+    plus the mean if it is behind the codes.
+    """
     tables, numbers = code_tables(codes.device), codes.int()
     bytes_of, levels = numbers[..., :-1], numbers[..., -1]
-    signs = tables.signs.index_select(0, bytes_of.flatten()).view(*levels.shape, bytes_of.shape[-1] * BITS_PER_BYTE)
-    return signs * tables.gains.index_select(0, levels.flatten()).view(*levels.shape, 1)
-
-
-def _decode_mean(codes: Tensor) -> Tensor:
-    """uint8 [blocks, 8, kv_heads, width] -> fp32 [blocks, 1, kv_heads, bits]."""
-    numbers = codes.int()
-    levels = numbers[..., -1]
-    gains = code_tables(codes.device).gains.index_select(0, levels.flatten()).view(*levels.shape, 1)
-    pieces = (numbers[..., :-1] - _BYTE_OF_NOTHING) * (gains / _STEPS_OF_GAIN)
-    return pieces.transpose(1, 2).flatten(2)[:, None]
+    gains = tables.gains.index_select(0, levels.flatten()).view(*levels.shape, 1)
+    bits = bytes_of.shape[-1] * BITS_PER_BYTE
+    signs = tables.signs.index_select(0, bytes_of[:, :boxes].flatten()).view(*levels[:, :boxes].shape, bits)
+    found = signs * gains[:, :boxes]
+    if boxes == codes.shape[1]:
+        return found
+    steps = (bytes_of[:, boxes:] - _BYTE_OF_NOTHING).transpose(1, 2)
+    pieces = found.unflatten(-1, (_MEAN_VECTORS, -1))
+    return pieces.addcmul(steps[:, None], gains[:, boxes:].transpose(1, 2)[:, None], value=1 / _STEPS_OF_GAIN).flatten(
+        3
+    )

@@ -170,11 +170,11 @@ def _near_keys(keys: np.ndarray, rotation: np.ndarray) -> np.ndarray:
 def _mean_steps(mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A rotated mean in eight pieces, in steps that are not yet rounded, and the size of a step of each piece.
 
-    Pieces of less than 127 / 32 steps of 2^-8 are 0.
+    The largest element of a piece is about 124 steps; a piece whose elements are all below 2^-8 is 0.
     """
     pieces = mean.reshape(8, -1)
-    level = np.ceil(16 * np.log2(np.maximum(np.abs(pieces).max(1, keepdims=True) * 32 / 127, 1e-30)))
-    step = 2.0 ** (np.maximum(level, -128) / 16) / 32
+    level = np.round(16 * np.log2(np.maximum(np.abs(pieces).max(1, keepdims=True), 1e-30)))
+    step = 2.0 ** (np.maximum(level, -128) / 16) / 124
     return np.where(level <= -128, 0, pieces / step), step
 
 
@@ -202,5 +202,5 @@ def may_round_differently(candidates: Candidates, kind: SummaryKind = SummaryKin
 
 def _is_close_to_a_step(mean: np.ndarray) -> bool:
     steps, step = _mean_steps(mean)
-    level = 16 * np.log2(np.abs(steps * step).max(1).clip(1e-30) / 127) % 1
-    return bool((np.abs(steps % 1 - 0.5) < 1e-4).any() or (np.minimum(level, 1 - level) < 1e-5).any())
+    level = 16 * np.log2(np.abs(steps * step).max(1).clip(1e-30))
+    return any((np.abs(numbers % 1 - 0.5) < 1e-4).any() for numbers in (steps, level))

@@ -11,6 +11,7 @@
 namespace ucm {
 
 constexpr int64_t MEAN_VECTORS = 8;  // the last ones of CODES_AND_MEAN: one byte for each direction
+constexpr float STEPS_OF_GAIN = 124;  // of the mean's bytes
 constexpr int64_t AT_ONCE = 4;       // query heads that are multiplied while codes are in registers
 constexpr int64_t BITS = LANES == 16 ? 4 : LANES == 8 ? 3 : 2;  // of a code, with which a table is asked
 constexpr int64_t TABLES = 8;                                   // that a word of a code asks: BITS bytes of it
@@ -65,7 +66,7 @@ inline void load_mean(const Scoring& task, const uint8_t* vectors, int64_t strid
     const int64_t bytes = task.dim / 8;
     for (int64_t piece = 0; piece < MEAN_VECTORS; ++piece) {
         const uint8_t* from = vectors + piece * stride;
-        const float step = GAINS.of[from[bytes]] / 32;
+        const float step = GAINS.of[from[bytes]] / STEPS_OF_GAIN;
         for (int64_t i = 0; i < bytes; ++i) mean[piece * bytes + i] = float(int(from[i]) - 128) * step;
     }
 }
