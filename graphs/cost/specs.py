@@ -76,7 +76,12 @@ class ChoiceSpec:
 CHOICES = {
     "gaudi2": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured", expands_codes=True),
     "gaudi3": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured", expands_codes=True),
-    "h200": ChoiceSpec(30e-6, 2e-4, "benchmarks.sparse_device, 2026-11-21: 0.03 ms in addition to the bytes, 1 x 32K"),
+    "h200": ChoiceSpec(
+        30e-6,
+        2e-4,
+        "benchmarks.sparse_device, 2026-11-21: 0.03 ms in addition to the bytes, 1 x 32K",
+        expands_codes=True,
+    ),
     # these steps are not replayed without Python, unlike dense ones
     "cpu": ChoiceSpec(4e-4, 1e-3, "benchmarks.sparse_engine --device cpu --always, 2026-11-23"),
 }

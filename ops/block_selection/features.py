@@ -228,8 +228,8 @@ def _around_mean(rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _encode(rotated: Tensor, mean: Tensor | None = None) -> Tensor:
-    """fp32 [blocks, keys, kv_heads, bits] -> uint8 [blocks, vectors, kv_heads, width]: the signs of rotated vectors, and
-    then the pieces of a mean in bytes; each vector ends with its gain. Bytes are 0 if there is no number.
+    """fp32 [blocks, keys, kv_heads, bits] -> uint8 [blocks, vectors, kv_heads, width]: the signs of rotated vectors,
+    then pieces of a mean in bytes; each vector ends with its gain. Bytes are 0 if there is no number.
     """
     body = ((rotated >= 0).unflatten(-1, (-1, BITS_PER_BYTE)) * code_tables(rotated.device).places).sum(-1)
     # The columns are orthonormal, so the rotated vector is as long as the vector.

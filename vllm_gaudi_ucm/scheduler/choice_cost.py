@@ -91,13 +91,15 @@ def _prompt_cost(scheduler: Scheduler, method: BlockSparse, spec: AttentionSpec,
 def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:
     """Lets the method compare the buckets of a dense step and of a sparse one, once a worker has sent its buckets.
 
-    Sizes still decide if a layer is dense in sparse steps, or if the bucket of a step depends on which blocks it has:
-    if the unique part is a slice of the cache, or each token has a slot.
+    Sizes still decide with sign codes, whose scores buckets do not count; if a layer is dense in sparse steps; or if the
+    bucket of a step depends on which blocks it has, with slices of the cache or a slot for each token.
     """
     if not isinstance(buckets, BucketSet) or buckets.limits.contiguous or buckets.limits.strip:
         return
     choosing = method.selecting_method
-    if isinstance(choosing, BlockSparse) and choosing.choice_cost is not None and not choosing.dense_layers:
+    if not isinstance(choosing, BlockSparse) or choosing.choice_cost is None or choosing.dense_layers:
+        return
+    if not SummaryKind(choosing.block_options.summary).is_coded:
         choosing.register_step_seconds(BucketSeconds(buckets))
 
 
