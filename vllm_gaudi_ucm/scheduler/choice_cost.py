@@ -91,8 +91,8 @@ def _prompt_cost(scheduler: Scheduler, method: BlockSparse, spec: AttentionSpec,
 def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:
     """Lets the method compare the buckets of a dense step and of a sparse one, once a worker has sent its buckets.
 
-    Sizes still decide with sign codes, whose scores buckets do not count; if a layer is dense in sparse steps; or if the
-    bucket of a step depends on which blocks it has, with slices of the cache or a slot for each token.
+    Sizes still decide with sign codes, whose scores buckets do not count; if a layer is dense in sparse steps; or if
+    the bucket of a step depends on which blocks it has, with slices of the cache or a slot for each token.
     """
     if not isinstance(buckets, BucketSet) or buckets.limits.contiguous or buckets.limits.strip:
         return
