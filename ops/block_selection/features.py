@@ -158,8 +158,8 @@ _BYTE_OF_ONE = 128
 # A byte of the mean is its value in steps, plus this. A vector's gain, which is the largest value to within half a step
 # of gains, is so many steps: all values fit into a byte.
 _BYTE_OF_NOTHING = 128
-_STEPS_OF_GAIN = 124
-_OCTAVES_OF_STEPS = log2(_STEPS_OF_GAIN) + _BYTE_OF_ONE / _STEPS_PER_OCTAVE
+STEPS_OF_GAIN = 124
+_OCTAVES_OF_STEPS = log2(STEPS_OF_GAIN) + _BYTE_OF_ONE / _STEPS_PER_OCTAVE
 
 
 def summarise(keys: Tensor, kind: SummaryKind) -> Tensor:
@@ -260,6 +260,4 @@ def _decode(codes: Tensor, boxes: int) -> Tensor:
         return found
     steps = (bytes_of[:, boxes:] - _BYTE_OF_NOTHING).transpose(1, 2)
     pieces = found.unflatten(-1, (_MEAN_VECTORS, -1))
-    return pieces.addcmul(steps[:, None], gains[:, boxes:].transpose(1, 2)[:, None], value=1 / _STEPS_OF_GAIN).flatten(
-        3
-    )
+    return pieces.addcmul(steps[:, None], gains[:, boxes:].transpose(1, 2)[:, None], value=1 / STEPS_OF_GAIN).flatten(3)
