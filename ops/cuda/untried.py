@@ -2,7 +2,7 @@
 
 # Until test_cuda_states.py, test_rejection_sampling.py and test_cuda_block_selection.py in tests/ops have passed on a
 # GPU with True, torch computes there what these kernels would: prompts of layers with a state, the verification of
-# random drafts, and block selection by sign codes, for which `expands_codes` in graphs/cost/specs.py then becomes False.
+# random drafts, and block selection by sign codes, whose `expands_codes` in graphs/cost/specs.py is False then.
 RAN_ON_A_GPU = False
 
 
