@@ -8,7 +8,6 @@ from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEFAULT_SPECS, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import LimitsError
-from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost, PromptCost
 from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
 
-FLOATS_OF_CODES = 2 * 4
-"""Bytes for each sign of a code that is written and read as float32."""
+EXPANDED_CODES = 4
+"""Bytes for each operation of a score: a sign takes two, and is written and read as float32."""
 
 
 class BucketSeconds:
@@ -64,9 +63,9 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
     # a page of the cache has as many tokens as a block, or a single one with slots for tokens
     block_bytes = spec.page_size_bytes / spec.block_size * scheduler.block_size
     scored_bytes = share * block_bytes
-    kind = SummaryKind(choosing.block_options.summary)
-    if kind.is_coded and CHOICES[device].expands_codes:
-        scored_bytes += FLOATS_OF_CODES * spec.num_kv_heads * kind.products(scheduler.block_size, spec.head_size)
+    if choosing.block_options.is_coded and CHOICES[device].expands_codes:
+        of_heads = scheduler.block_size, spec.num_kv_heads, spec.head_size
+        scored_bytes += EXPANDED_CODES * score_flops(choosing.block_options, *of_heads)
     choosing.register_choice_cost(
         ChoiceCost(
             sparse_layers=sum(leader is not None for leader in leaders),
@@ -99,7 +98,7 @@ def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:
     choosing = method.selecting_method
     if not isinstance(choosing, BlockSparse) or choosing.choice_cost is None or choosing.dense_layers:
         return
-    if not SummaryKind(choosing.block_options.summary).is_coded:
+    if not choosing.block_options.is_coded:
         choosing.register_step_seconds(BucketSeconds(buckets))
 
 

@@ -93,10 +93,15 @@ class BlockOptions(MethodOptions):
     def resolve(cls, value: Any, key: str) -> Self:
         """Resolves options, see MethodOptions. Codes have no dtype to choose."""
         options = super().resolve(value, key)
-        if options.summary in CODED and options.summary_dtype != "auto":
+        if options.is_coded and options.summary_dtype != "auto":
             wanted = f"auto with `summary: {options.summary}`, whose codes are bytes; or another summary"
             raise UcmConfigError([Problem(f"{key}.summary_dtype", repr(options.summary_dtype), wanted)])
         return options
+
+    @property
+    def is_coded(self) -> bool:
+        """Returns whether summaries are sign codes."""
+        return self.summary in CODED
 
     @property
     def narrow_summaries(self) -> bool:
@@ -105,7 +110,7 @@ class BlockOptions(MethodOptions):
 
     def summary_itemsize(self, key_itemsize: int) -> int:
         """Returns the bytes of an element of a summary. key_itemsize: bytes of an element of the cached keys."""
-        return 1 if self.summary in CODED or self.narrow_summaries else key_itemsize
+        return 1 if self.is_coded or self.narrow_summaries else key_itemsize
 
 
 SWITCH = "ucm_sparse"
