@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.quality.budget import Budget
 from benchmarks.quality.peers import ExactTopK, Quest, StreamingLLM, quest_bound
-from benchmarks.quality.scores import Scores, by_kv_head, of_codes, of_method, of_summary, select
+from benchmarks.quality.scores import Scores, by_kv_head, of_method, of_summary, select
 from benchmarks.sparse_step import Step
 from vllm_gaudi_ucm.ops.block_selection.api import new_summaries, write_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
@@ -97,7 +97,7 @@ def _later(step: Step, row: int) -> Tensor:
 def compared() -> tuple[Compared, ...]:
     """Returns every method, the default first. Names that end in `_heads` choose for each KV head."""
     box_mean, minmax = of_summary(SummaryKind.BOX_MEAN), of_summary(SummaryKind.MINMAX)
-    code, mean = of_summary(SummaryKind.HASH), of_summary(SummaryKind.MEAN)
+    code, mean, codes = (of_summary(kind) for kind in (SummaryKind.HASH, SummaryKind.MEAN, SummaryKind.CODES))
     exact, quest = of_method(ExactTopK), of_method(Quest)
 
     def shared(scores: Scores) -> Choose:
@@ -110,7 +110,7 @@ def compared() -> tuple[Compared, ...]:
     one, two, none = vectors(lambda block_size: 1), vectors(lambda block_size: 2), vectors(lambda block_size: 0)
     # a code of 64 signs and a gain takes 9 bytes, a key 128
     few_codes = vectors(lambda block_size: SummaryKind.HASH.vectors(block_size) * 9 / 128)
-    codes = vectors(lambda block_size: 1 + block_size * 9 / 128)
+    all_codes = vectors(lambda block_size: SummaryKind.CODES.vectors(block_size) * 9 / 128)
     return (
         Compared(DEFAULT, shared(box_mean), boxes),
         Compared("gsa_heads", alone(by_kv_head(box_mean)), boxes),
@@ -118,7 +118,7 @@ def compared() -> tuple[Compared, ...]:
         Compared("gsa_hash", shared(code), few_codes),
         Compared("gsa_minmax", shared(minmax), two),
         Compared("gsa_mean", shared(mean), one),
-        Compared("codes", shared(of_codes), codes),
+        Compared("gsa_codes", shared(codes), all_codes),
         Compared("kvstar", kvstar(box_mean), lambda size: boxes(size) / KVStarOptions().checkpoint_interval),
         Compared(EXACT, shared(exact), every),
         Compared("exact_heads", alone(by_kv_head(exact)), every),

@@ -12,7 +12,7 @@ from benchmarks.quality.budget import Budget
 from benchmarks.quality.peers import ExactTopK
 from benchmarks.sparse_step import Step
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, new_summaries, write_summaries
-from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, projection
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.selection.layer_selector import CandidateBlocks
@@ -76,18 +76,6 @@ def of_method(method: type[BlockSparse]) -> Scores:
         return table.view(len(step.query), -1)
 
     return scores
-
-
-def of_codes(step: Step, budget: Budget) -> Tensor:
-    """Returns exact scores of approximate keys: the mean of the block, and a sign code with a gain for each key."""
-    blocks = step.key_cache
-    mean = blocks.mean(1, keepdim=True)
-    turn = projection(blocks.shape[-1], blocks.device)
-    turned = (blocks - mean) @ turn.T
-    gain = turned.square().sum(-1, keepdim=True) / turned.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-    near = mean + (turned.sign() * gain) @ turn
-    keys = near.flatten(0, 1)[step.block_size :][: len(step.keys)]
-    return of_method(ExactTopK)(replace(step, keys=keys), budget)
 
 
 def by_kv_head(scores: Scores) -> Callable[[Step, Budget], Tensor]:

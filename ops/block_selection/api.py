@@ -27,13 +27,13 @@ _CACHED = (*_FLOATS, E4M3)
 def new_summaries(key_cache: Tensor, kind: SummaryKind, *, narrow: bool = False) -> Tensor:
     """Zeros [blocks, vectors, kv_heads, width] for a key cache [blocks, block_size, kv_heads, dim], on its device.
 
-    Float summaries have the dtype of the keys, or are 8-bit floats (`narrow`; ignored by the codes of `hash`). Call it
-    before any capture: it also creates the projection and the tables of `hash` on the device.
+    Float summaries have the dtype of the keys, or are 8-bit floats (`narrow`; ignored by sign codes). Call it before
+    any capture: it also creates the projection and the tables of sign codes on the device.
     """
-    if kind is SummaryKind.HASH:
+    if kind.is_coded:
         projection(key_cache.shape[-1], key_cache.device)
         code_tables(key_cache.device)
-    dtype = kind.dtype if kind is SummaryKind.HASH else E4M3 if narrow else key_cache.dtype
+    dtype = kind.dtype if kind.is_coded else E4M3 if narrow else key_cache.dtype
     return key_cache.new_zeros(kind.shape(*key_cache.shape), dtype=dtype)
 
 
@@ -45,8 +45,8 @@ def write_summaries(
     key_cache: [num_blocks, block_size, kv_heads, dim]; may be a strided view. Summaries are in units of the cache: the
         query that scores them is multiplied by the scale of the keys, if the keys have one.
     blocks: int64 [n] physical block ids. Pads are the dummy block 0; they may repeat, and its summary is never used.
-    summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; floats, uint8 for `hash`. 8-bit floats are
-        rounded once; values beyond their range are clamped to it.
+    summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; floats, uint8 for sign codes. 8-bit floats
+        are rounded once; values beyond their range are clamped to it.
     implementation: as in `block_scores`.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
@@ -312,7 +312,7 @@ def _check_scores(
 
 
 def _dtypes(kind: SummaryKind) -> tuple[torch.dtype, ...]:
-    return (torch.uint8,) if kind is SummaryKind.HASH else _CACHED
+    return (torch.uint8,) if kind.is_coded else _CACHED
 
 
 def _check(

@@ -15,7 +15,7 @@ from benchmarks.quality.methods import compared
 from benchmarks.quality.peers import ExactTopK, quest_bound
 from benchmarks.quality.report import bootstrap, byte_table, differences, goals, table
 from benchmarks.quality.samples import make_sample
-from benchmarks.quality.scores import of_codes, of_method, step_candidates
+from benchmarks.quality.scores import of_method, of_summary, step_candidates
 from benchmarks.quality.tasks import RULER, TASKS
 from benchmarks.sparse_rows import load_causal
 from benchmarks.sparse_step import Step
@@ -107,7 +107,7 @@ def test_codes_find_a_single_key() -> None:
     step, budget = a_step(), Budget(0.3)
     keys = step.keys.clone()
     keys[100:101] = 2 * step.query[:1].unflatten(1, (2, 2)).mean(2)
-    scores = of_codes(Step(0, step.query, keys, step.contexts, 0.25, BLOCK), budget)
+    scores = of_summary(SummaryKind.CODES)(Step(0, step.query, keys, step.contexts, 0.25, BLOCK), budget)
     assert int(scores[0].argmax()) == 100 // BLOCK
 
 

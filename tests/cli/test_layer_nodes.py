@@ -160,7 +160,13 @@ def test_packed_prompts_in_tiles(reach: int, most: float) -> None:
 
 
 # Attention and selection of a sparse decode layer that counts no recall.
-SPARSE = {SummaryKind.MEAN: 120, SummaryKind.MINMAX: 130, SummaryKind.BOX_MEAN: 130, SummaryKind.HASH: ANY}
+SPARSE = {
+    SummaryKind.MEAN: 120,
+    SummaryKind.MINMAX: 130,
+    SummaryKind.BOX_MEAN: 130,
+    SummaryKind.HASH: ANY,
+    SummaryKind.CODES: ANY,
+}
 
 
 def selection_nodes(kind: SummaryKind, monkeypatch: pytest.MonkeyPatch) -> NodeCount:

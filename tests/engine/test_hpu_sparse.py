@@ -38,7 +38,7 @@ GRAPHS_OF_MEMORY_MODE = 4
 METHODS: dict[str, dict[str, Any]] = {
     "GSA": {**WINDOWS, "dense_layers": [0], "summary": "minmax"},
     "ESA": WINDOWS,
-    "KVStar": {**WINDOWS, "checkpoint_interval": 3, "summary": "hash"},
+    "KVStar": {**WINDOWS, "checkpoint_interval": 3, "summary": "codes"},
 }
 MEMORY_MODE_TOKENS = 24
 # ESA's layers do what those of KVStar do; `test_hpu_traffic.py` has KVStar with a choice of graphs

@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "GSA": WINDOWS,
     "GSA reused": {**WINDOWS, "reuse_steps": 4, "reuse_layers": 2},
     "GSA dense layer": {**WINDOWS, "dense_layers": [0], "summary": "minmax"},
-    "ESA": {**WINDOWS, "summary": "box_mean"},
+    "ESA": {**WINDOWS, "summary": "codes"},
     "KVStar": {**WINDOWS, "checkpoint_interval": 3, "lock_duration": 9, "summary": "hash"},
 }
 

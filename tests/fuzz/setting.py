@@ -169,7 +169,7 @@ def _draw_method(draws: Draws, setting: Setting) -> None:
         "init_window_sz": draws.number("init_window", 0, 1),
         "min_blocks": draws.number("min_blocks", 1, 3),
         "sparse_ratio": setting.ratio,
-        "summary": draws.choose("summary", ("mean", "minmax", "box_mean", "hash")),
+        "summary": draws.choose("summary", ("mean", "minmax", "box_mean", "hash", "codes")),
     }
     if method == "GSA":
         options |= {

@@ -48,7 +48,7 @@ def test_blocks_score_as_before(kind: SummaryKind, narrow: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_narrow_summaries_take_a_byte_for_each_element(kind: SummaryKind, key_bytes: int) -> None:
     wide, narrow = (GsaOptions(summary=kind.value, summary_dtype=dtype) for dtype in ("auto", "fp8"))
-    for options, itemsize in ((wide, 1 if kind is SummaryKind.HASH else key_bytes), (narrow, 1)):
+    for options, itemsize in ((wide, 1 if kind.is_coded else key_bytes), (narrow, 1)):
         shape = kind.shape(1, 128, 8, 64)
         assert summary_bytes(options, 128, 8, 64, key_bytes) == np.prod(shape) * itemsize
         share = summary_share(options, 128, 64, 64, key_bytes)

@@ -27,6 +27,7 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import CHOSEN_TOKENS, IndexRows, TokenPlaces
+from vllm_gaudi_ucm.ops.cuda import untried
 from vllm_gaudi_ucm.ops.gated_delta.implementation import GATED_DELTAS, DeltaRows
 from vllm_gaudi_ucm.ops.gated_norm.implementation import GATED_NORMS
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
@@ -52,7 +53,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import parts as cuda_parts
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda import plan as cuda_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take", "update_deltas", "update_spaces")
+WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "estimate_codes", "rank_and_take", "update_deltas", "update_spaces")
 
 
 class Hopper:
@@ -200,6 +201,11 @@ def select(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
         assert cuda.write(keys, ids[:2], summaries, kind)
         scores = cuda.scores(query, summaries, ids, ids, ids[:3], ids[:3], 5, 0.1, kind)
         assert scores is not None
+    for kind in (SummaryKind.HASH, SummaryKind.CODES):
+        summaries = torch.zeros(kind.shape(*keys.shape), dtype=torch.uint8)
+        written = cuda.write(keys, ids[:2], summaries, kind)
+        assert written == (kind is SummaryKind.CODES and cache_dtype is None)
+        assert cuda.scores(query, summaries, ids, ids, ids[:3], ids[:3], 5, 0.1, kind) is not None
     fresh = cuda.choose(scores, ids, 3, 256, 77)
     assert fresh is not None
     table, per_span = torch.zeros(3 * 256 + 1, dtype=torch.int64), 4 * [ids[:3]]
@@ -300,6 +306,7 @@ def main(dtype: torch.dtype) -> None:
     found: dict[str, int] = {}
     cubins: dict[str, bytes] = {}
     compile_instead_of_launching(found, cubins)
+    untried.RAN_ON_A_GPU = True
     attend([Request(40, 1)], dtype, block_size=64)
     if dtype.itemsize < 4:
         # the same kernels as below, where they have the step alone: what multiplies float32 takes long to compile

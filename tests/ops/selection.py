@@ -134,11 +134,15 @@ def _estimate(query: np.ndarray, keys: np.ndarray, scale: float, kind: SummaryKi
     if kind is SummaryKind.MINMAX:
         bound = np.maximum(query * keys.min(0), query * keys.max(0)).sum()
         return float((bound + query @ (keys.min(0) + keys.max(0)) / 2) / 2 * scale)
+    if kind is SummaryKind.CODES:
+        near = _near_keys(keys, projection(keys.shape[1], torch.device("cpu")).double().numpy())
+        scores = near @ query * scale
+        return float(np.log(np.exp(scores - scores.max()).mean()) + scores.max())
     means = _means(keys, kind)
     weights = np.array([REST_WEIGHT, *[1] * (len(means) - 1)]) / (REST_WEIGHT + len(means) - 1)
     if kind is SummaryKind.HASH:
         rotation = projection(keys.shape[1], torch.device("cpu")).double().numpy()
-        codes, level = _codes(means, rotation)
+        codes, level = _codes(means @ rotation.T)
         gain = 2.0 ** (np.round(level) / 16)
         scores = np.where(codes >= 0, 1.0, -1.0) @ (rotation @ query) * gain * scale
     else:
@@ -153,18 +157,50 @@ def _means(keys: np.ndarray, kind: SummaryKind) -> np.ndarray:
     return np.concatenate([keys[rest].mean(0, keepdims=True), keys[far]])
 
 
-def _codes(means: np.ndarray, rotation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means in the directions of the projection, and their gains in steps, not yet rounded."""
-    codes = means @ rotation.T
-    return codes, 16 * np.log2((codes**2).sum(1) / np.abs(codes).sum(1))
+def _near_keys(keys: np.ndarray, rotation: np.ndarray) -> np.ndarray:
+    """The keys [tokens, dim] that mean, codes and gains stand for."""
+    rotated = keys @ rotation.T
+    mean = rotated.mean(0)
+    codes, level = _codes(rotated - mean)
+    gain = np.where(level < -127.5, 0, 2.0 ** (np.round(level) / 16))
+    steps, step = _mean_steps(mean)
+    return ((np.round(steps) * step).ravel() + np.where(codes >= 0, 1, -1) * gain[:, None]) @ rotation
 
 
-def may_round_differently(candidates: Candidates) -> bool:
-    """Whether float32 may round a sign or a gain of `hash` to another side than float64."""
+def _mean_steps(mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A rotated mean in eight pieces, in steps that are not yet rounded, and the size of a step of each piece.
+
+    The largest element of a piece is about 124 steps; a piece whose elements are all below 2^-8 is 0.
+    """
+    pieces = mean.reshape(8, -1)
+    level = np.round(16 * np.log2(np.maximum(np.abs(pieces).max(1, keepdims=True), 1e-30)))
+    step = 2.0 ** (np.maximum(level, -128) / 16) / 124
+    return np.where(level <= -128, 0, pieces / step), step
+
+
+def _codes(rotated: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors in the directions of the projection, and their gains in steps, not yet rounded."""
+    norm = np.maximum(np.abs(rotated).sum(1), 1e-30)
+    return rotated, 16 * np.log2(np.maximum((rotated**2).sum(1) / norm, 1e-30))
+
+
+def may_round_differently(candidates: Candidates, kind: SummaryKind = SummaryKind.HASH) -> bool:
+    """Whether float32 may round a sign, a gain or a mean of sign codes to another side than float64."""
     keys = candidates.key_cache.double().numpy()[candidates.blocks.unique().numpy()]
     rotation = projection(keys.shape[-1], torch.device("cpu")).double().numpy()
     for own in keys.transpose(0, 2, 1, 3).reshape(-1, keys.shape[1], keys.shape[3]):
-        codes, level = _codes(_means(own, SummaryKind.HASH), rotation)
+        rotated = (_means(own, kind) if kind is SummaryKind.HASH else own) @ rotation.T
+        mean = np.zeros(rotated.shape[1]) if kind is SummaryKind.HASH else rotated.mean(0)
+        codes, level = _codes(rotated - mean)
+        codes, level = codes[level > -127], level[level > -127]
         if (np.abs(level % 1 - 0.5) < 1e-4).any() or (np.abs(codes) < 1e-6).any():
             return True
+        if kind is SummaryKind.CODES and own.any() and _is_close_to_a_step(mean):
+            return True
     return False
+
+
+def _is_close_to_a_step(mean: np.ndarray) -> bool:
+    steps, step = _mean_steps(mean)
+    level = 16 * np.log2(np.abs(steps * step).max(1).clip(1e-30))
+    return any((np.abs(numbers % 1 - 0.5) < 1e-4).any() for numbers in (steps, level))

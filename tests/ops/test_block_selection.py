@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def test_scores_equal_their_definition(kind: SummaryKind, implementation: str, few_spans: int, case: Case) -> None:
     """covers: C13, C14, C15, C16. Rows of mixed batches, spans of several rows, any GQA ratio, poisoned pads."""
     candidates = build(case)
-    assume(kind is not SummaryKind.HASH or not may_round_differently(candidates))
+    assume(not kind.is_coded or not may_round_differently(candidates, kind))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "FEW_SPANS", few_spans)
         found = candidates.scores(kind, implementation=implementation)
@@ -58,7 +58,7 @@ def test_more_candidates_than_a_tile(kind: SummaryKind, few_spans: int, monkeypa
 def test_low_precision_keys_and_queries(kind: SummaryKind, dtype: torch.dtype) -> None:
     """Summaries are rounded to the keys' dtype, scores are fp32."""
     candidates = build(Case(dtype=dtype))
-    assert candidates.summaries(kind).dtype == (torch.uint8 if kind is SummaryKind.HASH else dtype)
+    assert candidates.summaries(kind).dtype == (torch.uint8 if kind.is_coded else dtype)
     np.testing.assert_allclose(candidates.scores(kind).numpy(), expected_scores(candidates, kind), atol=0.02, rtol=0.05)
 
 
@@ -122,10 +122,10 @@ def test_bytes_of_summaries() -> None:
     """At block 128 and dim 64, of the bytes of the keys in bf16: what a cache of summaries costs."""
     cache = torch.zeros(3, 128, 2, 64, dtype=torch.bfloat16)
     vectors = {kind: new_summaries(cache, kind).nbytes * 128 / cache.nbytes for kind in KINDS}
-    assert vectors == {"mean": 1, "minmax": 2, "box_mean": 16, "hash": 16 * 9 / 128}
+    assert vectors == {"mean": 1, "minmax": 2, "box_mean": 16, "hash": 16 * 9 / 128, "codes": 136 * 9 / 128}
 
 
-@pytest.mark.parametrize("kind", [SummaryKind.BOX_MEAN, SummaryKind.HASH])
+@pytest.mark.parametrize("kind", [SummaryKind.BOX_MEAN, SummaryKind.HASH, SummaryKind.CODES])
 def test_one_outstanding_token_is_found(kind: SummaryKind) -> None:
     """A needle: one token of a long block that the query asks for, which the mean of the block hides."""
     candidates = build(Case(spans=((1, 20),), heads=2, kv_heads=2, dim=32, block_size=128))

@@ -143,5 +143,5 @@ def test_what_does_not_fit_is_named() -> None:
         selection.choose(step.query, step.summaries, step.stored[:, :3].contiguous(), 0.5, KIND, checks)
     with pytest.raises(ValueError, match="block table has 5 places, expected 2 x 12 and a pad"):
         NativeSelection(step.candidates._replace(table=step.candidates.table[:5]))
-    codes = torch.zeros(NUM_BLOCKS, 1, 2, 3, dtype=torch.uint8)
-    assert selection.choose(step.query, codes, step.stored, 0.5, SummaryKind.HASH, checks) is None
+    strided = step.summaries.transpose(1, 3).contiguous().transpose(1, 3)
+    assert selection.choose(step.query, strided, step.stored, 0.5, KIND, checks) is None

@@ -51,7 +51,7 @@ def buckets() -> BucketSet:
     return build_buckets("padding_aware", BucketRequest(limits, cost, 64, None, None, None, live, 1), {})
 
 
-def decide(buckets: BucketSet | None, decodes: list[int], chunk: int) -> bool:
+def decide(buckets: BucketSet | None, decodes: list[int], chunk: int, options: GsaOptions = OPTIONS) -> bool:
     """Whether a step of decodes, with so many tokens each, and of a prompt's chunk is sparse."""
     choice, block_bytes = CHOICES["gaudi2"], 2 * BLOCK * 8 * 128 * 2
     cost = ChoiceCost(
@@ -63,7 +63,7 @@ def decide(buckets: BucketSet | None, decodes: list[int], chunk: int) -> bool:
         choice.layer_seconds,
         choice.step_seconds,
     )
-    method = GSA(UcmSparseRole.SCHEDULER, OPTIONS)
+    method = GSA(UcmSparseRole.SCHEDULER, options)
     method.register_block_size(BLOCK)
     method.register_choice_cost(cost)
     register_buckets(method, buckets)
@@ -97,6 +97,8 @@ def test_sizes_decide_where_blocks_decide_over_buckets(buckets: BucketSet) -> No
     """The unique part as a slice of the cache: how long it is no one knows before the step is planned."""
     limits = replace(buckets.limits, contiguous=True)
     assert not decide(BucketSet(buckets.forward, buckets.logits, limits, buckets.cost), [32000], 0)
+    # nor do buckets count what sign codes cost
+    assert not decide(buckets, [32000], 0, OPTIONS.model_copy(update={"summary": "codes"}))
     # and where no bucket holds the step
     assert decide(buckets, [32000] * 17, 0)
 

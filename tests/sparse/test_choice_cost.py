@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,18 @@ def test_the_scheduler_knows_the_sizes_of_its_server(
     assert [meta is not None and bool(meta.requests) for meta in metas[1:]] == 2 * [sparse_steps == "always"]
     assert metas[-1] is not None
     assert metas[-1].dense_steps == dense_steps
+
+
+def test_codes_that_become_floats_never_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without a kernel for sign codes moves more to score a block than attention reads of it."""
+    options = {"min_tokens": 20, "summary": "codes"}
+    costs = []
+    for expands in (False, True):
+        monkeypatch.setitem(CHOICES, "cpu", replace(CHOICES["cpu"], expands_codes=expands))
+        scheduler = scheduler_of(tmp_path, {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}})
+        costs.append(scheduler.sparse.selecting_method.choice_cost)
+    budget = block_budget(1 << 20, 128, GsaOptions(sparse_ratio=0.01))
+    assert [cost.pays([budget] * 64) for cost in costs] == [True, False]
 
 
 @pytest.mark.parametrize("method", ["GSA", "KVStar"])

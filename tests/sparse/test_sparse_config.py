@@ -151,16 +151,17 @@ def test_options_of_kvstars_base() -> None:
     assert other.base_options().model_dump()["weight"] == 4.0
 
 
-def test_codes_have_no_dtype_to_choose() -> None:
+@pytest.mark.parametrize("summary", ["hash", "codes"])
+def test_codes_have_no_dtype_to_choose(summary: str) -> None:
     """Also where one of the two options stands in the base method's section."""
-    wanted = "'fp8', expected auto with `summary: hash`, whose codes are bytes; or another summary"
-    asked = {"summary": "hash", "summary_dtype": "fp8"}
+    wanted = f"'fp8', expected auto with `summary: {summary}`, whose codes are bytes; or another summary"
+    asked = {"summary": summary, "summary_dtype": "fp8"}
     assert problems(GSA=asked, ESA=asked, KVStar=asked) == [
         f"{name}.summary_dtype: found {wanted}" for name in ("GSA", "ESA", "KVStar")
     ]
     with pytest.raises(UcmConfigError, match=r"KVStar\.summary_dtype: found 'fp8', expected auto with"):
-        sparse("KVStar", GSA={"summary": "hash"}, KVStar={"summary_dtype": "fp8"})
-    sparse("KVStar", GSA={"summary": "hash"}, KVStar={"summary": "minmax", "summary_dtype": "fp8"})
+        sparse("KVStar", GSA={"summary": summary}, KVStar={"summary_dtype": "fp8"})
+    sparse("KVStar", GSA={"summary": summary}, KVStar={"summary": "minmax", "summary_dtype": "fp8"})
 
 
 def test_steps_of_a_selection_are_decided_once() -> None:

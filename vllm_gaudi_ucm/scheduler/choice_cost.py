@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
 
+EXPANDED_CODES = 4
+"""Bytes for each operation of a score: a sign takes two, and is written and read as float32."""
+
 
 class BucketSeconds:
     """Estimates the time of a step in the bucket to which it is padded, see StepSeconds. Modelled, like the choice of
@@ -59,12 +62,16 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
     share = summary_share(choosing.block_options, scheduler.block_size, *sizes)
     # a page of the cache has as many tokens as a block, or a single one with slots for tokens
     block_bytes = spec.page_size_bytes / spec.block_size * scheduler.block_size
+    scored_bytes = share * block_bytes
+    if choosing.block_options.is_coded and CHOICES[device].expands_codes:
+        of_heads = scheduler.block_size, spec.num_kv_heads, spec.head_size
+        scored_bytes += EXPANDED_CODES * score_flops(choosing.block_options, *of_heads)
     choosing.register_choice_cost(
         ChoiceCost(
             sparse_layers=sum(leader is not None for leader in leaders),
             choosing_layers=len({leader for leader in leaders if leader is not None}),
             block_bytes=block_bytes,
-            summary_bytes=share * block_bytes,
+            summary_bytes=scored_bytes,
             bandwidth=device_spec(device).bandwidth,
             layer_seconds=CHOICES[device].layer_seconds,
             step_seconds=CHOICES[device].step_seconds,
@@ -83,13 +90,15 @@ def _prompt_cost(scheduler: Scheduler, method: BlockSparse, spec: AttentionSpec,
 def register_buckets(method: UcmSparseBase, buckets: object | None) -> None:
     """Lets the method compare the buckets of a dense step and of a sparse one, once a worker has sent its buckets.
 
-    Sizes still decide if a layer is dense in sparse steps, or if the bucket of a step depends on which blocks it has:
-    if the unique part is a slice of the cache, or each token has a slot.
+    Sizes still decide with sign codes, whose scores buckets do not count; if a layer is dense in sparse steps; or if
+    the bucket of a step depends on which blocks it has, with slices of the cache or a slot for each token.
     """
     if not isinstance(buckets, BucketSet) or buckets.limits.contiguous or buckets.limits.strip:
         return
     choosing = method.selecting_method
-    if isinstance(choosing, BlockSparse) and choosing.choice_cost is not None and not choosing.dense_layers:
+    if not isinstance(choosing, BlockSparse) or choosing.choice_cost is None or choosing.dense_layers:
+        return
+    if not choosing.block_options.is_coded:
         choosing.register_step_seconds(BucketSeconds(buckets))
 
 

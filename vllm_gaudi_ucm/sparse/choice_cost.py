@@ -33,7 +33,8 @@ class ChoiceCost:
     """The costs of one server, the same for all of its ranks, because the scheduler decides for them.
 
     sparse_layers: layers that attend to chosen blocks. choosing_layers: those among them that choose.
-    block_bytes: keys and values of a block in one layer on one device. summary_bytes: its summary there.
+    block_bytes: keys and values of a block in one layer on one device. summary_bytes: what
+    its score moves there: its summary, and sign codes as floats on a device that writes them out.
     bandwidth: bytes per second that attention and scoring read.
     layer_seconds: fixed cost of a choice in a layer. step_seconds: fixed cost of a step with choices, on the host.
     prompts: what prompts cost, whose attention is bound by operations.

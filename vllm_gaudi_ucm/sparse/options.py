@@ -30,6 +30,10 @@ class MethodOptions(Section):
         return self
 
 
+CODED = ("hash", "codes")
+"""Summaries of sign codes."""
+
+
 class BlockOptions(MethodOptions):
     """Options of every method that selects blocks by the scores of their summaries."""
 
@@ -58,16 +62,17 @@ class BlockOptions(MethodOptions):
     prompt_tile: Annotated[int, Field(ge=16)] = Field(
         default=256, description="Rows of a prompt that choose blocks together, with `prompt_ratio`."
     )
-    summary: Literal["mean", "minmax", "box_mean", "hash"] = Field(
+    summary: Literal["mean", "minmax", "box_mean", "hash", "codes"] = Field(
         # measured by attention mass at blocks of 16 to 128 tokens, no other summary came as close to the exact choice
         default="box_mean",
         description="What is kept of a full block's keys to score it: their mean, the smallest and largest value of "
-        "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these.",
+        "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these. `codes`: "
+        "their mean, and a sign code for every key.",
     )
     summary_dtype: Literal["auto", "fp8"] = Field(
         default="auto",
         description="auto: summaries have the dtype of the cached keys; fp8: 8-bit floats (e4m3), which halve what is "
-        "read to score blocks compared with 16-bit keys. Codes of `hash` are bytes in any case, and refuse fp8.",
+        "read to score blocks compared with 16-bit keys. Sign codes are bytes in any case, and refuse fp8.",
     )
     sparse_steps: Literal["auto", "always"] = Field(
         default="auto",
@@ -88,10 +93,15 @@ class BlockOptions(MethodOptions):
     def resolve(cls, value: Any, key: str) -> Self:
         """Resolves options, see MethodOptions. Codes have no dtype to choose."""
         options = super().resolve(value, key)
-        if options.summary == "hash" and options.summary_dtype != "auto":
-            wanted = "auto with `summary: hash`, whose codes are bytes; or another summary"
+        if options.is_coded and options.summary_dtype != "auto":
+            wanted = f"auto with `summary: {options.summary}`, whose codes are bytes; or another summary"
             raise UcmConfigError([Problem(f"{key}.summary_dtype", repr(options.summary_dtype), wanted)])
         return options
+
+    @property
+    def is_coded(self) -> bool:
+        """Returns whether summaries are sign codes."""
+        return self.summary in CODED
 
     @property
     def narrow_summaries(self) -> bool:
@@ -100,7 +110,7 @@ class BlockOptions(MethodOptions):
 
     def summary_itemsize(self, key_itemsize: int) -> int:
         """Returns the bytes of an element of a summary. key_itemsize: bytes of an element of the cached keys."""
-        return 1 if self.summary == "hash" or self.narrow_summaries else key_itemsize
+        return 1 if self.is_coded or self.narrow_summaries else key_itemsize
 
 
 SWITCH = "ucm_sparse"

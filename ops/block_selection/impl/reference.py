@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import (
-    REST_WEIGHT,
     SummaryKind,
     block_features,
     query_features,
@@ -85,7 +84,7 @@ def _estimates(features: Tensor, summaries: Tensor, blocks: Tensor, spans: Tenso
     for ids, owners in zip(blocks.split(tile), spans.split(tile), strict=True):
         boxes = block_features(summaries, kind, ids)
         piece = _of_every_span(folded, boxes, owners) if few else _of_own_span(folded, boxes, owners)
-        pieces.append(_log_mean_exp(piece).flatten(2))
+        pieces.append(_log_mean_exp(piece, kind.first_weight).flatten(2))
     return torch.cat(pieces)
 
 
@@ -106,13 +105,13 @@ def _of_own_span(folded: Tensor, boxes: Tensor, spans: Tensor) -> Tensor:
     return torch.einsum("trkgf,tbkf->tbrkg", folded[spans], boxes)
 
 
-def _log_mean_exp(estimates: Tensor) -> Tensor:
-    """Over the boxes [blocks, boxes, ...], weighted by the keys that they stand for."""
+def _log_mean_exp(estimates: Tensor, first_weight: int) -> Tensor:
+    """Over the boxes [blocks, boxes, ...]; the first one counts as so many of the others."""
     boxes = estimates.shape[1]
     if boxes == 1:
         return estimates[:, 0]
     singles = estimates[:, 1:].logsumexp(1)
-    return torch.logaddexp(estimates[:, 0] + log(REST_WEIGHT), singles) - log(REST_WEIGHT + boxes - 1)
+    return torch.logaddexp(estimates[:, 0] + log(first_weight), singles) - log(first_weight + boxes - 1)
 
 
 def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:

@@ -112,7 +112,7 @@ LENGTHS = (50, 81)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
-@pytest.mark.parametrize("kind", ["mean", "box_mean", "box_mean fp8", "hash"])
+@pytest.mark.parametrize("kind", ["mean", "box_mean", "box_mean fp8", "hash", "codes"])
 @pytest.mark.parametrize("size", [2, 4], ids=["a kv head each", "a kv head for two"])
 def test_ranks_choose_what_one_rank_chooses(size: int, kind: str, static: bool) -> None:
     """Steps of every mode, one with drafts: the same blocks on all ranks, and together one rank's output."""

@@ -41,7 +41,7 @@ def prefill(layer: OneLayer, request_id: str, tokens: int, chunk: int = 16) -> N
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("summary", ["mean", "minmax", "box_mean", "hash"])
+@pytest.mark.parametrize("summary", ["mean", "minmax", "box_mean", "hash", "codes"])
 def test_a_budget_of_all_blocks_is_dense(static: bool, summary: str) -> None:
     layer = OneLayer(options(sparse_ratio=1.0, summary=summary), static=static)
     prefill(layer, "a", 60)
@@ -117,7 +117,7 @@ def test_the_rest_of_a_prompt_shares_one_choice(computed: int, new: int, impleme
     assert_close(seen["b"].output, layer.dense(Member("b", 0, 5)))
 
 
-@pytest.mark.parametrize("summary", ["mean", "box_mean", "hash"])
+@pytest.mark.parametrize("summary", ["mean", "box_mean", "hash", "codes"])
 @pytest.mark.parametrize(("computed", "new"), [(80, 2), (80, 4), (82, 2), (79, 1), (116, 4)])
 def test_the_rest_of_a_prompt_in_a_graph_of_its_own(computed: int, new: int, summary: str) -> None:
     """As at true shapes, choice and output; what pads hold reaches nobody. covers: A9 C16"""

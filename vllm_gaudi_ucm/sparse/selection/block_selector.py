@@ -141,7 +141,7 @@ class BlockSelector:
 
     @property
     def is_native_calls(self) -> bool:
-        """Returns whether a step's choices, made by native kernels, are only calls of these: `hash` has no kernel."""
+        """Returns whether a step's choices, made by native kernels, are only calls of these."""
         if not self._chooses_at_once or self.scorer is not None or None in self.leaders:
             return False
         if self.implementation != "native":

@@ -389,4 +389,4 @@ def summary_share(options: BlockOptions, block_size: int, head_size: int, value_
 def score_flops(options: BlockOptions, block_size: int, heads: int, head_size: int) -> float:
     """Returns the operations with which a row scores a block in one layer."""
     kind = SummaryKind(options.summary)
-    return 2 * heads * kind.vectors(block_size) * kind.width(head_size)
+    return 2 * heads * kind.products(block_size, head_size)

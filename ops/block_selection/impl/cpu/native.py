@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, query_features
+from vllm_gaudi_ucm.ops.block_selection.features import BITS_PER_BYTE, SummaryKind, projection, query_features
 from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, Prepared
 from vllm_gaudi_ucm.ops.cpu.native.library import native, why_not_native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+_CODED = {SummaryKind.HASH: 4, SummaryKind.CODES: 5}
 LARGEST_HEAD = 576  # of summaries: the keys of latent attention are the longest
 OUTSIDE = 2  # status: an id is outside of its tensor
 
@@ -26,7 +27,14 @@ OUTSIDE = 2  # status: an id is outside of its tensor
 class Scoring(ctypes.Structure):
     """`Scoring` of source/block_selection.h; tensors: query, summaries, blocks, spans, first_rows, num_rows, out."""
 
-    _fields_ = (("tensors", c_void_p * 7), ("sizes", c_int64 * 12), ("scale", c_float), ("first_more", c_float))
+    _fields_ = (
+        ("tensors", c_void_p * 7),
+        ("sizes", c_int64 * 12),
+        ("scale", c_float),
+        ("first_more", c_float),
+        ("rotation", c_void_p),
+        ("turned", c_int64),
+    )
 
 
 class Choosing(ctypes.Structure):
@@ -39,27 +47,36 @@ def covers(summaries: Tensor, kind: SummaryKind) -> bool:
     """True if kernels exist and can read these summaries."""
     return (
         native() is not None
-        and kind is not SummaryKind.HASH
         and summaries.is_cpu
         and summaries.is_contiguous()
-        and summaries.dtype in _TYPES
+        and (kind.is_coded or summaries.dtype in _TYPES)
         and summaries.shape[3] <= LARGEST_HEAD
     )
 
 
 def readable(query: Tensor, kind: SummaryKind) -> Tensor:
-    """The query features in the form that the kernels read: fp32 with dense heads."""
-    features = query_features(query, kind)
+    """The query features in the form that the kernels read: fp32 with dense heads; for sign codes the query, which the
+    kernels turn.
+    """
+    features = query.float() if kind.is_coded else query_features(query, kind)
     return features if features.stride(2) == 1 else features.contiguous()
 
 
 def layer_sizes(query: Tensor, summaries: Tensor, candidates: int, spans: int, kind: SummaryKind) -> tuple[int, ...]:
     """`Scoring.sizes`."""
-    num_blocks, vectors, kv_heads, dim = summaries.shape
+    num_blocks, vectors, kv_heads, width = summaries.shape
     rows, heads, _ = query.shape
     strides = query.stride(0), query.stride(1)
-    of_layer = rows, heads, kv_heads, dim, vectors, _TYPES[summaries.dtype], num_blocks
+    dim, code = ((width - 1) * BITS_PER_BYTE, _CODED[kind]) if kind.is_coded else (width, _TYPES[summaries.dtype])
+    of_layer = rows, heads, kv_heads, dim, vectors, code, num_blocks
     return (*strides, *of_layer, candidates, spans, int(kind is SummaryKind.MINMAX))
+
+
+def _weigh(scoring: Scoring, query: Tensor, kind: SummaryKind, scale: float) -> None:
+    """Sets the numbers of a layer with which products become estimates."""
+    scoring.scale, scoring.first_more = scale, log(kind.first_weight)
+    scoring.rotation = projection(query.shape[2], query.device).data_ptr() if kind.is_coded else None
+    scoring.turned = query.shape[2]
 
 
 def scores(
@@ -72,7 +89,7 @@ def scores(
     scale: float,
     kind: SummaryKind,
 ) -> Tensor | None:
-    """Like `scores` of the reference; None for `hash`, or for summaries that are not dense.
+    """Like `scores` of the reference; None for summaries that are not dense.
 
     Raises IndexError for a block, span or row outside its tensor.
     """
@@ -83,9 +100,9 @@ def scores(
     # kept here: a temporary copy must outlive the call
     tensors = [query, summaries, *(ids.contiguous() for ids in (blocks, spans, first_rows, num_rows)), out]
     sizes = layer_sizes(query, summaries, len(blocks), len(first_rows), kind)
-    task = Scoring(
-        (c_void_p * 7)(*(tensor.data_ptr() for tensor in tensors)), (c_int64 * 12)(*sizes), scale, log(REST_WEIGHT)
-    )
+    pointers = (c_void_p * 7)(*(tensor.data_ptr() for tensor in tensors))
+    task = Scoring(pointers, (c_int64 * 12)(*sizes))
+    _weigh(task, query, kind, scale)
     if library.ucm_block_scores(ctypes.byref(task)) == OUTSIDE:
         raise IndexError(
             f"block_scores: a block, a span or a row is outside of {summaries.shape[0]} blocks, {len(first_rows)} "
@@ -211,7 +228,6 @@ class NativeSelection:
         self._chosen = torch.zeros(selected, dtype=torch.int64) if chosen is None else chosen[:selected]
         task = self._task = _Selecting(num_slots=0, selected=selected)
         ids = [tensor.data_ptr() for tensor in (c.blocks, c.spans, c.first_rows, c.num_rows)]
-        task.scoring.first_more = log(REST_WEIGHT)
         task.scoring.tensors = (c_void_p * 7)(None, None, *ids, self._scores.data_ptr())
         sizes = (c_int64 * 4)(len(c.places), spans, c.width, c.most)
         task.choosing = Choosing(self._scores.data_ptr(), c.places.data_ptr(), sizes, self._ranking.data_ptr())
@@ -250,7 +266,7 @@ class NativeSelection:
             self._layer = layer
         assert library is not None, "the layer before had one"
         task.scoring.tensors[0], task.scoring.tensors[1] = query.data_ptr(), summaries.data_ptr()
-        task.scoring.scale = scale
+        _weigh(task.scoring, query, kind, scale)
         task.stored, task.num_slots, task.checks = stored.data_ptr(), stored.shape[0], checks.data_ptr()
         task.recall = None if recall is None else recall.data_ptr()
         if library.ucm_select_blocks(ctypes.byref(task)) == OUTSIDE:
@@ -276,6 +292,7 @@ class NativeSelection:
 # The sizes of the step in `Scoring.sizes`; all other sizes belong to the layer.
 _SIZES_OF_STEP = (9, 10)
 _OF_LAYER = ("stored", "checks", "recall", "num_slots")
+_OF_SCORING = ("scale", "first_more", "rotation", "turned")
 
 
 class RecordedSelection:
@@ -293,7 +310,7 @@ class RecordedSelection:
             (
                 tuple(task.scoring.tensors[:2]),
                 list(task.scoring.sizes),
-                task.scoring.scale,
+                [getattr(task.scoring, name) for name in _OF_SCORING],
                 [getattr(task, name) for name in _OF_LAYER],
             )
             for task in self._tasks
@@ -304,12 +321,13 @@ class RecordedSelection:
         given = selection.task
         size, address = ctypes.sizeof(given), ctypes.addressof(given)
         counts = dict(zip(_SIZES_OF_STEP, given.choosing.sizes[:2], strict=True))
-        for task, (tensors, sizes, scale, others) in zip(self._tasks, self._layers, strict=True):
+        for task, (tensors, sizes, weights, others) in zip(self._tasks, self._layers, strict=True):
             ctypes.memmove(ctypes.addressof(task), address, size)
             task.scoring.tensors[0], task.scoring.tensors[1] = tensors
             for place, count in counts.items():
                 sizes[place] = count
             task.scoring.sizes[:] = sizes
-            task.scoring.scale = scale
+            for name, value in zip(_OF_SCORING, weights, strict=True):
+                setattr(task.scoring, name, value)
             for name, value in zip(_OF_LAYER, others, strict=True):
                 setattr(task, name, value)

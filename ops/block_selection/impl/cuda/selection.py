@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, TOWARDS_BOUND, SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda import codes
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.block_selection.implementation import (
     BlockSelectionImplementation,
@@ -22,6 +23,7 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import (
     Prepared,
     TicketedRanges,
 )
+from vllm_gaudi_ucm.ops.cuda.untried import are_used
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
@@ -74,28 +76,31 @@ class CudaBlockSelection(BlockSelectionImplementation):
         kind: SummaryKind,
         prepared: Prepared | None = None,
     ) -> Tensor | None:
-        """Like `block_scores`; None for `hash`, strided heads, and heads or groups that are too large."""
+        """Like `block_scores`; None for strided heads, and heads or groups that are too large."""
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import scores as kernels
 
         heads, dim = query.shape[1:]
         vectors, kv_heads = summaries.shape[1:3]
         group = heads // kv_heads
         strided = query.stride(2) != 1 or summaries.stride(3) != 1
-        if kind is SummaryKind.HASH or dim > LARGEST_HEAD or group > LARGEST_GROUP or strided:
+        if dim > LARGEST_HEAD or group > LARGEST_GROUP or strided or (kind.is_coded and not are_used()):
             return None
         count, lines = blocks.shape[0], max_rows * heads
         found = query.new_empty(count, dtype=torch.float32)
         if not count:
             return found
         estimates = found.new_empty((lines, count))
-        boxes = 1 if kind is SummaryKind.MINMAX else vectors
+        boxes = kind.boxes(vectors)
         blocks, spans, first_rows, num_rows = (ids.contiguous() for ids in (blocks, spans, first_rows, num_rows))
         arguments = (
             query, summaries, blocks, spans, first_rows, num_rows, estimates, scale, log(REST_WEIGHT),
             log(REST_WEIGHT + boxes - 1), count, max_rows, *query.stride()[:2], *summaries.stride()[:3],
         )  # fmt: skip
         sizes = {"HEADS": heads, "GROUP": group, "DIM": dim, "VECTORS": boxes}
-        if kind is SummaryKind.MINMAX:
+        if kind.is_coded:
+            ids, compute = (blocks, spans, first_rows, num_rows), codes.product_type(query)
+            codes.estimate(query, summaries, ids, estimates, max_rows, scale, kind, compute)
+        elif kind is SummaryKind.MINMAX:
             block_g, block_d = _power_of_two(group), _power_of_two(dim)
             block_c = max(1, ELEMENTS // (block_g * block_d))
             kernels.estimate_blocks[(-(-count // block_c), kv_heads)](
@@ -154,7 +159,10 @@ class CudaBlockSelection(BlockSelectionImplementation):
         block_t, block_d = _power_of_two(tokens), _power_of_two(dim)
         strided = key_cache.stride(3) != 1 or summaries.stride(3) != 1
         held = max(block_t, block_d) ** 2
-        if kind is SummaryKind.HASH or strided or held > LARGEST_BLOCK:
+        if not strided and codes.are_encoded(key_cache, kind):
+            codes.encode(key_cache, blocks, summaries)
+            return True
+        if kind.is_coded or strided or held > LARGEST_BLOCK:
             return False
         if summaries.dtype == E4M3:
             summaries = summaries.view(torch.uint8)

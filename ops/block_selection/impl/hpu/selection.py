@@ -11,7 +11,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, block_features, query_features
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, block_features, query_features
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, Prepared, PreparedSpans
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum
@@ -64,7 +64,8 @@ class HpuBlockSelection(BlockSelectionImplementation):
             prepared[:3] if isinstance(prepared, PreparedSpans) else _rows(spans, first_rows, num_rows, max_rows)
         )
         features = (query_features(query, kind) * scale).index_select(0, rows)
-        estimates = _estimates(features.unflatten(0, (count, max_rows)), block_features(summaries, kind, blocks))
+        boxes = block_features(summaries, kind, blocks)
+        estimates = _estimates(features.unflatten(0, (count, max_rows)), boxes, kind.first_weight)
 
         # a value that is not a number must neither spread to the span's other blocks nor go unnoticed: see below
         numbers = estimates.nan_to_num(LOWEST, LOWEST, LOWEST)
@@ -126,7 +127,7 @@ class HpuBlockSelection(BlockSelectionImplementation):
         return fresh + (stored - fresh) * keep[:, None], kept, checked != kept
 
 
-def _estimates(features: Tensor, boxes: Tensor) -> Tensor:
+def _estimates(features: Tensor, boxes: Tensor, first_weight: int) -> Tensor:
     """fp32 [candidates, max_rows, heads]: estimated log-sum-exp of the scores of the block's tokens.
 
     features: fp32 [candidates, max_rows, heads, features]. boxes: fp32 [candidates, boxes, kv_heads, features].
@@ -137,7 +138,9 @@ def _estimates(features: Tensor, boxes: Tensor) -> Tensor:
     found = torch.bmm(asked, boxes.permute(0, 2, 3, 1).flatten(0, 1))
     if num_boxes > 1:
         # the softmax over blocks does not change with what all estimates have in common: the logarithm of the weights
-        found = torch.cat((found[..., :1] + log(REST_WEIGHT), found[..., 1:]), -1).logsumexp(-1, keepdim=True)
+        if first_weight > 1:
+            found = torch.cat((found[..., :1] + log(first_weight), found[..., 1:]), -1)
+        found = found.logsumexp(-1, keepdim=True)
     return found.view(count, kv_heads, max_rows, -1).transpose(1, 2).reshape(count, max_rows, heads)
 
 

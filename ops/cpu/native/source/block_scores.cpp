@@ -3,8 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "block_selection.h"
-#include "memory.h"
+#include "block_codes.h"
 
 using namespace ucm;
 
@@ -36,10 +35,13 @@ bool make_order(const Scoring& task, Order& by) {
     return true;
 }
 
+// Estimates that the softmax gets of each block.
+int64_t estimates_of(const Scoring& task) { return task.bounds || is_coded(task) ? 1 : task.vectors; }
+
 // One span and kv head: estimates of all boxes for all query vectors, and the mass that each candidate gets from them.
 struct Unit {
     int64_t first, count, queries, width, depth;  // width, depth: count and dim, padded to whole vectors
-    float *query, *estimates, *mass;              // [queries, boxes of the query, depth], [vectors, width], [width]
+    float *query, *estimates, *mass;  // [queries, boxes of the query, depth] or turned, [vectors, width], [width]
     std::vector<char> broken;
 };
 
@@ -48,6 +50,10 @@ void load_query(const Scoring& task, int64_t span, int64_t head, Unit& unit) {
     for (int64_t i = 0; i < unit.queries; ++i) {
         const float* from = task.query + (task.first_rows[span] + i / group) * task.query_row +
                             (head * group + i % group) * task.query_head;
+        if (task.rotation) {
+            turn(task, from, unit.query + i * turned_size(task));
+            continue;
+        }
         for (int64_t v = 0; v < (task.bounds ? 2 : 1); ++v)
             for (int64_t d = 0; d < unit.depth; ++d)
                 unit.query[(i * 2 + v) * unit.depth + d] = d < task.dim ? from[v * task.dim + d] * task.scale : 0.0f;
@@ -56,7 +62,13 @@ void load_query(const Scoring& task, int64_t span, int64_t head, Unit& unit) {
 
 // Estimates [queries, boxes, width] of LANES candidates from `at` on.
 void estimate(const Scoring& task, const Order& by, int64_t head, int64_t at, Unit& unit, float* room) {
-    const int64_t size = bytes_of(task.type), boxes = task.bounds ? 1 : task.vectors;
+    const int64_t size = bytes_of(task.type), boxes = estimates_of(task);
+    if (is_coded(task)) {
+        for (int64_t c = at; c < at + LANES && c < unit.count; ++c)
+            estimate_codes(task, task.blocks[by.order[unit.first + c]], head, unit.query, unit.queries, room, unit.estimates + c,
+                           unit.width);
+        return;
+    }
     for (int64_t v = 0; v < task.vectors; ++v) {
         const float* from[LANES];
         for (int lane = 0; lane < LANES; ++lane) {
@@ -125,16 +137,18 @@ void run(const Scoring& task, const Order& by, int64_t span, int64_t head, float
     Unit unit;
     unit.first = by.starts[span], unit.count = by.starts[span + 1] - unit.first;
     if (task.num_rows[span] <= 0 || unit.count == 0) return;
-    const int64_t boxes = task.bounds ? 1 : task.vectors;
+    const int64_t boxes = estimates_of(task);
     unit.queries = task.num_rows[span] * (task.heads / task.kv_heads);
     unit.width = padded(unit.count, LANES), unit.depth = padded(task.dim, LANES);
-    unit.query = scratch.take((unit.queries * 2 + LANES) * unit.depth + (unit.queries * boxes + 1) * unit.width);
-    float* room = unit.query + unit.queries * 2 * unit.depth;
-    unit.estimates = room + LANES * unit.depth;
+    const int64_t asked = unit.queries * (is_coded(task) ? turned_size(task) : 2 * unit.depth);
+    const int64_t converted = is_coded(task) ? code_room(task) : LANES * unit.depth;
+    unit.query = scratch.take(asked + converted + (unit.queries * boxes + 1) * unit.width);
+    float* room = unit.query + asked;
+    unit.estimates = room + converted;
     unit.mass = unit.estimates + unit.queries * boxes * unit.width;
     unit.broken.assign(unit.count, 0);
     std::memset(unit.mass, 0, unit.width * sizeof(float));
-    std::memset(room, 0, LANES * unit.depth * sizeof(float));
+    std::memset(room, 0, converted * sizeof(float));
     load_query(task, span, head, unit);
     for (int64_t at = 0; at < unit.count; at += LANES) estimate(task, by, head, at, unit, room);
     const float share = 1.0f / (float(task.num_rows[span]) * float(task.heads));

@@ -5,15 +5,20 @@
 
 namespace ucm {
 
+// Types of summaries in addition to those of floats: sign codes, and sign codes behind which the mean of the block is.
+enum Coded : int64_t { CODES = 4, CODES_AND_MEAN = 5 };
+
 struct Scoring {
-    const float* query;     // [rows, heads, features]: a vector of dim, or with bounds one for each of the two
-    const char* summaries;  // [blocks, vectors, kv_heads, dim], dense
+    const float* query;     // [rows, heads, features]: a vector of dim, with bounds one for each of the two; or `turned`
+    const char* summaries;  // [blocks, vectors, kv_heads, dim], dense; of codes dim / 8 bytes, and one of the gain
     const int64_t *blocks, *spans, *first_rows, *num_rows;
     float* out;  // [candidates]
     int64_t query_row, query_head, rows, heads, kv_heads, dim, vectors, type, num_blocks, candidates, num_spans;
     int64_t bounds;  // whether both vectors of a block are one estimate (smallest and largest values), not one each
     float scale;
     float first_more;  // added to the estimate of the first of several boxes: the log of how many keys it counts as
+    const float* rotation;  // null, or [dim, turned]: directions of sign codes, into which the query is turned
+    int64_t turned;         // elements of a query head before that
 };
 
 struct Choosing {
