@@ -72,6 +72,9 @@ class GridStrategy(BucketStrategy):
             grid_buckets = self.choose(rest)
             forward, logits = [*grid_buckets.forward, *family], grid_buckets.logits
             return BucketSet(forward, logits, request.limits, request.cost)
+        if limit is not None and limit < coarsest_grid(request).num_graphs:
+            # verifications of drafts are the first to share graphs with prompts
+            request = replace(request, rows_each=1)
         absent = {
             "selected": not request.limits.max_selected_blocks,
             "prompt_tiles": not request.limits.bounds_prompt_tiles,
@@ -114,14 +117,15 @@ class GridStrategy(BucketStrategy):
         limit = 3 * MOST_SPARSE if request.max_graphs is None else request.max_graphs
         if not request.live_blocks or not request.limits.max_selected_blocks:
             return []
-        most = min(limit // 3, limit - coarsest_grid(request).num_graphs)
+        most = min(limit // 3, limit - self.least_graphs(request))
         levels = partial(self.levels, request.cost)
         limits, cost, live = request.limits, request.cost, request.live_blocks
         verifications = sparse_verifications(limits, cost, live, request.rows_each, most // 2, levels)
         return [*sparse_decodes(limits, cost, live, most - len(verifications), levels), *verifications]
 
     def least_graphs(self, request: BucketRequest) -> int:
-        return coarsest_grid(request).num_graphs
+        """Without graphs of their own for verifications of drafts."""
+        return coarsest_grid(replace(request, rows_each=1)).num_graphs
 
     def _buckets(self, request: BucketRequest, grid: Grid) -> BucketSet:
         return _make(request, grid, partial(self.levels, request.cost))

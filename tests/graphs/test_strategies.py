@@ -68,6 +68,16 @@ def test_verifications_have_buckets(strategy: str, name: str, rows_each: int) ->
         assert buckets.lookup(shape.step(1)).forward.query_len == rows
 
 
+@pytest.mark.parametrize("name", ["one request", "huge cache"])
+@pytest.mark.parametrize("strategy", blind_strategies())
+def test_verifications_share_buckets_with_prompts_where_graphs_are_few(strategy: str, name: str) -> None:
+    """covers: B4."""
+    request = BucketRequest(ODD_LIMITS[name], COST, rows_each=4)
+    least = STRATEGIES.get(strategy)().least_graphs(request)
+    few = replace(request, max_graphs=least)
+    assert build_buckets(strategy, few).forward == build_buckets(strategy, replace(few, rows_each=1)).forward
+
+
 @pytest.mark.parametrize("max_graphs", [2, 7, 64])
 @pytest.mark.parametrize("name", SPARSE_LIMITS)
 @pytest.mark.parametrize("strategy", blind_strategies())
