@@ -82,7 +82,7 @@ def test_what_is_not_chosen_is_not_seen(model: Any) -> None:
 
     assert right(dense) == right(logits("exact", 0.3)) == 1
     assert right(logits("streaming", 0.2)) < 0.7
-    for name in ("gsa", "quest_heads", "codes"):
+    for name in ("gsa", "quest_heads", "gsa_codes"):
         assert torch.allclose(logits(name, 1.0), dense, atol=1e-4), name
 
 

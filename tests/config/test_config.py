@@ -42,9 +42,9 @@ BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
     "prompt_ratio": ([None, 0.2, 1.0], [0.0, 1.5, "0.3"], "number, above 0 and at most 1 or null"),
     "prompt_tile": ([16, 256], [15, None, 32.5], "integer, at least 16"),
     "summary": (
-        ["mean", "minmax", "box_mean", "hash"],
+        ["mean", "minmax", "box_mean", "hash", "codes"],
         ["max", "MEAN", None],
-        'one of "mean", "minmax", "box_mean", "hash"',
+        'one of "mean", "minmax", "box_mean", "hash", "codes"',
     ),
     "summary_dtype": (["auto", "fp8"], ["bf16", None, 8], 'one of "auto", "fp8"'),
     "sparse_steps": (["auto", "always"], ["never", None, True], 'one of "auto", "always"'),

@@ -109,7 +109,8 @@ def test_vllms_flag_alone_leaves_steps_of_a_cpu_apart_and_the_log_says_so(
 ) -> None:
     asynchronous.logger.addHandler(caplog.handler)
     try:
-        config = start(llama, async_scheduling=True)
+        with caplog.at_level("INFO", asynchronous.logger.name):
+            config = start(llama, async_scheduling=True)
     finally:
         asynchronous.logger.removeHandler(caplog.handler)
     assert not config.scheduler_config.async_scheduling
