@@ -125,7 +125,7 @@ def test_too_few_graphs_for_any_grid_are_warned_of(
     """
     limits = replace(LIMITS, max_selected_blocks=24 if sparse else 0)
     needed = coarsest_grid(BucketRequest(limits, cost_model(VLLM, DEVICE, 16))).num_graphs + remainders
-    caplog.handler.setLevel(logging.WARNING)
+    caplog.set_level(logging.WARNING, logger.name)
     logger.addHandler(caplog.handler)
     try:
         assert len(chosen(limits, remainders, max_graphs=needed)[0].forward) == needed - remainders - 1
