@@ -33,7 +33,6 @@ from vllm_gaudi_ucm_tools.output import report_console
 
 Sides = dict[str, Side | None]
 OWN = (OURS, several_rows.BUCKET)
-LLAMA = Model()
 GATE = 1e-2  # relative L2 error, bf16
 INNER = 5  # calls in one graph, so that the launch of the graph does not count
 
@@ -97,7 +96,7 @@ def measure(
     peers: Callable[[Batch], Sides] = kernels_and_sdpa,
     parts: Callable[[Batch], Batch] = lambda batch: batch,
     least_ms: Callable[[Batch, float], float] = lambda batch, rate: batch.bytes / rate * 1e3,
-    model: Model = LLAMA,
+    model: Model = models.LLAMA,
 ) -> Result:
     """Measures A B C A B C: every contender in turn, and the median of each.
 

@@ -164,7 +164,7 @@ def _shapes(limits: Limits, grid: Grid, levels: Levels, rows_each: int) -> Itera
         False: levels("decode", limits.max_decode_rows, grid.decode),
         True: levels("prompt", limits.max_num_batched_tokens, grid.prompt),
     }
-    verified = _verified_rows(limits, levels("decode", limits.max_decode_rows, grid.decode), rows_each)
+    verified = _verified_rows(limits, rows[False], rows_each)
     for causal, s, u in product((False, True), shared, unique):
         if causal or s or u:
             # blocks of a request with several rows are shared blocks, where there are any

@@ -188,7 +188,7 @@ def test_a_head_and_its_model_have_graphs(method: str, tmp_path: Path) -> None:
     ],
 )
 def test_chosen_blocks_change_no_bit(method: str, summary: str, drafts: int, tiny_llama: Path) -> None:
-    """Sparse steps beside dense ones, verifications, locks and checks: tokens, and what choices are counted as. Before
+    """Sparse and dense steps, verifications, locks and checks: tokens, and what choices are counted as. Before
     `minmax` torch computes features of queries, so those steps have no graph."""
     kind, _, dtype = summary.partition(" ")
     section: dict[str, Any] = {

@@ -185,7 +185,7 @@ def _codes(rotated: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def may_round_differently(candidates: Candidates, kind: SummaryKind = SummaryKind.HASH) -> bool:
-    """Whether float32 may round a sign, a gain or a mean of sign codes to another side than float64."""
+    """Returns whether float32 may round a sign, a gain or a mean of sign codes to another side than float64."""
     keys = candidates.key_cache.double().numpy()[candidates.blocks.unique().numpy()]
     rotation = projection(keys.shape[-1], torch.device("cpu")).double().numpy()
     for own in keys.transpose(0, 2, 1, 3).reshape(-1, keys.shape[1], keys.shape[3]):

@@ -116,7 +116,7 @@ def choose_buckets(
     blocks have one, too: as prompts they would be slower than dense.
 
     num_remainders: graphs for prompt remainders, which are a part of `max_graphs`.
-    live_blocks, rows_each: of a sparse request, see BucketRequest.
+    live_blocks, rows_each: of a sparse request and of a request that decodes, see BucketRequest.
 
     Raises:
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import log
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import STEPS_OF_GAIN, SummaryKind, projection, query_features
@@ -31,8 +30,8 @@ def encode(key_cache: Tensor, blocks: Tensor, summaries: Tensor) -> None:
     if blocks.shape[0]:
         kernels.encode_blocks[(blocks.shape[0], kv_heads)](
             key_cache, projection(dim, key_cache.device), blocks.contiguous(), summaries, *key_cache.stride()[:3],
-            *summaries.stride()[:3], TOKENS=tokens, BLOCK_T=max(16, _power_of_two(tokens)), DIM=dim,
-            BLOCK_D=max(16, _power_of_two(dim)), BYTES=count, BLOCK_B=max(2, _power_of_two(count)),
+            *summaries.stride()[:3], TOKENS=tokens, BLOCK_T=max(16, power_of_two(tokens)), DIM=dim,
+            BLOCK_D=max(16, power_of_two(dim)), BYTES=count, BLOCK_B=max(2, power_of_two(count)),
             STEPS=STEPS_OF_GAIN, num_warps=8,
         )  # fmt: skip
 
@@ -52,25 +51,12 @@ def estimate(
     kernels.estimate_codes[(ids[0].shape[0] * kv_heads,)](
         features, summaries, *ids, estimates, scale, log(kind.first_weight), log(kind.first_weight + boxes - 1),
         ids[0].shape[0], max_rows, *features.stride()[:2], *summaries.stride()[:3],
-        HEADS=heads, GROUP=heads // kv_heads, BYTES=width - 1, BLOCK_B=max(16, _power_of_two(width - 1)), BOXES=boxes,
-        BLOCK_V=max(16, _power_of_two(boxes)), BLOCK_N=max(16, _power_of_two(heads // kv_heads)),
+        HEADS=heads, GROUP=heads // kv_heads, BYTES=width - 1, BLOCK_B=max(16, power_of_two(width - 1)), BOXES=boxes,
+        BLOCK_V=max(16, power_of_two(boxes)), BLOCK_N=max(16, power_of_two(heads // kv_heads)),
         MEAN=kind is SummaryKind.CODES, STEPS=STEPS_OF_GAIN, COMPUTE=compute, PRECISION="ieee",
     )  # fmt: skip
 
 
-def product_type(query: Tensor) -> Any:
-    """Returns Triton's dtype of products of signs with a query."""
-    import triton.language as tl
-    from triton import knobs
-
-    # Triton's interpreter (3.9) has no matrix product of bf16
-    types = (
-        {torch.float16: tl.float16}
-        if knobs.runtime.interpret
-        else {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    )
-    return types.get(query.dtype, tl.float32)
-
-
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """Returns the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda.codes import power_of_two
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda.selection import (
     LARGEST_HEAD,
     SHARED_LINES,
     CudaBlockSelection,
     _candidate_ranges,
     _compute_type,
-    _power_of_two,
     ranges_of,
 )
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
@@ -94,20 +94,20 @@ class CudaFusedBlockSelection(CudaBlockSelection):
         ranges, early = ranges_of(prepared, spans, first_rows.shape[0], num_rows), _early(prepared, query.device)
         found = query.new_empty(count, dtype=torch.float32)
         estimates = found.new_empty((max_rows * heads, count))
-        compute, block_v = _compute_type(query, summaries), _power_of_two(boxes)
+        compute, block_v = _compute_type(query, summaries), power_of_two(boxes)
         block_c = max(1, (STREAMED_WIDE if compute.primitive_bitwidth == 32 else STREAMED) // block_v)
         block_c = max(block_c, 16 // block_v)
         narrow = summaries.dtype == E4M3
         stages, programs = (STAGES_NARROW, PROGRAMS_NARROW) if narrow else (STAGES, PROGRAMS)
         parts, num_spans = max(1, programs * _multiprocessors(query.device) // kv_heads), first_rows.shape[0]
         tops, sums = found.new_empty((2, parts + num_spans, max_rows * heads))
-        block_s = max(16, _power_of_two(num_spans))
+        block_s = max(16, power_of_two(num_spans))
         kernels.stream_boxes[(parts * kv_heads,)](
             query, summaries, blocks, spans, ranges, first_rows, num_rows, estimates, tops, sums, scale,
             log(REST_WEIGHT), log(REST_WEIGHT + boxes - 1), count, num_spans,
             *query.stride()[:2], *summaries.stride()[:3],
-            HEADS=heads, GROUP=group, ROWS=max_rows, DIM=dim, BLOCK_D=max(16, _power_of_two(dim)), VECTORS=boxes,
-            BLOCK_V=block_v, BLOCK_C=block_c, BLOCK_N=max(LEAST_LINES, _power_of_two(max_rows * group)),
+            HEADS=heads, GROUP=group, ROWS=max_rows, DIM=dim, BLOCK_D=max(16, power_of_two(dim)), VECTORS=boxes,
+            BLOCK_V=block_v, BLOCK_C=block_c, BLOCK_N=max(LEAST_LINES, power_of_two(max_rows * group)),
             BLOCK_S=block_s, COMPUTE=compute, PRECISION="ieee", STAGES=stages, EARLY=early,
         )  # fmt: skip
         kernels.share_blocks[(-(-count // SHARES),)](
@@ -145,7 +145,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
             None if target is None else target.blocks, None if target is None else target.places, checks,
             spans, most, width, selected, BLOCK_C=RANKED_AT_ONCE, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,
-            BLOCK=max(16, _power_of_two(most)), COMPARED=16, BLOCK_S=max(16, _power_of_two(spans)),
+            BLOCK=max(16, power_of_two(most)), COMPARED=16, BLOCK_S=max(16, power_of_two(spans)),
             LISTED=target is not None, EARLY=early, num_warps=4, **follows(early),
         )  # fmt: skip
         if target is not None:

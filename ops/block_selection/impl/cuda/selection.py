@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, TOWARDS_BOUND, SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import codes
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda.codes import power_of_two
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.block_selection.implementation import (
     BlockSelectionImplementation,
@@ -98,10 +99,10 @@ class CudaBlockSelection(BlockSelectionImplementation):
         )  # fmt: skip
         sizes = {"HEADS": heads, "GROUP": group, "DIM": dim, "VECTORS": boxes}
         if kind.is_coded:
-            ids, compute = (blocks, spans, first_rows, num_rows), codes.product_type(query)
+            ids, compute = (blocks, spans, first_rows, num_rows), _compute_type(query, summaries)
             codes.estimate(query, summaries, ids, estimates, max_rows, scale, kind, compute)
         elif kind is SummaryKind.MINMAX:
-            block_g, block_d = _power_of_two(group), _power_of_two(dim)
+            block_g, block_d = power_of_two(group), power_of_two(dim)
             block_c = max(1, ELEMENTS // (block_g * block_d))
             kernels.estimate_blocks[(-(-count // block_c), kv_heads)](
                 *arguments, **sizes, BLOCK_G=block_g, BLOCK_D=block_d, MINMAX=True,
@@ -109,11 +110,11 @@ class CudaBlockSelection(BlockSelectionImplementation):
             )  # fmt: skip
         else:
             compute = _compute_type(query, summaries)
-            block_v = _power_of_two(boxes)
+            block_v = power_of_two(boxes)
             block_c = max(1, (PRODUCTS_WIDE if compute.primitive_bitwidth == 32 else PRODUCTS) // block_v)
             kernels.estimate_boxes[(-(-count // block_c) * kv_heads,)](
-                *arguments, **sizes, BLOCK_D=max(16, _power_of_two(dim)), BLOCK_V=block_v, BLOCK_C=block_c,
-                BLOCK_N=max(16, _power_of_two(group)), COMPUTE=compute, PRECISION="ieee",
+                *arguments, **sizes, BLOCK_D=max(16, power_of_two(dim)), BLOCK_V=block_v, BLOCK_C=block_c,
+                BLOCK_N=max(16, power_of_two(group)), COMPUTE=compute, PRECISION="ieee",
             )  # fmt: skip
         tops, sums = found.new_empty((2, first_rows.shape[0], lines))
         ranges = ranges_of(prepared, spans, first_rows.shape[0], num_rows)
@@ -156,7 +157,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import summaries as kernels
 
         tokens, kv_heads, dim = key_cache.shape[1:]
-        block_t, block_d = _power_of_two(tokens), _power_of_two(dim)
+        block_t, block_d = power_of_two(tokens), power_of_two(dim)
         strided = key_cache.stride(3) != 1 or summaries.stride(3) != 1
         held = max(block_t, block_d) ** 2
         if not strided and codes.are_encoded(key_cache, kind):
@@ -185,7 +186,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         chosen, ids = torch.empty_like(fresh), block_table.new_empty(selected)
         kernels.take_choices[(count,)](
             fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids, checks, most, width, selected,
-            REUSE=REUSE, CHECK=CHECK, BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED,
+            REUSE=REUSE, CHECK=CHECK, BLOCK=max(16, power_of_two(most)), COMPARED=32, SPANS=COMPARED,
         )  # fmt: skip
         return chosen, ids
 
@@ -208,7 +209,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         chosen = torch.empty_like(fresh, memory_format=torch.contiguous_format)
         kept, replaced = counts.new_empty((2, spans), dtype=torch.int32)
         if spans:
-            block = max(16, _power_of_two(most)) if most else 16
+            block = max(16, power_of_two(most)) if most else 16
             kernels.keep_or_replace_spans[(spans,)](
                 *(one.contiguous() for one in (stored, fresh, counts, modes, thresholds)), chosen, kept, replaced,
                 most, width, REUSE=REUSE, CHECK=CHECK, BLOCK=block, COMPARED=32,
@@ -237,7 +238,7 @@ def _candidate_ranges(spans: Tensor, num_spans: int, num_rows: Tensor | None = N
 
 def _compute_type(query: Tensor, summaries: Tensor) -> Any:
     """Returns the dtype of products: the common dtype of both, if they have one; sums are always float32. Every
-    8-bit float is representable in 16 bits.
+    8-bit float and every sign is representable in 16 bits.
     """
     import triton.language as tl
     from triton import knobs
@@ -245,9 +246,5 @@ def _compute_type(query: Tensor, summaries: Tensor) -> Any:
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     # Triton's interpreter (3.9) has no matrix product of bf16
     interpreted = knobs.runtime.interpret and query.dtype == torch.bfloat16
-    same = summaries.dtype in (query.dtype, E4M3) and not interpreted
+    same = summaries.dtype in (query.dtype, E4M3, torch.uint8) and not interpreted
     return types.get(query.dtype, tl.float32) if same else tl.float32
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -19,7 +19,7 @@ COLUMNS, SOLVE_WARPS, WALK_WARPS, STAGES = 32, 4, 4, 2
 def covers(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
     """Returns whether the kernels compute rows of this dtype, in heads of these sizes.
 
-    They are those of models so far. With keys of 5 or 40 elements, or one stage, Triton 3.6 makes machine code that
+    Models so far have these sizes. With keys of 5 or 40 elements, or one stage, Triton 3.6 makes machine code that
     reads shared memory beyond its end (H200), and two tiles of wider keys do not fit into it.
     """
     from triton import knobs
