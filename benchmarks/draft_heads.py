@@ -58,16 +58,15 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes,
     ):
+        print(f"{'drafts':<10}{'tokens/s':>10}{'ratio':>8}{'tokens a step':>15}{'step, ms':>10}{'bound':>8}", flush=True)
         for kind in KINDS:
-            rows[kind] = processes.submit(_measure, Path(folder), kind, asked, config).result()
-    plain = rows["none"]
-    print(f"{'drafts':<10}{'tokens/s':>10}{'ratio':>8}{'tokens a step':>15}{'step, ms':>10}{'bound':>8}")
-    for kind, found in rows.items():
-        bound = found.per_step / (1 + (_cost_of_drafts(config, asked.drafts) if kind == "head" else 0))
-        print(
-            f"{kind:<10}{found.rate:>10.1f}{found.rate / plain.rate:>8.2f}{found.per_step:>15.2f}"
-            f"{found.step_ms:>10.2f}{bound:>8.2f}"
-        )
+            found = rows[kind] = processes.submit(_measure, Path(folder), kind, asked, config).result()
+            bound = found.per_step / (1 + (_cost_of_drafts(config, asked.drafts) if kind == "head" else 0))
+            print(
+                f"{kind:<10}{found.rate:>10.1f}{found.rate / rows['none'].rate:>8.2f}{found.per_step:>15.2f}"
+                f"{found.step_ms:>10.2f}{bound:>8.2f}",
+                flush=True,
+            )
     if asked.json:
         facts = {name: value for name, value in vars(asked).items() if name != "json"}
         asked.json.write_text(json.dumps({"asked": facts, "found": {k: v._asdict() for k, v in rows.items()}}))

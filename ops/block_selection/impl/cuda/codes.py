@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from math import log
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import STEPS_OF_GAIN, SummaryKind, projection, query_features
+from vllm_gaudi_ucm.ops.block_selection.features import BITS_PER_BYTE, STEPS_OF_GAIN, SummaryKind, projection
 from vllm_gaudi_ucm.ops.cuda.untried import are_used
 
 LARGEST_HEAD = 128  # of keys; a program holds the rotation of one head
 LARGEST_BLOCK = 128
+# A query is a sum of integers of 8 bits, each FINER times less than the one before it: one has the precision of 16 bits
+# for the sum of all directions, three that of 32.
+TERMS, TERMS_WIDE, FINER = 1, 3, 254
+WARPS = 4
 
 
 def are_encoded(key_cache: Tensor, kind: SummaryKind) -> bool:
@@ -38,22 +42,32 @@ def encode(key_cache: Tensor, blocks: Tensor, summaries: Tensor) -> None:
 
 def estimate(
     query: Tensor, summaries: Tensor, ids: tuple[Tensor, Tensor, Tensor, Tensor], estimates: Tensor, max_rows: int,
-    scale: float, kind: SummaryKind, compute: Any,
+    scale: float, kind: SummaryKind,
 ) -> None:  # fmt: skip
     """Writes estimates, fp32 [max_rows x heads, candidates]. ids: blocks, spans, first rows and numbers of rows, all
-    contiguous. compute: Triton's dtype of products.
+    contiguous.
     """
+    from triton import knobs
+
     from vllm_gaudi_ucm.ops.block_selection.impl.cuda.triton import codes as kernels
 
-    features = query_features(query, kind)
+    rows, heads, dim = query.shape
     vectors, kv_heads, width = summaries.shape[1:]
-    heads, boxes = query.shape[1], kind.boxes(vectors)
+    group, boxes, count = heads // kv_heads, kind.boxes(vectors), width - 1
+    sizes = {"HEADS": heads, "GROUP": group, "BYTES": count, "BLOCK_B": max(16, power_of_two(count))}
+    sizes |= {"TERMS": TERMS if query.dtype.itemsize == 2 else TERMS_WIDE, "FINER": FINER}
+    features = estimates.new_empty((rows, heads, BITS_PER_BYTE * count))
+    terms = estimates.new_empty((rows, heads, sizes["TERMS"], BITS_PER_BYTE, sizes["BLOCK_B"]), dtype=torch.int8)
+    numbers = estimates.new_empty((rows, heads, 1 + sizes["TERMS"]))
+    kernels.divide_queries[(rows, kv_heads)](
+        query, projection(dim, query.device), features, terms, numbers, *query.stride()[:2], **sizes, DIM=dim,
+        BLOCK_D=max(16, power_of_two(dim)), BLOCK_N=max(16, power_of_two(group)),
+    )  # fmt: skip
     kernels.estimate_codes[(ids[0].shape[0] * kv_heads,)](
-        features, summaries, *ids, estimates, scale, log(kind.first_weight), log(kind.first_weight + boxes - 1),
-        ids[0].shape[0], max_rows, *features.stride()[:2], *summaries.stride()[:3],
-        HEADS=heads, GROUP=heads // kv_heads, BYTES=width - 1, BLOCK_B=max(16, power_of_two(width - 1)), BOXES=boxes,
-        BLOCK_V=max(16, power_of_two(boxes)), BLOCK_N=max(16, power_of_two(heads // kv_heads)),
-        MEAN=kind is SummaryKind.CODES, STEPS=STEPS_OF_GAIN, COMPUTE=compute, PRECISION="ieee",
+        features, terms, numbers, summaries, *ids, estimates, scale, log(kind.first_weight),
+        log(kind.first_weight + boxes - 1), ids[0].shape[0], max_rows, *summaries.stride()[:3], **sizes, BOXES=boxes,
+        BLOCK_V=max(32, power_of_two(boxes)), SLOTS=max(8, power_of_two(group)), MEAN=kind is SummaryKind.CODES,
+        STEPS=STEPS_OF_GAIN, PACKED=not knobs.runtime.interpret, num_warps=WARPS if boxes > 32 else 1, num_stages=1,
     )  # fmt: skip
 
 

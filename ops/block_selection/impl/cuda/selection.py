@@ -99,8 +99,8 @@ class CudaBlockSelection(BlockSelectionImplementation):
         )  # fmt: skip
         sizes = {"HEADS": heads, "GROUP": group, "DIM": dim, "VECTORS": boxes}
         if kind.is_coded:
-            ids, compute = (blocks, spans, first_rows, num_rows), _compute_type(query, summaries)
-            codes.estimate(query, summaries, ids, estimates, max_rows, scale, kind, compute)
+            ids = (blocks, spans, first_rows, num_rows)
+            codes.estimate(query, summaries, ids, estimates, max_rows, scale, kind)
         elif kind is SummaryKind.MINMAX:
             block_g, block_d = power_of_two(group), power_of_two(dim)
             block_c = max(1, ELEMENTS // (block_g * block_d))

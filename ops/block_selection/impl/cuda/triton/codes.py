@@ -60,58 +60,130 @@ def encode_blocks(
             tl.store(vector + BYTES, _byte(level))
 
 
+@triton.jit
+def divide_queries(
+    query, projection, features, terms, numbers, q_row, q_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BYTES: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, TERMS: tl.constexpr, FINER: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, KV heads): queries in the directions of the codes, as floats and as sums of integers.
+
+    projection: fp32 [8 BYTES, DIM]. features: fp32 [rows, HEADS, 8 BYTES]. terms: int8 [rows, HEADS, TERMS, 8, BLOCK_B],
+    the eight bits of all bytes one after the other; each term counts FINER times less than the one before it.
+    numbers: fp32 [rows, HEADS, 1 + TERMS], what 1 of the first term is, and the sum of each term.
+    """
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, 8 * BLOCK_B)
+    asked, inside = n < GROUP, e < 8 * BYTES
+    source = query + row * q_row + (kv_head * GROUP + n)[:, None] * q_head + d[None, :]
+    own = tl.load(source, mask=asked[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    turn = tl.load(projection + e[None, :] * DIM + d[:, None], mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
+    turned = tl.dot(own, turn, input_precision="tf32x3")
+    at = (row * HEADS + kv_head * GROUP + n).to(tl.int64)
+    tl.store(features + at[:, None] * (8 * BYTES) + e[None, :], turned, mask=asked[:, None] & inside[None, :])
+    peak = tl.max(tl.abs(turned), 1)
+    unit = tl.where(peak > 0, peak / 127, 1.0)
+    rest = turned / unit[:, None]
+    # what is no number makes the unit one, too
+    tl.store(numbers + at * (1 + TERMS), unit + tl.sum(turned * 0.0, 1), mask=asked)
+    for term in tl.static_range(TERMS):
+        whole = tl.floor(rest + 0.5)
+        target = terms + (at[:, None] * TERMS + term) * (8 * BLOCK_B) + (e % 8 * BLOCK_B + e // 8)[None, :]
+        tl.store(target, whole.to(tl.int8), mask=asked[:, None])
+        tl.store(numbers + at * (1 + TERMS) + 1 + term, tl.sum(whole, 1), mask=asked)
+        rest = (rest - whole) * FINER
+
+
+@triton.jit
+def _lowest_bits(codes, PACKED: tl.constexpr):
+    """The lowest bit of each byte, int8. PACKED: of four bytes by one instruction."""
+    if PACKED:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x01010101;", "=r,r", [codes], tl.int8, is_pure=True, pack=4)
+    return (codes & 1).to(tl.int8)
+
+
+@triton.jit
+def _next_bits(codes, PACKED: tl.constexpr):
+    """Bytes whose lowest bit was the one above it. PACKED: four by one instruction, whose highest bits are wrong."""
+    if PACKED:
+        return tl.inline_asm_elementwise("shr.b32 $0, $1, 1;", "=r,r", [codes], tl.uint8, is_pure=True, pack=4)
+    return codes >> 1
+
+
 @triton.jit(do_not_specialize=["candidates", "max_rows"])
 def estimate_codes(
-    features, summaries, blocks, spans, first_rows, num_rows, estimates, scale, log_first, log_all, candidates,
-    max_rows, q_row, q_head, s_block, s_vector, s_head,
+    features, terms, numbers, summaries, blocks, spans, first_rows, num_rows, estimates, scale, log_first, log_all,
+    candidates, max_rows, s_block, s_vector, s_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, BLOCK_B: tl.constexpr, BOXES: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, MEAN: tl.constexpr, STEPS: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, SLOTS: tl.constexpr, MEAN: tl.constexpr, STEPS: tl.constexpr, TERMS: tl.constexpr,
+    FINER: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Like `estimate_boxes` for sign codes: grid (candidates x KV heads). Pads are not written.
 
-    A product for each bit of a byte, as long as a code has bytes, so that signs stay in registers as they are loaded.
+    Integers are multiplied, which needs no conversion of bits: a product for each bit of a byte and each term, of two
+    codes at once. One half of its rows multiplies the first code of a pair and the other half the second.
 
-    features: fp32 [rows, HEADS, 8 BYTES], queries in the directions of the codes. MEAN: the mean is behind the codes.
+    features, terms, numbers: of `divide_queries`. MEAN: the mean is behind the codes. SLOTS: queries of a product.
     """
     kv_heads: tl.constexpr = HEADS // GROUP
-    lanes: tl.constexpr = BLOCK_N // GROUP
+    lanes: tl.constexpr = SLOTS // GROUP
     kv_head, c = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     block = tl.load(blocks + c)
     if block != 0:
         span = tl.load(spans + c)
         first, count = tl.load(first_rows + span), tl.load(num_rows + span)
-        v, b, n = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_N)
         source = summaries + block * s_block + kv_head * s_head
-        inside = (v < BOXES)[:, None] & (b < BYTES)[None, :]
-        codes = tl.load(source + v[:, None] * s_vector + b[None, :], mask=inside, other=0).to(tl.int32)
-        gains = _gain(tl.load(source + v * s_vector + BYTES, mask=v < BOXES, other=0))
-        lane, head = n // GROUP, kv_head * GROUP + n % GROUP
+        k, pair, m = tl.arange(0, 2 * BLOCK_B), tl.arange(0, BLOCK_V // 2), tl.arange(0, 2 * SLOTS)
+        vector = 2 * pair[None, :] + (k // BLOCK_B)[:, None]
+        places = source + vector * s_vector + (k % BLOCK_B)[:, None]
+        second = 2 * pair + 1
+        gains = tl.where(
+            (m < SLOTS)[:, None],
+            _gain(tl.load(source + (second - 1) * s_vector + BYTES, mask=second - 1 < BOXES, other=0))[None, :],
+            _gain(tl.load(source + second * s_vector + BYTES, mask=second < BOXES, other=0))[None, :],
+        )
+        if MEAN:
+            e = tl.arange(0, 8 * BLOCK_B)
+            piece = source + (BOXES + e // BYTES) * s_vector
+            steps = tl.load(piece + e % BYTES, mask=e < 8 * BYTES, other=128).to(tl.float32) - 128.0
+            mean = steps * _gain(tl.load(piece + BYTES, mask=e < 8 * BYTES, other=0)) / STEPS
         for begin in range(0, max_rows, lanes):
-            row = begin + lane
-            real = (lane < lanes) & (row < count)
-            query = features + (first + row)[None, :] * q_row + head[None, :] * q_head + b[:, None]
-            asked = real[None, :] & (b < BYTES)[:, None]
-            products = tl.zeros([BLOCK_V, BLOCK_N], tl.float32)
-            middle = tl.zeros([BLOCK_N], tl.float32)
-            for bit in tl.static_range(8):
-                q = tl.load(query + b[:, None] * 7 + bit, mask=asked, other=0.0).to(COMPUTE)
-                signs = (((codes >> bit) & 1) * 2 - 1).to(COMPUTE)
-                products = tl.dot(signs, q, products, input_precision=PRECISION)
-                if MEAN:
-                    vector = source + (BOXES + bit) * s_vector
-                    steps = tl.load(vector + b, mask=b < BYTES, other=128).to(tl.float32) - 128.0
-                    q = tl.load(query + bit * BYTES, mask=asked, other=0.0)
-                    middle += tl.sum(q * steps[:, None], 0) * (_gain(tl.load(vector + BYTES)) / STEPS)
-            found = (products * gains[:, None] + middle[None, :]) * scale
+            at = (first + begin + m % SLOTS // GROUP) * HEADS + kv_head * GROUP + m % SLOTS % GROUP
+            real = (m % SLOTS < lanes * GROUP) & (begin + m % SLOTS // GROUP < count)
+            asked = real[:, None] & ((m // SLOTS)[:, None] == (k // BLOCK_B)[None, :])
+            place = terms + at[:, None] * (TERMS * 8 * BLOCK_B) + (k % BLOCK_B)[None, :]
+            codes = tl.load(places, mask=(vector < BOXES) & (k % BLOCK_B < BYTES)[:, None], other=0)
+            products = tl.zeros([2 * SLOTS, BLOCK_V // 2], tl.float32)
+            weight = tl.load(numbers + at * (1 + TERMS), mask=real, other=0.0) * scale
+            for term in tl.static_range(TERMS):
+                ones = tl.zeros([2 * SLOTS, BLOCK_V // 2], tl.int32)
+                bits = codes
+                for bit in tl.static_range(8):
+                    q = tl.load(place + (8 * term + bit) * BLOCK_B, mask=asked, other=0)
+                    ones = tl.dot(q, _lowest_bits(bits, PACKED), ones, out_dtype=tl.int32)
+                    bits = _next_bits(bits, PACKED)
+                every = tl.load(numbers + at * (1 + TERMS) + 1 + term, mask=real, other=0.0)
+                products += (2 * ones.to(tl.float32) - every[:, None]) * weight[:, None]
+                weight = weight / FINER
+            found = products * gains
             if BOXES > 1:
-                found = tl.where((v == 0)[:, None], found + log_first, found)
-            found = tl.where((v < BOXES)[:, None], found, float("-inf"))
+                found = tl.where((m // SLOTS)[:, None] + pair[None, :] == 0, found + log_first, found)
+            found = tl.where((2 * pair[None, :] + (m // SLOTS)[:, None]) < BOXES, found, float("-inf"))
             # a NaN is not among the largest, and comes back with the sum
-            top = tl.max(found, 0)
+            top = tl.max(tl.reshape(tl.max(found, 1), [2, SLOTS]), 0)
             base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-            result = base + tl.log(tl.sum(tl.exp(found - base[None, :]), 0)) - log_all
+            both = tl.reshape(tl.broadcast_to(base[None, :], [2, SLOTS]), [2 * SLOTS])
+            sums = tl.sum(tl.reshape(tl.sum(tl.exp(found - both[:, None]), 1), [2, SLOTS]), 0)
+            result = base + tl.log(sums) - log_all
+            slot = tl.arange(0, SLOTS)
+            row, head = begin + slot // GROUP, kv_head * GROUP + slot % GROUP
+            mine = (slot < lanes * GROUP) & (row < count)
+            if MEAN:
+                own = features + ((first + row) * HEADS + head)[:, None] * (8 * BYTES) + e[None, :]
+                q = tl.load(own, mask=mine[:, None] & (e < 8 * BYTES)[None, :], other=0.0)
+                # the same for each code, so that it may be added to the sum
+                result += tl.sum(q * mean[None, :], 1) * scale
             result = tl.where(tl.abs(result) < float("inf"), result, float("nan"))
-            result = tl.where(real, result, float("-inf"))
+            result = tl.where(mine, result, float("-inf"))
             target = estimates + (row * HEADS + head).to(tl.int64) * candidates + c
-            tl.store(target, result, mask=(lane < lanes) & (row < max_rows))
+            tl.store(target, result, mask=(slot < lanes * GROUP) & (row < max_rows))
