@@ -58,7 +58,9 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes,
     ):
-        print(f"{'drafts':<10}{'tokens/s':>10}{'ratio':>8}{'tokens a step':>15}{'step, ms':>10}{'bound':>8}", flush=True)
+        print(
+            f"{'drafts':<10}{'tokens/s':>10}{'ratio':>8}{'tokens a step':>15}{'step, ms':>10}{'bound':>8}", flush=True
+        )
         for kind in KINDS:
             found = rows[kind] = processes.submit(_measure, Path(folder), kind, asked, config).result()
             bound = found.per_step / (1 + (_cost_of_drafts(config, asked.drafts) if kind == "head" else 0))

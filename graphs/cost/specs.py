@@ -63,24 +63,28 @@ DEFAULT_SPECS = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
 class ChoiceSpec:
     """The cost of choosing blocks in a step, in addition to reading their summaries; see `sparse.choice_cost`.
 
-    layer_seconds: for each layer that chooses. step_seconds: for the step, on the host. expands_codes: whether sign
-    codes are written out as floats before they are multiplied.
+    layer_seconds: for each layer that chooses. step_seconds: for the step, on the host. sign_bytes: bytes that
+    take as long to read as an operation with one sign of a code, beyond those of the code.
     """
 
     layer_seconds: float
     step_seconds: float
     source: str
-    expands_codes: bool = False
+    sign_bytes: float = 0.0
 
+
+# Bytes for each operation of a score: a sign takes two, and is written and read as float32.
+WRITTEN_OUT = 4.0
 
 CHOICES = {
-    "gaudi2": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured", expands_codes=True),
-    "gaudi3": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured", expands_codes=True),
+    "gaudi2": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured", WRITTEN_OUT),
+    "gaudi3": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured", WRITTEN_OUT),
     "h200": ChoiceSpec(
         30e-6,
         2e-4,
         "benchmarks.sparse_device, 2026-11-21: 0.03 ms in addition to the bytes, 1 x 32K",
-        expands_codes=True,
+        # 264,000 operations for each of 2,048 blocks took 55 us, 2026-11-29
+        0.45,
     ),
     # these steps are not replayed without Python, unlike dense ones
     "cpu": ChoiceSpec(4e-4, 1e-3, "benchmarks.sparse_engine --device cpu --always, 2026-11-23"),

@@ -27,7 +27,6 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda import fused as cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, ChoosingSpans
 from vllm_gaudi_ucm.ops.causal_conv1d.implementation import CONVOLUTIONS
 from vllm_gaudi_ucm.ops.chosen_tokens.implementation import CHOSEN_TOKENS, IndexRows, TokenPlaces
-from vllm_gaudi_ucm.ops.cuda import untried
 from vllm_gaudi_ucm.ops.gated_delta.implementation import GATED_DELTAS, DeltaRows
 from vllm_gaudi_ucm.ops.gated_norm.implementation import GATED_NORMS
 from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import cache as kv_cache
@@ -306,7 +305,6 @@ def main(dtype: torch.dtype) -> None:
     found: dict[str, int] = {}
     cubins: dict[str, bytes] = {}
     compile_instead_of_launching(found, cubins)
-    untried.RAN_ON_A_GPU = True
     attend([Request(40, 1)], dtype, block_size=64)
     if dtype.itemsize < 4:
         # the same kernels as below, where they have the step alone: what multiplies float32 takes long to compile

@@ -286,7 +286,7 @@ def test_the_fastest_measured_way_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         return {Way.PARALLEL: rows, Way.IN_TURN: 64.0, Way.JOINED: 1.5 if rows == 16 else 100.0}[way]
 
     monkeypatch.setattr(CudaLora, "layer", layer)
-    monkeypatch.setattr(measure, "_seconds", seconds)
+    monkeypatch.setattr(measure, "graph_seconds", seconds)
     monkeypatch.setattr(measure, "CALLS", 2)
     monkeypatch.setattr(measure, "MEASURED_ROWS", (1, 16, 100))
     monkeypatch.setattr(ways, "MEASURED_ROWS", (1, 16, 100))

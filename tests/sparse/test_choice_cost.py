@@ -11,7 +11,7 @@ import pytest
 from tests.scheduler.scheduler import scheduler_of
 from tests.scheduler.schedulers import request, run_step
 from tests.sparse.steps import BLOCK_SIZE, Live, decode
-from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, device_spec
+from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, WRITTEN_OUT, device_spec
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
@@ -189,8 +189,8 @@ def test_codes_that_become_floats_never_pay(tmp_path: Path, monkeypatch: pytest.
     """A device without a kernel for sign codes moves more to score a block than attention reads of it."""
     options = {"min_tokens": 20, "summary": "codes"}
     costs = []
-    for expands in (False, True):
-        monkeypatch.setitem(CHOICES, "cpu", replace(CHOICES["cpu"], expands_codes=expands))
+    for sign_bytes in (0.0, WRITTEN_OUT):
+        monkeypatch.setitem(CHOICES, "cpu", replace(CHOICES["cpu"], sign_bytes=sign_bytes))
         scheduler = scheduler_of(tmp_path, {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}})
         costs.append(scheduler.sparse.selecting_method.choice_cost)
     budget = block_budget(1 << 20, 128, GsaOptions(sparse_ratio=0.01))

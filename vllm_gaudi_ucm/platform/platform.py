@@ -363,8 +363,8 @@ class UcmPlatform(PoolMemory, Platform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        kind = "LazyCommunicator" if cls.device_type == "hpu" and lazy_mode() else "Communicator"
-        return f"vllm_gaudi_ucm.distributed.communicator.{kind}"
+        kind = "Cuda" if cls.device_type == "cuda" else "Lazy" if cls.device_type == "hpu" and lazy_mode() else ""
+        return f"vllm_gaudi_ucm.distributed.communicator.{kind}Communicator"
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
 
-EXPANDED_CODES = 4
-"""Bytes for each operation of a score: a sign takes two, and is written and read as float32."""
-
 
 class BucketSeconds:
     """Estimates the time of a step in the bucket to which it is padded, see StepSeconds. Modelled, like the choice of
@@ -63,9 +60,9 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
     # a page of the cache has as many tokens as a block, or a single one with slots for tokens
     block_bytes = spec.page_size_bytes / spec.block_size * scheduler.block_size
     scored_bytes = share * block_bytes
-    if choosing.block_options.is_coded and CHOICES[device].expands_codes:
+    if choosing.block_options.is_coded:
         of_heads = scheduler.block_size, spec.num_kv_heads, spec.head_size
-        scored_bytes += EXPANDED_CODES * score_flops(choosing.block_options, *of_heads)
+        scored_bytes += CHOICES[device].sign_bytes * score_flops(choosing.block_options, *of_heads)
     choosing.register_choice_cost(
         ChoiceCost(
             sparse_layers=sum(leader is not None for leader in leaders),

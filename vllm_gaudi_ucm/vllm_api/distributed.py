@@ -11,6 +11,7 @@ heads, as row-parallel layers call it; `get_pp_indices`, which layers a stage ha
 models take and return the tensors between stages.
 """
 
+from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import (
     destroy_model_parallel,
@@ -42,6 +43,7 @@ __all__ = [
     "get_world_group",
     "init_distributed_environment",
     "make_model_groups",
+    "symmetric_memory_is_wanted",
     "tensor_model_parallel_all_reduce",
     "visible_device",
 ]
@@ -79,3 +81,12 @@ def make_model_groups(vllm_config: VllmConfig) -> None:
     if lacks_experts and model is not None and model.is_moe and parallel.world_size == 1:
         destroy_model_parallel()
     ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+
+
+def symmetric_memory_is_wanted() -> bool:
+    """Returns whether sums may go through torch's symmetric memory: VLLM_ALLREDUCE_USE_SYMM_MEM, true unless it is 0.
+
+    Reason: the variable switches vLLM's own such sums off, so whoever sets it expects it here.
+    Remove when: sums are configured by a field of `ParallelConfig`.
+    """
+    return bool(envs.VLLM_ALLREDUCE_USE_SYMM_MEM)

@@ -24,7 +24,6 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import (
     Prepared,
     TicketedRanges,
 )
-from vllm_gaudi_ucm.ops.cuda.untried import are_used
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
@@ -84,7 +83,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         vectors, kv_heads = summaries.shape[1:3]
         group = heads // kv_heads
         strided = query.stride(2) != 1 or summaries.stride(3) != 1
-        if dim > LARGEST_HEAD or group > LARGEST_GROUP or strided or (kind.is_coded and not are_used()):
+        if dim > LARGEST_HEAD or group > LARGEST_GROUP or strided:
             return None
         count, lines = blocks.shape[0], max_rows * heads
         found = query.new_empty(count, dtype=torch.float32)
@@ -238,7 +237,7 @@ def _candidate_ranges(spans: Tensor, num_spans: int, num_rows: Tensor | None = N
 
 def _compute_type(query: Tensor, summaries: Tensor) -> Any:
     """Returns the dtype of products: the common dtype of both, if they have one; sums are always float32. Every
-    8-bit float and every sign is representable in 16 bits.
+    8-bit float is representable in 16 bits.
     """
     import triton.language as tl
     from triton import knobs
@@ -246,5 +245,5 @@ def _compute_type(query: Tensor, summaries: Tensor) -> Any:
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     # Triton's interpreter (3.9) has no matrix product of bf16
     interpreted = knobs.runtime.interpret and query.dtype == torch.bfloat16
-    same = summaries.dtype in (query.dtype, E4M3, torch.uint8) and not interpreted
+    same = summaries.dtype in (query.dtype, E4M3) and not interpreted
     return types.get(query.dtype, tl.float32) if same else tl.float32

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.cuda.graph_time import graph_seconds
 from vllm_gaudi_ucm.ops.cuda.side_by_side import compiled_side_by_side
 from vllm_gaudi_ucm.ops.lora.impl.cuda.tiles import RowTiles, group_rows
 from vllm_gaudi_ucm.ops.lora.impl.cuda.ways import MEASURED_ROWS, Times, Way
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 Layer = Callable[[Tensor, Tensor, RowTiles, AdapterWeights, Way], object]
 """Computes a layer with adapters one way. Takes the weight of its own product, rows, their tiles, and adapters."""
 
-# Layers in a graph, the bytes of their weights, which no cache holds, and replays of each graph.
-CALLS, BYTES, REPLAYS = 16, 256 << 20, 7
+# Layers in a graph, and the bytes of their weights, which no cache holds.
+CALLS, BYTES = 16, 256 << 20
 
 
 def measure_ways(like: AdapterWeights, layer: Layer) -> Times:
@@ -49,34 +49,8 @@ def measure_ways(like: AdapterWeights, layer: Layer) -> Times:
                 run(way, *step, calls=1)
     # one stream, because each that multiplies keeps a workspace
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    times = {way: tuple(_seconds(partial(run, way, *step), stream) / CALLS for step in steps) for way in ways}
+    times = {way: tuple(graph_seconds(partial(run, way, *step), stream) / CALLS for step in steps) for way in ways}
     for rows, *found in zip(MEASURED_ROWS, *times.values(), strict=True):
         each = ", ".join(f"{way} {1e6 * time:.1f} us" for way, time in zip(times, found, strict=True))
         logger.info("A layer of %d to %d with adapters, %d rows: %s", inputs, len(like.up), rows, each)
     return times
-
-
-def _seconds(run: Callable[[], object], stream: torch.cuda.Stream | None) -> float:
-    """Returns the seconds of a graph, captured and replayed on this stream, the median."""
-    graph, found = torch.cuda.CUDAGraph(), []
-    torch.cuda.synchronize()
-    # without the garbage collection of torch.cuda.graph, which takes longer than all replays
-    with torch.cuda.stream(stream):
-        # libraries allocate what they need outside of the graph
-        run()
-        torch.cuda.synchronize()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        finally:
-            # an error in between must not leave the stream capturing
-            graph.capture_end()
-        graph.replay()
-        for _ in range(REPLAYS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(found)

@@ -68,8 +68,9 @@ def divide_queries(
 ):  # fmt: skip
     """Grid (rows, KV heads): queries in the directions of the codes, as floats and as sums of integers.
 
-    projection: fp32 [8 BYTES, DIM]. features: fp32 [rows, HEADS, 8 BYTES]. terms: int8 [rows, HEADS, TERMS, 8, BLOCK_B],
-    the eight bits of all bytes one after the other; each term counts FINER times less than the one before it.
+    projection: fp32 [8 BYTES, DIM]. features: fp32 [rows, HEADS, 8 BYTES].
+    terms: int8 [rows, HEADS, TERMS, 8, BLOCK_B], the first bits of all bytes, then the second ones, and so on; each
+    term counts FINER times less than the one before it.
     numbers: fp32 [rows, HEADS, 1 + TERMS], what 1 of the first term is, and the sum of each term.
     """
     row, kv_head = tl.program_id(0), tl.program_id(1)
@@ -134,14 +135,7 @@ def estimate_codes(
         first, count = tl.load(first_rows + span), tl.load(num_rows + span)
         source = summaries + block * s_block + kv_head * s_head
         k, pair, m = tl.arange(0, 2 * BLOCK_B), tl.arange(0, BLOCK_V // 2), tl.arange(0, 2 * SLOTS)
-        vector = 2 * pair[None, :] + (k // BLOCK_B)[:, None]
-        places = source + vector * s_vector + (k % BLOCK_B)[:, None]
-        second = 2 * pair + 1
-        gains = tl.where(
-            (m < SLOTS)[:, None],
-            _gain(tl.load(source + (second - 1) * s_vector + BYTES, mask=second - 1 < BOXES, other=0))[None, :],
-            _gain(tl.load(source + second * s_vector + BYTES, mask=second < BOXES, other=0))[None, :],
-        )
+        slot = tl.arange(0, SLOTS)
         if MEAN:
             e = tl.arange(0, 8 * BLOCK_B)
             piece = source + (BOXES + e // BYTES) * s_vector
@@ -152,30 +146,47 @@ def estimate_codes(
             real = (m % SLOTS < lanes * GROUP) & (begin + m % SLOTS // GROUP < count)
             asked = real[:, None] & ((m // SLOTS)[:, None] == (k // BLOCK_B)[None, :])
             place = terms + at[:, None] * (TERMS * 8 * BLOCK_B) + (k % BLOCK_B)[None, :]
-            codes = tl.load(places, mask=(vector < BOXES) & (k % BLOCK_B < BYTES)[:, None], other=0)
-            products = tl.zeros([2 * SLOTS, BLOCK_V // 2], tl.float32)
-            weight = tl.load(numbers + at * (1 + TERMS), mask=real, other=0.0) * scale
-            for term in tl.static_range(TERMS):
-                ones = tl.zeros([2 * SLOTS, BLOCK_V // 2], tl.int32)
-                bits = codes
-                for bit in tl.static_range(8):
-                    q = tl.load(place + (8 * term + bit) * BLOCK_B, mask=asked, other=0)
-                    ones = tl.dot(q, _lowest_bits(bits, PACKED), ones, out_dtype=tl.int32)
-                    bits = _next_bits(bits, PACKED)
-                every = tl.load(numbers + at * (1 + TERMS) + 1 + term, mask=real, other=0.0)
-                products += (2 * ones.to(tl.float32) - every[:, None]) * weight[:, None]
-                weight = weight / FINER
-            found = products * gains
-            if BOXES > 1:
-                found = tl.where((m // SLOTS)[:, None] + pair[None, :] == 0, found + log_first, found)
-            found = tl.where((2 * pair[None, :] + (m // SLOTS)[:, None]) < BOXES, found, float("-inf"))
-            # a NaN is not among the largest, and comes back with the sum
-            top = tl.max(tl.reshape(tl.max(found, 1), [2, SLOTS]), 0)
+            unit = tl.load(numbers + at * (1 + TERMS), mask=real, other=0.0) * scale
+            top = tl.full([SLOTS], float("-inf"), tl.float32)
+            sums = tl.zeros([SLOTS], tl.float32)
+            for start in range(0, BOXES, BLOCK_V):
+                vector = start + 2 * pair[None, :] + (k // BLOCK_B)[:, None]
+                # here and not before the loops: so they go to where products read them once, not once for each bit
+                codes = tl.load(
+                    source + vector * s_vector + (k % BLOCK_B)[:, None],
+                    mask=(vector < BOXES) & (k % BLOCK_B < BYTES)[:, None], other=0,
+                )  # fmt: skip
+                products = tl.zeros([2 * SLOTS, BLOCK_V // 2], tl.float32)
+                weight = unit
+                for term in tl.static_range(TERMS):
+                    ones = tl.zeros([2 * SLOTS, BLOCK_V // 2], tl.int32)
+                    bits = codes
+                    for bit in tl.static_range(8):
+                        q = tl.load(place + (8 * term + bit) * BLOCK_B, mask=asked, other=0)
+                        ones = tl.dot(q, _lowest_bits(bits, PACKED), ones, out_dtype=tl.int32)
+                        bits = _next_bits(bits, PACKED)
+                    every = tl.load(numbers + at * (1 + TERMS) + 1 + term, mask=real, other=0.0)
+                    products += (2 * ones.to(tl.float32) - every[:, None]) * weight[:, None]
+                    weight = weight / FINER
+                one = source + (start + 2 * pair) * s_vector + BYTES
+                gains = tl.where(
+                    (m < SLOTS)[:, None],
+                    _gain(tl.load(one, mask=start + 2 * pair < BOXES, other=0))[None, :],
+                    _gain(tl.load(one + s_vector, mask=start + 2 * pair + 1 < BOXES, other=0))[None, :],
+                )
+                found, place_of = products * gains, start + 2 * pair[None, :] + (m // SLOTS)[:, None]
+                if BOXES > 1:
+                    found = tl.where(place_of == 0, found + log_first, found)
+                found = tl.where(place_of < BOXES, found, float("-inf"))
+                # a NaN is not among the largest, and comes back with the sum
+                larger = tl.maximum(top, tl.max(tl.reshape(tl.max(found, 1), [2, SLOTS]), 0))
+                base = tl.where(tl.abs(larger) < float("inf"), larger, 0.0)
+                both = tl.reshape(tl.broadcast_to(base[None, :], [2, SLOTS]), [2 * SLOTS])
+                fresh = tl.sum(tl.reshape(tl.sum(tl.exp(found - both[:, None]), 1), [2, SLOTS]), 0)
+                sums = sums * tl.exp(top - base) + fresh
+                top = larger
             base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-            both = tl.reshape(tl.broadcast_to(base[None, :], [2, SLOTS]), [2 * SLOTS])
-            sums = tl.sum(tl.reshape(tl.sum(tl.exp(found - both[:, None]), 1), [2, SLOTS]), 0)
             result = base + tl.log(sums) - log_all
-            slot = tl.arange(0, SLOTS)
             row, head = begin + slot // GROUP, kv_head * GROUP + slot % GROUP
             mine = (slot < lanes * GROUP) & (row < count)
             if MEAN:
