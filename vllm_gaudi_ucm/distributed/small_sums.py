@@ -1,13 +1,12 @@
 """Sums of small tensors over the GPUs of one machine, through memory that each of them reads.
 
-A decode has two sums of a few KiB in each layer. NCCL takes 16 to 24 us for one, which two kernels and a ring cost;
-torch's symmetric memory needs one kernel. Which is faster depends on the size and on the links, so it is measured at
-start, on all ranks together.
+A decode has two sums of a few KiB in each layer. NCCL moves them in steps; with torch's symmetric memory a kernel reads
+what the other ranks have written. Which is faster depends on the size, the links and the number of ranks, so it is
+measured at start, on all ranks together.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
@@ -18,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vllm_gaudi_ucm.distributed.ranks import Ranks
+from vllm_gaudi_ucm.logger import plugin_logger
 
-logger = logging.getLogger(__name__)
+logger = plugin_logger(__name__)
 
 SIZES = tuple(1 << power for power in range(12, 21))
 """Bytes of a tensor, measured; a size between two of them goes as the larger one, and more than the last to NCCL."""
