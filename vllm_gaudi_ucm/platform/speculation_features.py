@@ -82,6 +82,7 @@ HEADS = (
     "Eagle3LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
     "DeepSeekMTPModel",
+    "DeepseekV32MTPModel",
     "Glm4MoeMTPModel",
     "Qwen3NextMTP",
     "Qwen3_5MTP",
@@ -94,7 +95,7 @@ OF_DRAFT_HEAD: tuple[Feature[SpeculativeConfig], ...] = (
     Feature(
         "the draft head {found}",
         "--speculative-config",
-        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3, GLM-4.5, Qwen3-Next and Qwen3.5 (MTP) are supported; "
+        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3 and V3.2, GLM-4.5, GLM-5, Qwen3-Next and Qwen3.5 (MTP) are supported; "
         "take the method `ngram`",
         lambda c: unless(c.draft_model_config.architecture, HEADS),
     ),
