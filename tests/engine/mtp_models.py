@@ -70,7 +70,14 @@ def _qwen(layer: Any, rotary: Any, norm: Any, count: str) -> Family:
 
 
 def _deepseek(
-    layer: Any, rotary: Any, norm: Any, *, layers: int = 2, model: Any = AutoModelForCausalLM, **changes: Any
+    layer: Any,
+    rotary: Any,
+    norm: Any,
+    *,
+    feeds_normed: bool,
+    layers: int = 2,
+    model: Any = AutoModelForCausalLM,
+    **changes: Any,
 ) -> Family:
     """Describes the layer after the last one of the model, as DeepSeek V3 has it."""
     prefix = f"model.layers.{layers}."
@@ -81,7 +88,7 @@ def _deepseek(
         {"num_nextn_predict_layers": 1, "num_hidden_layers": layers, **changes},
         prefix,
         *(f"{prefix}{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
-        feeds_normed="index_topk" in changes,
+        feeds_normed=feeds_normed,
         skips_first=True,
         config=make_config,
         like=layers - 1,
@@ -91,11 +98,12 @@ def _deepseek(
 
 _CHOOSES = {"index_topk": CHOSEN, "index_n_heads": 8}
 MTP_FAMILIES = {
-    "glm4_moe": _deepseek(Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding, Glm4MoeRMSNorm),
+    "glm4_moe": _deepseek(Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding, Glm4MoeRMSNorm, feeds_normed=False),
     "deepseek_v32": _deepseek(
         DeepseekV32DecoderLayer,
         DeepseekV32RotaryEmbedding,
         DeepseekV32RMSNorm,
+        feeds_normed=True,
         model=DeepseekV32ForCausalLM,
         **_CHOOSES,
     ),
@@ -104,6 +112,7 @@ MTP_FAMILIES = {
         GlmMoeDsaDecoderLayer,
         GlmMoeDsaRotaryEmbedding,
         GlmMoeDsaRMSNorm,
+        feeds_normed=True,
         layers=3,
         indexer_types=["full", "shared", "full"],
         **_CHOOSES,
@@ -112,11 +121,14 @@ MTP_FAMILIES = {
     "qwen3_5_text": _qwen(Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding, Qwen3_5RMSNorm, "mtp_num_hidden_layers"),
 }
 
+CHOOSING = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose rows choose tokens by themselves (DSA)."""
 
-def make_mtp(folder: Path, name: str) -> Pair:
-    """Writes a model of a family with its layer, which Transformers ignores."""
+
+def make_mtp(folder: Path, name: str, **changes: Any) -> Pair:
+    """Writes a model of a family with its layer, which Transformers ignores. changes: of the configuration."""
     family = MTP_FAMILIES[name]
-    target = make_model(folder / name, family.config(name, **family.changes), seed=1)
+    target = make_model(folder / name, family.config(name, **{**family.changes, **changes}), seed=1)
     torch.manual_seed(7)
     path = target / "model.safetensors"
     tensors = load_file(path)
@@ -137,7 +149,8 @@ class PlainMtp:
     """Drafts for a text, computed anew without a cache: a row at position p has the model's state there and the token
     at p + 1."""
 
-    def __init__(self, pair: Pair, name: str) -> None:
+    def __init__(self, pair: Pair, name: str, chosen: int = CHOSEN) -> None:
+        """chosen: most tokens that a row of the layer chooses, if it has an indexer."""
         self._family = family = MTP_FAMILIES[name]
         self._target: Any = family.model.from_pretrained(pair.target).eval()
         self._tensors = load_file(pair.target / "model.safetensors")
@@ -149,6 +162,8 @@ class PlainMtp:
         if any(name.startswith("mlp.experts.0.") for name in own):
             own = with_experts(own)
         self._layer.load_state_dict({name: own[name] for name in self._layer.state_dict()})
+        if name in CHOOSING:
+            self._layer.self_attn.indexer.index_topk = chosen
 
     @torch.inference_mode()
     def drafts(self, tokens: Sequence[int], count: int) -> tuple[list[int], torch.Tensor]:
