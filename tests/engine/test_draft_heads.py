@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
 
 from tests.engine.draft_load import MAX_TOKENS, OPTIONS, PROMPTS, STATIC
 from tests.engine.head_models import Pair, PlainHead, make_pair
 from tests.engine.head_proposals import Proposals, check_proposals
-from tests.engine.hpu_counts import broken_duties
-from tests.engine.hpu_process import run_on_card
+from tests.engine.heads_on_card import NUM_DRAFTS, check_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 
 pytestmark = pytest.mark.slow  # starts engines
 
-NUM_DRAFTS = 3
 METHODS = ("eagle", "eagle3", "mtp")
 KINDS = {"true_shapes": {}, "static": {"graphs": {**STATIC["graphs"], "max_shared_blocks": 16}}}
 
@@ -149,40 +145,8 @@ def test_a_lock_of_kvstar_over_drafts_of_a_head(quiet: tuple[Pair, list[Answer]]
         engine.check_idle()
 
 
-CARD_PROMPTS = PROMPTS[:5]
-
-
-def on_card(pairs: dict[str, list[str | None]], mode: str) -> dict[str, Any]:
-    """Returns what engines of a simulated card answer with each head, and what they compile after the warm-up. Drafts
-    are random for the requests that sample."""
-    from habana_frameworks.torch.simulator import card
-
-    options = {**OPTIONS, "dtype": "float32", "max_num_seqs": 4}
-    ucm = {"graphs": {"mode": mode, "warm_up": "full", "max_graphs": 6, "max_shared_blocks": 16}}
-    found: dict[str, Any] = {}
-    for method, (target, head) in pairs.items():
-        assert target is not None
-        pair = Pair(method, Path(target), None if head is None else Path(head))
-        speculation = {**pair.speculation(NUM_DRAFTS), "draft_sample_method": "probabilistic"}
-        with Engine(pair.target, ucm, **options, speculative_config=speculation) as engine:
-            warm = [card.compilations, card.captures, card.bypasses]
-            answers = [answer.tokens for answer in engine.greedy(CARD_PROMPTS, MAX_TOKENS)]
-            for top_k in (0, 5):
-                sampled = SamplingParams(temperature=0.8, top_k=top_k, max_tokens=8, ignore_eos=True)
-                engine.generate(CARD_PROMPTS, sampled)
-            served = [card.compilations, card.captures, card.bypasses]
-        found[method] = {"answers": answers, "warm": warm, "served": served}
-    return {"heads": found, "broken": broken_duties()}
-
-
 @pytest.mark.parametrize(("mode", "methods"), [("capture", ("eagle",)), ("compile", METHODS)])
 def test_on_the_simulated_card(tmp_path: Path, mode: str, methods: tuple[str, ...]) -> None:
     """In HPU graphs, and as compiled recipes: once warm, no pass of a head compiles anything. covers: B5 B7"""
     pairs = {method: make_pair(tmp_path / method, method) for method in methods}
-    named = {method: [str(pair.target), pair.head and str(pair.head)] for method, pair in pairs.items()}
-    found = run_on_card(on_card, tmp_path, lazy=mode == "capture", pairs=named, mode=mode).result
-    for method, one in found["heads"].items():
-        with Engine(pairs[method].target, **OPTIONS) as engine:
-            assert one["answers"] == [answer.tokens for answer in engine.greedy(CARD_PROMPTS, MAX_TOKENS)]
-        assert one["served"] == one["warm"]
-    assert found["broken"] == {}
+    check_on_card(pairs, tmp_path, mode)

@@ -185,9 +185,10 @@ def test_two_workers_share_the_layers(model: Path, served: list[Answer]) -> None
         engine.check_idle()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="levels of sleep above 0 are refused on a GPU")
-def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path) -> None:
+def test_states_are_given_back_while_the_engine_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other weights are refused while there are states, and taken while the engine sleeps."""
+    # a GPU is tried here before a user's engine sleeps on one
+    monkeypatch.setattr("vllm_gaudi_ucm.platform.reload.SLEPT_ON_A_GPU", True)
     model = make_hybrid(tmp_path, "lfm2")
     other = make_model(tmp_path / "other", hybrid_config("lfm2"), seed=5)
     weights = {"weights_path": str(other)}

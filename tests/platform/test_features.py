@@ -630,8 +630,15 @@ HEADS = [
     ("eagle3", "LlamaForCausalLM"),
     ("mtp", "DeepseekV3ForCausalLM"),
     ("mtp", "Glm4MoeForCausalLM"),
+    ("mtp", "DeepseekV32ForCausalLM"),
+    ("mtp", "GlmMoeDsaForCausalLM"),
 ]
-MTP_TYPES = {"DeepseekV3ForCausalLM": "deepseek_v3", "Glm4MoeForCausalLM": "glm4_moe"}
+MTP_TYPES = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+}
 
 
 def _with_head(folder: Path, method: str, architecture: str) -> tuple[Path, dict[str, Any]]:
@@ -671,6 +678,27 @@ def test_what_draft_heads_exclude(tmp_path: Path, method: str, architecture: str
         if name in vars(start(model, speculative_config=options).speculative_config):
             with pytest.raises(UnsupportedFeatureError, match=f"the speculative option {name}=True"):
                 start(model, speculative_config={**options, name: True})
+
+
+def test_quantised_weights_of_drafts(tmp_path: Path, llama: Path) -> None:
+    """A layer of the model's checkpoint has the model's format; another model's is refused. covers: A18"""
+    fp8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    model = save_config(tmp_path / "model", "DeepseekV32ForCausalLM", "deepseek_v32", num_nextn_predict_layers=1, **fp8)
+    start(model, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+    small = save_config(tmp_path / "small", "LlamaForCausalLM", "llama", **fp8)
+    options = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedFeatureError, match=r"a draft model with quantised weights \(fp8\)"):
+        start(llama, speculative_config=options)
+
+
+def test_passes_of_a_head_share_no_choice_of_tokens(tmp_path: Path) -> None:
+    """The option is refused; a checkpoint that shares choices is served. covers: A18"""
+    _, options = _with_head(tmp_path, "mtp", "GlmMoeDsaForCausalLM")
+    changes = {"num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True}
+    model = save_config(tmp_path / "shares", "GlmMoeDsaForCausalLM", "glm_moe_dsa", **changes)
+    start(model, speculative_config=options)
+    with pytest.raises(UnsupportedFeatureError, match=r"option index_share_for_mtp_iteration=True .*--spec"):
+        start(model, speculative_config={**options, "index_share_for_mtp_iteration": True})
 
 
 def test_what_is_supported_starts(llama: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from vllm.config import ParallelConfig
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
+from tests.platform.features import save_config, start
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.model_calls import ModelCalls
 from vllm_gaudi_ucm.platform.refused_calls import REFUSED, UnsupportedCallError
+from vllm_gaudi_ucm.platform.reload import refuse_sleep
 from vllm_gaudi_ucm.platform.worker import UcmWorker
 
 # vLLM's own implementation, which is right for us
@@ -81,3 +85,13 @@ def test_refused_by_name(call: str) -> None:
         f"vllm-gaudi-ucm does not support {feature} (asked for by the call {call}); {instead}. "
         "docs/support.md lists what is supported."
     )
+
+
+@pytest.mark.parametrize("slept", [False, True])
+def test_a_gpu_sleeps_once_one_has(tmp_path: Path, slept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: A18"""
+    monkeypatch.setattr("vllm_gaudi_ucm.platform.reload.SLEPT_ON_A_GPU", slept)
+    model = save_config(tmp_path, "LlamaForCausalLM", "llama")
+    refused = pytest.raises(UnsupportedCallError, match="sleep mode above level 0 with a GPU, on which it has not been")
+    with nullcontext() if slept else refused:
+        refuse_sleep(start(model), UcmConfig(), "cuda")

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
 
+def _is_in_checkpoint(config: SpeculativeConfig) -> bool:
+    """Returns whether drafts come from a layer of the model's checkpoint, whose weights have the model's format."""
+    draft, target = config.draft_model_config, config.target_model_config
+    return config.method == "mtp" and draft.model == target.model and config.quantization in (None, target.quantization)
+
+
 def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig]:
     """An option of `--speculative-config` with one supported value. A supported vLLM may lack it."""
 
@@ -48,7 +54,12 @@ OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
     _option("use_heterogeneous_vocab", False, "a draft is a token id of the model"),
     _option("disable_padded_drafter_batch", False, "buckets pad a draft model's batch, too"),
     _option("kv_cache_dtype", None, "a draft model's KV cache is like the model's"),
-    _option("quantization", None, "operations take float32, float16 and bfloat16"),
+    Feature(
+        "the speculative option quantization={found}",
+        "--speculative-config",
+        "operations take float32, float16 and bfloat16",
+        lambda c: None if c.quantization is None or _is_in_checkpoint(c) else repr(c.quantization),
+    ),
     _option("moe_backend", None, "the plugin chooses the kernels of experts"),
     _option("attention_backend", None, "a draft model has the plugin's attention, too"),
     _option("draft_lm_head_quantization", None, "drafts come from `ngram` or from a model with a head of its own"),
@@ -82,6 +93,7 @@ HEADS = (
     "Eagle3LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
     "DeepSeekMTPModel",
+    "DeepseekV32MTPModel",
     "Glm4MoeMTPModel",
     "Qwen3NextMTP",
     "Qwen3_5MTP",
@@ -94,11 +106,17 @@ OF_DRAFT_HEAD: tuple[Feature[SpeculativeConfig], ...] = (
     Feature(
         "the draft head {found}",
         "--speculative-config",
-        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3, GLM-4.5, Qwen3-Next and Qwen3.5 (MTP) are supported; "
-        "take the method `ngram`",
+        "heads for Llama (EAGLE, EAGLE-3) and of DeepSeek V3 and V3.2, GLM-4.5, GLM-5, Qwen3-Next and Qwen3.5 (MTP) "
+        "are supported; take the method `ngram`",
         lambda c: unless(c.draft_model_config.architecture, HEADS),
     ),
     _option("disable_eagle_block_drop", False, "a block's last keys depend on the token behind it"),
+    Feature(
+        "the speculative option index_share_for_mtp_iteration=True",
+        "--speculative-config",
+        "each pass of a head chooses its own tokens; leave the option out",
+        lambda c: c.index_share_for_mtp_iteration is True,
+    ),
     _option("use_local_argmax_reduction", False, "logits are gathered, as the model's are"),
 )
 """A head is also a draft model."""
@@ -135,7 +153,7 @@ OF_DRAFT_MODEL: tuple[Feature[SpeculativeConfig], ...] = (
         "a draft model with quantised weights ({found})",
         "--speculative-config",
         "vLLM gives a draft model the configuration of the model's weights; take it in bfloat16",
-        lambda c: c.draft_model_config.quantization,
+        lambda c: None if _is_in_checkpoint(c) else c.draft_model_config.quantization,
     ),
     Feature(
         "a draft model with tensor parallelism of its own",

@@ -9,7 +9,7 @@ from torch import nn
 
 from vllm_gaudi_ucm.batch.hidden_places import num_places
 from vllm_gaudi_ucm.execution.passed_states import HeadStates, PassedStates
-from vllm_gaudi_ucm.vllm_api.draft_heads import pass_layers, share_weights
+from vllm_gaudi_ucm.vllm_api.draft_heads import formats_by_checkpoint, pass_layers, share_weights
 from vllm_gaudi_ucm.vllm_api.loading import get_model
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ def load_draft_head(vllm_config: VllmConfig, model: nn.Module, prefix: str, devi
     assert config is not None, "a draft head without speculative decoding"
     head_config = config.draft_model_config
     head: Any = get_model(
-        vllm_config=vllm_config, prefix=prefix, load_config=config.draft_load_config, model_config=head_config
+        vllm_config=formats_by_checkpoint(vllm_config, prefix),
+        prefix=prefix,
+        load_config=config.draft_load_config,
+        model_config=head_config,
     )
     share_weights(head, cast(Any, model))
     scheduler = vllm_config.scheduler_config
