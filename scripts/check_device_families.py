@@ -28,12 +28,15 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from tests.engine.engine_group import serve_by_engines
+from tests.engine.hybrids import HYBRIDS, hybrid_config
 from tests.engine.narrowed_linears import narrow_rows
 from tests.engine.quantised_models import SCHEMES, compressed_tensors, write_quantised
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.rounded_cache import assert_follows, rounding_engine
 from tests.engine.rounded_linears import assert_rounded
 from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.shared_keys import MODELS as SHARED_KEYS
+from tests.engine.shared_keys import smaller_config
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_local_attention import BLOOM
 from tests.engine.tiny_models import FAMILIES, make_config, make_model
@@ -43,7 +46,7 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.layers.quantised.method import largest_e4m3
 
 LENGTH = 48
-# of engines that show one feature, and have several processes
+# of engines that show one feature without preemptions
 SHORT = 16
 # a cache of 23 blocks of 16 has room for few requests, of up to 16 blocks
 TIGHT = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256}
@@ -60,7 +63,9 @@ IN_ALL_LAYERS = "mistral, window"
 # a size that fits one request of full length fits all of them
 ROOM_FOR_ALL = (IN_ALL_LAYERS, "llama4_text")
 # of models with windows, which keep fewer blocks of a request, and in several groups of layers
-WINDOW_BLOCKS = {"gemma2": 30, "gpt_oss": 30, "gemma3_text": 40, "llama4_text": 52}
+WINDOW_BLOCKS = {"gemma2": 30, "gpt_oss": 30, "gemma3_text": 40, "llama4_text": 52, "gemma3n_text": 30}
+# prefix caching of models with states
+KEPT = {"kv_cache": {"kept_states": 8}}
 ONE_DEVICE = ("dense", "8-bit cache")
 # a logprob may be off by this if numbers of the cache are rounded the other way
 ROUNDED = 0.01
@@ -73,11 +78,13 @@ TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning
 
 
 def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Every family that tests serve, one whose layers all have a window, and one with ALiBi."""
+    """Yields every family that tests serve without pictures, one whose layers all have a window, and one with ALiBi."""
     yield from ((name, make_config(name)) for name in FAMILIES)
     yield IN_ALL_LAYERS, make_config("mistral", sliding_window=20)
     yield "bloom", AutoConfig.for_model("bloom", **BLOOM)
     yield from ((name, window_config(name)) for name in WINDOWS)
+    yield from ((name, smaller_config(name)) for name in SHARED_KEYS)
+    yield from ((name, hybrid_config(name)) for name in HYBRIDS)
 
 
 def more_layers(config: PreTrainedConfig, stages: int) -> PreTrainedConfig:
@@ -107,7 +114,8 @@ class Case(NamedTuple):
 
 def sizes(name: str) -> dict[str, Any]:
     """Returns the sizes of the cache and of steps."""
-    return {**TIGHT, **TUNED.get(name, {}), "num_gpu_blocks_override": WINDOW_BLOCKS.get(name, BLOCKS)}
+    cached = {"enable_prefix_caching": True} if name in HYBRIDS else {}
+    return {**TIGHT, **TUNED.get(name, {}), **cached, "num_gpu_blocks_override": WINDOW_BLOCKS.get(name, BLOCKS)}
 
 
 def serve(name: str, model: Path, meant: Path, case: Case) -> str:
@@ -161,9 +169,9 @@ def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             config = transfer(file_store(Path(folder)))
-            with Engine(model, {**GRAPHS, **case.ucm}, kv_transfer_config=config, **sizes(name)) as engine:
+            with Engine(model, case.ucm, kv_transfer_config=config, **sizes(name)) as engine:
                 warm = compilations(engine)
-                found.append(engine.alone(prompts, LENGTH))
+                found.append(engine.alone(prompts, case.length))
                 for _ in range(3):
                     engine.step()
                 assert_none_compiled(engine, warm)
@@ -178,19 +186,19 @@ def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
 
 def serve_narrow(name: str, model: Path, case: Case) -> str:
     """Compares a cache of 8-bit floats with one that holds their values in a wider dtype: the same tokens."""
-    prompts, ucm, options = make_prompts(), {**GRAPHS, **case.ucm}, sizes(name)
+    prompts, ucm, options = make_prompts(), case.ucm, sizes(name)
     with Engine(model, ucm, kv_cache_dtype="fp8", **options) as engine:
         warm = compilations(engine)
-        found = engine.greedy(prompts, LENGTH)
+        found = engine.greedy(prompts, case.length)
         assert_none_compiled(engine, warm)
     with rounding_engine(model, ucm=ucm, **options) as engine:
-        expected = engine.greedy(prompts, LENGTH)
+        expected = engine.greedy(prompts, case.length)
     off = [index for index, pair in enumerate(zip(found, expected, strict=True)) if is_off(*pair)]
     said = f"{len(found) - len(off)} of {len(found)} answers equal those of rounded rows"
     if not off:
         return said
     # a number in the middle of two 8-bit floats may have been rounded the other way: then all are when that is followed
-    others = assert_follows(model, prompts, LENGTH, **options)
+    others = assert_follows(model, prompts, case.length, **options)
     for index in off:
         assert found[index].tokens == expected[index].tokens, f"answer {index} has other tokens than rounded rows give"
         pairs = zip(found[index].logprobs, expected[index].logprobs, strict=True)
@@ -227,7 +235,12 @@ def is_off(one: Answer, other: Answer) -> bool:
 
 
 def cases(name: str, asked: argparse.Namespace) -> Iterator[Case]:
-    """Returns the requested cases that are not refused for the family."""
+    """Yields the requested cases that are not refused for the family."""
+    kept = KEPT if name in HYBRIDS else {}
+    yield from (case._replace(ucm={**kept, **case.ucm}, scheme=asked.quantised) for case in requested(name, asked))
+
+
+def requested(name: str, asked: argparse.Namespace) -> Iterator[Case]:
     ranks, stages = asked.tensor_parallel, asked.stages
     if asked.engines > 1:
         yield Case(f"{asked.engines} engines", FEW_GRAPHS, {}, SHORT)
@@ -239,8 +252,7 @@ def cases(name: str, asked: argparse.Namespace) -> Iterator[Case]:
         return
     for case in every_case(name):
         if case.what in asked.features if asked.features else asked.more or case.what in ONE_DEVICE:
-            plain = asked.quantised is None
-            yield case if plain else case._replace(ucm={**FEW_GRAPHS, **case.ucm}, length=SHORT, scheme=asked.quantised)
+            yield case if asked.quantised is None else case._replace(ucm={**FEW_GRAPHS, **case.ucm}, length=SHORT)
 
 
 def every_case(name: str) -> Iterator[Case]:
@@ -248,13 +260,14 @@ def every_case(name: str) -> Iterator[Case]:
     yield Case("dense", {}, {})
     yield Case("true shapes", {"graphs": {"mode": "off"}}, {})
     swap = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
-    yield Case("drafts and swaps", swap, {"speculative_config": DRAFTS})
-    yield Case("stores", {}, {})
-    yield Case("8-bit cache", {}, {})
+    yield Case("drafts and swaps", {**FEW_GRAPHS, **swap}, {"speculative_config": DRAFTS})
+    if name not in HYBRIDS:
+        yield Case("stores", FEW_GRAPHS, {}, SHORT)
+    yield Case("8-bit cache", FEW_GRAPHS, {}, SHORT)
     if name not in (IN_ALL_LAYERS, "bloom"):
         chosen = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
         yield Case("all blocks chosen", chosen, {})
-    if name not in (*WINDOWS, IN_ALL_LAYERS, "bloom"):
+    if name not in (*WINDOWS, *SHARED_KEYS, *HYBRIDS, IN_ALL_LAYERS, "bloom"):
         # refused with a number of blocks
         yield Case("slots for tokens", {"kv_cache": {"granularity": "token"}}, {"num_gpu_blocks_override": None})
 

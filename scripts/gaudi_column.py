@@ -26,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "models.toml"
 SCRIPT = "scripts/check_device_families.py"
 # names of the script that differ from the table's
-NAMES = {"windows": "mistral, window", "gemma3": "gemma3_text", "llama4": "llama4_text"}
+NAMES = {
+    "windows": "mistral, window",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+}
 # cells that the script decides -> what it calls the case, and its arguments; cases without arguments run one after the
 # other in a process
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
