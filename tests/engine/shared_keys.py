@@ -50,5 +50,7 @@ def smaller_config(model_type: str) -> PreTrainedConfig:
     if model_type == "gemma3n_text":
         values |= {"intermediate_size": [128] * 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}
     else:
-        values["per_layer_config"] = {"01": {"head_dim": 32}, "03": {"head_dim": 32}}
+        # experts of a 26B model, keys that are shared as in a small one
+        experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+        values |= {**experts, "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}}}
     return AutoConfig.for_model(model_type, **values)
