@@ -2,7 +2,7 @@
 
 It walks families and features, runs `scripts/check_device_families.py` for the unknown cells, and keeps every outcome
 in a results file, from which the next run resumes. `--fill` then writes the cells that were right. In each of these
-engines but the ones at true shapes, and several engines, the card compiles nothing after the warm-up.
+engines but the ones at true shapes, the card compiles nothing after the warm-up.
 
 usage: python -m scripts.gaudi_column [--families NAME ...] [--features NAME ...] [--minutes N] [--again] [--fill]
 """
