@@ -135,7 +135,7 @@ test-window: $(PLUGIN_STAMP) $(MODEL_STAMP) $(WINDOW_STAMPS) ## A small suite on
 test-gaudi-torch: ## The part of that suite for the simulated card, with each torch that Gaudi's software ships
 	@$(MAKE) --no-print-directory test-window PAIR='$(GAUDI_PAIRS)' PARTS=card
 
-gaudi-column: $(PLUGIN_STAMP) ## Run what docs/models.toml does not know of the simulated card, hours; resumes: make gaudi-column ARGS="--minutes 30", then ARGS=--fill
+gaudi-column: $(PLUGIN_STAMP) ## Run what docs/models.toml does not know of the simulated card, an hour; resumes: make gaudi-column ARGS="--minutes 30", then ARGS=--fill
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m scripts.gaudi_column $(ARGS)
 
 lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)

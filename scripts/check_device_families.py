@@ -28,23 +28,33 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from tests.engine.engine_group import serve_by_engines
+from tests.engine.hybrids import HYBRIDS, hybrid_config
+from tests.engine.narrowed_linears import narrow_rows
 from tests.engine.quantised_models import SCHEMES, compressed_tensors, write_quantised
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.rounded_cache import assert_follows, rounding_engine
+from tests.engine.rounded_linears import assert_rounded
 from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.shared_keys import MODELS as SHARED_KEYS
+from tests.engine.shared_keys import smaller_config
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_local_attention import BLOOM
 from tests.engine.tiny_models import FAMILIES, make_config, make_model
 from tests.engine.window_models import GPT_OSS, LLAMA4, MODELS, window_config
 from tests.engine.worker_processes import EngineOfWorkers, count_compilations
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.layers.quantised.method import largest_e4m3
 
 LENGTH = 48
+# of engines that show one feature without preemptions
+SHORT = 16
 # a cache of 23 blocks of 16 has room for few requests, of up to 16 blocks
 TIGHT = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256}
 BLOCKS = 24
 WORKERS = {"tensor_parallel_size", "pipeline_parallel_size"}
 GRAPHS = {"graphs": {"max_graphs": 8, "warm_up": "full"}}
+# prompts, decodes, and logits
+FEW_GRAPHS = {"graphs": {"max_graphs": 3, "warm_up": "skeleton"}}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 # every block is chosen, so the tokens equal dense attention's
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
@@ -53,22 +63,28 @@ IN_ALL_LAYERS = "mistral, window"
 # a size that fits one request of full length fits all of them
 ROOM_FOR_ALL = (IN_ALL_LAYERS, "llama4_text")
 # of models with windows, which keep fewer blocks of a request, and in several groups of layers
-WINDOW_BLOCKS = {"gemma2": 30, "gpt_oss": 30, "gemma3_text": 40, "llama4_text": 52}
+WINDOW_BLOCKS = {"gemma2": 30, "gpt_oss": 30, "gemma3_text": 40, "llama4_text": 52, "gemma3n_text": 30}
+# prefix caching of models with states
+KEPT = {"kv_cache": {"kept_states": 8}}
 ONE_DEVICE = ("dense", "8-bit cache")
 # a logprob may be off by this if numbers of the cache are rounded the other way
 ROUNDED = 0.01
 # layers that `--quantised` quantises
 LINEAR = r".*\.(layers|h)\..*(_proj|_with_mqa|\.w[123]|\.fc[12]|\.query_key_value|\.dense\w*)"
+# schemes whose products round rows on a Gaudi
+ROUND_ROWS = ("fp8 per tensor", "fp8 per channel")
 # vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always
 TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning": True}}}
 
 
 def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Every family that tests serve, one whose layers all have a window, and one with ALiBi."""
+    """Yields every family that tests serve without pictures, one whose layers all have a window, and one with ALiBi."""
     yield from ((name, make_config(name)) for name in FAMILIES)
     yield IN_ALL_LAYERS, make_config("mistral", sliding_window=20)
     yield "bloom", AutoConfig.for_model("bloom", **BLOOM)
     yield from ((name, window_config(name)) for name in WINDOWS)
+    yield from ((name, smaller_config(name)) for name in SHARED_KEYS)
+    yield from ((name, hybrid_config(name)) for name in HYBRIDS)
 
 
 def more_layers(config: PreTrainedConfig, stages: int) -> PreTrainedConfig:
@@ -84,16 +100,22 @@ def make_prompts() -> list[list[int]]:
 
 
 class Case(NamedTuple):
-    """An engine to check. ucm: options of the plugin. options: options of vLLM."""
+    """An engine to check.
+
+    ucm: options of the plugin. options: options of vLLM. length: tokens of an answer. scheme: of quantised weights.
+    """
 
     what: str
     ucm: dict[str, Any]
     options: dict[str, Any]
+    length: int = LENGTH
+    scheme: str | None = None
 
 
 def sizes(name: str) -> dict[str, Any]:
     """Returns the sizes of the cache and of steps."""
-    return {**TIGHT, **TUNED.get(name, {}), "num_gpu_blocks_override": WINDOW_BLOCKS.get(name, BLOCKS)}
+    cached = {"enable_prefix_caching": True} if name in HYBRIDS else {}
+    return {**TIGHT, **TUNED.get(name, {}), **cached, "num_gpu_blocks_override": WINDOW_BLOCKS.get(name, BLOCKS)}
 
 
 def serve(name: str, model: Path, meant: Path, case: Case) -> str:
@@ -104,27 +126,40 @@ def serve(name: str, model: Path, meant: Path, case: Case) -> str:
     kind = EngineOfWorkers if WORKERS & options.keys() else Engine
     with kind(model, {**GRAPHS, **case.ucm}, **options) as engine:
         warm = compilations(engine)
-        answers = engine.greedy(prompts, LENGTH)
-        again = engine.greedy([prompts[1]], LENGTH) + engine.greedy([prompts[1]], LENGTH)
+        answers = engine.greedy(prompts, case.length)
+        again = engine.greedy([prompts[1]], case.length) + engine.greedy([prompts[1]], case.length)
         preempted = engine.preemptions
         engine.check_idle()
         if case.what != "true shapes":
             assert_none_compiled(engine, warm)
-    ReferenceModel(meant, "eager").assert_greedy([*prompts, prompts[1], prompts[1]], [*answers, *again])
+        if "ucm_sparse_method" in case.ucm:
+            assert sum(engine.runner.parts.sparse.state.totals.modes.values()), "no step chose blocks"
+    assert_greedy(meant, case, [*prompts, prompts[1], prompts[1]], [*answers, *again])
     hit = again[1].cached_tokens
     assert hit >= 160, f"{hit} tokens of a prefix hit, expected most of 190"
-    few = name not in ROOM_FOR_ALL and options["num_gpu_blocks_override"] is not None
+    few = name not in ROOM_FOR_ALL and options["num_gpu_blocks_override"] is not None and case.length == LENGTH
     assert preempted or not few, "no request was preempted, expected some"
     return f"{len(answers) + 2} answers equal, {preempted} preempted, a prefix hit of {hit} tokens"
+
+
+def assert_greedy(meant: Path, case: Case, prompts: list[list[int]], answers: list[Answer]) -> None:
+    """Compares answers with Transformers, whose rows are rounded if the device rounds those of its products."""
+    reference = ReferenceModel(meant, "eager")
+    if case.scheme in ROUND_ROWS and os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
+        narrow_rows(reference, LINEAR, largest_e4m3("hpu"))
+        assert_rounded(reference, prompts, answers)
+    else:
+        reference.assert_greedy(prompts, answers)
 
 
 def serve_divided(name: str, model: Path, meant: Path, case: Case, count: int) -> str:
     """Serves by engines that share out requests, and the experts of a mixture."""
     prompts = make_prompts()
-    found = serve_by_engines(model, case.ucm, prompts, LENGTH, count, **{**sizes(name), **case.options})
-    reference = ReferenceModel(meant, "eager")
+    counted = os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu"
+    options = {**sizes(name), **case.options}
+    found = serve_by_engines(model, case.ucm, prompts, case.length, count, counted, **options)
     for answers in found:
-        reference.assert_greedy(prompts, answers)
+        assert_greedy(meant, case, prompts, answers)
     return f"{len(found) * len(prompts)} answers equal"
 
 
@@ -134,9 +169,9 @@ def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             config = transfer(file_store(Path(folder)))
-            with Engine(model, {**GRAPHS, **case.ucm}, kv_transfer_config=config, **sizes(name)) as engine:
+            with Engine(model, case.ucm, kv_transfer_config=config, **sizes(name)) as engine:
                 warm = compilations(engine)
-                found.append(engine.alone(prompts, LENGTH))
+                found.append(engine.alone(prompts, case.length))
                 for _ in range(3):
                     engine.step()
                 assert_none_compiled(engine, warm)
@@ -151,19 +186,19 @@ def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
 
 def serve_narrow(name: str, model: Path, case: Case) -> str:
     """Compares a cache of 8-bit floats with one that holds their values in a wider dtype: the same tokens."""
-    prompts, ucm, options = make_prompts(), {**GRAPHS, **case.ucm}, sizes(name)
+    prompts, ucm, options = make_prompts(), case.ucm, sizes(name)
     with Engine(model, ucm, kv_cache_dtype="fp8", **options) as engine:
         warm = compilations(engine)
-        found = engine.greedy(prompts, LENGTH)
+        found = engine.greedy(prompts, case.length)
         assert_none_compiled(engine, warm)
     with rounding_engine(model, ucm=ucm, **options) as engine:
-        expected = engine.greedy(prompts, LENGTH)
+        expected = engine.greedy(prompts, case.length)
     off = [index for index, pair in enumerate(zip(found, expected, strict=True)) if is_off(*pair)]
     said = f"{len(found) - len(off)} of {len(found)} answers equal those of rounded rows"
     if not off:
         return said
     # a number in the middle of two 8-bit floats may have been rounded the other way: then all are when that is followed
-    others = assert_follows(model, prompts, LENGTH, **options)
+    others = assert_follows(model, prompts, case.length, **options)
     for index in off:
         assert found[index].tokens == expected[index].tokens, f"answer {index} has other tokens than rounded rows give"
         pairs = zip(found[index].logprobs, expected[index].logprobs, strict=True)
@@ -200,19 +235,24 @@ def is_off(one: Answer, other: Answer) -> bool:
 
 
 def cases(name: str, asked: argparse.Namespace) -> Iterator[Case]:
-    """Returns the requested cases that are not refused for the family."""
+    """Yields the requested cases that are not refused for the family."""
+    kept = KEPT if name in HYBRIDS else {}
+    yield from (case._replace(ucm={**kept, **case.ucm}, scheme=asked.quantised) for case in requested(name, asked))
+
+
+def requested(name: str, asked: argparse.Namespace) -> Iterator[Case]:
     ranks, stages = asked.tensor_parallel, asked.stages
     if asked.engines > 1:
-        yield Case(f"{asked.engines} engines", {"graphs": {"max_graphs": 3, "warm_up": "skeleton"}}, {})
+        yield Case(f"{asked.engines} engines", FEW_GRAPHS, {}, SHORT)
         return
     if ranks > 1 or stages > 1:
         workers = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
-        ours = {"graphs": {"max_graphs": 3, "warm_up": "skeleton"}, "distributed": {"check_ranks": True}}
-        yield Case(f"{ranks} ranks, {stages} stages", ours, workers)
+        ours = {**FEW_GRAPHS, "distributed": {"check_ranks": True}}
+        yield Case(f"{ranks} ranks, {stages} stages", ours, workers, SHORT)
         return
     for case in every_case(name):
         if case.what in asked.features if asked.features else asked.more or case.what in ONE_DEVICE:
-            yield case
+            yield case if asked.quantised is None else case._replace(ucm={**FEW_GRAPHS, **case.ucm}, length=SHORT)
 
 
 def every_case(name: str) -> Iterator[Case]:
@@ -220,12 +260,14 @@ def every_case(name: str) -> Iterator[Case]:
     yield Case("dense", {}, {})
     yield Case("true shapes", {"graphs": {"mode": "off"}}, {})
     swap = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
-    yield Case("drafts and swaps", swap, {"speculative_config": DRAFTS})
-    yield Case("stores", {}, {})
-    yield Case("8-bit cache", {}, {})
-    if name not in (*WINDOWS, IN_ALL_LAYERS, "bloom"):
+    yield Case("drafts and swaps", {**FEW_GRAPHS, **swap}, {"speculative_config": DRAFTS})
+    if name not in HYBRIDS:
+        yield Case("stores", FEW_GRAPHS, {}, SHORT)
+    yield Case("8-bit cache", FEW_GRAPHS, {}, SHORT)
+    if name not in (IN_ALL_LAYERS, "bloom"):
         chosen = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
         yield Case("all blocks chosen", chosen, {})
+    if name not in (*WINDOWS, *SHARED_KEYS, *HYBRIDS, IN_ALL_LAYERS, "bloom"):
         # refused with a number of blocks
         yield Case("slots for tokens", {"kv_cache": {"granularity": "token"}}, {"num_gpu_blocks_override": None})
 
@@ -254,8 +296,8 @@ def written(model: Path, scheme: str | None) -> tuple[Path, Path]:
     return quantised, meant
 
 
-def main() -> int:
-    """Checks each family; the exit status tells whether all were right."""
+def main(argv: list[str] | None = None) -> int:
+    """Checks each family; returns the exit status, which tells whether all were right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", metavar="NAME", help="of them; all by default")
     parser.add_argument("--more", action="store_true", help="also with the features that a family has")
@@ -266,7 +308,7 @@ def main() -> int:
     # rows of 8-bit integers are rounded on some devices, and Transformers' are not
     exact = [name for name in SCHEMES if not name.startswith("int8")]
     parser.add_argument("--quantised", choices=exact, help="serves checkpoints of this scheme")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:

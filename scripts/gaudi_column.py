@@ -2,7 +2,7 @@
 
 It walks families and features, runs `scripts/check_device_families.py` for the unknown cells, and keeps every outcome
 in a results file, from which the next run resumes. `--fill` then writes the cells that were right. In each of these
-engines but the ones at true shapes, and several engines, the card compiles nothing after the warm-up.
+engines but the ones at true shapes, the card compiles nothing after the warm-up.
 
 usage: python -m scripts.gaudi_column [--families NAME ...] [--features NAME ...] [--minutes N] [--again] [--fill]
 """
@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "models.toml"
 SCRIPT = "scripts/check_device_families.py"
 # names of the script that differ from the table's
-NAMES = {"windows": "mistral, window", "gemma3": "gemma3_text", "llama4": "llama4_text"}
+NAMES = {
+    "windows": "mistral, window",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+}
 # cells that the script decides -> what it calls the case, and its arguments; cases without arguments run one after the
 # other in a process
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -72,26 +79,45 @@ def runs_to_do(
 
 def run(asked: Run, seconds: float) -> dict[str, dict[str, Any]]:
     """Runs the script; returns for each case whether it was right, and what the script said of it."""
-    # tests/sim_path.py imports nothing of torch, so this process needs no card
+    # none of these imports torch, so this process needs no card
+    from tests.fork_server import ProcessOnCard
     from tests.sim_path import SIM_PATH
+    from tests.warm_process import WarmProcess
 
     path = os.pathsep.join(filter(None, (SIM_PATH, str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, "VLLM_GAUDI_UCM_DEVICE": "hpu", "HF_HUB_OFFLINE": "1"}
+    # an engine in the process of the script, unless a case asks for several
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     name = NAMES.get(asked.family, asked.family)
     arguments = asked.arguments or ("--features", *asked.cases)
-    command = [sys.executable, SCRIPT, "--families", name, *arguments]
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
-        output, end = done.stdout, done.stderr[-1500:] if done.returncode else "the script has no such case"
-    except subprocess.TimeoutExpired as error:
-        output = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        end = f"still running after {seconds:.0f} s"
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = ["--families", name, *arguments]
+        process = WarmProcess(serve, (command,), log=log, env=env, cwd=ROOT, kind=ProcessOnCard)
+        try:
+            crashed = process.finish(seconds) != 0
+            output = log.read_text(errors="replace")
+            end = output[-1500:] if crashed else "the script has no such case"
+        except subprocess.TimeoutExpired:
+            output, end = log.read_text(errors="replace"), f"still running after {seconds:.0f} s"
     found = {}
     for case in asked.cases:
         begin = f"{name}, {case}: "
         said = next((line.removeprefix(begin) for line in output.splitlines() if line.startswith(begin)), None)
         found[asked.key(case)] = {"right": said is not None and "WRONG" not in said, "said": said or end}
     return found
+
+
+def serve(arguments: list[str]) -> None:
+    """Runs the script in a process that forked from one with vLLM imported, and so do its workers: no imports again."""
+    from scripts.check_device_families import main as check
+    from tests.engine.hpu_process import fork_workers
+    from tests.import_heap import freeze_imports, leave_out_collections
+
+    freeze_imports()
+    leave_out_collections()
+    fork_workers()
+    sys.exit(check(arguments))
 
 
 def walk(args: argparse.Namespace, table: dict[str, Any]) -> None:

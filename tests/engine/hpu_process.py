@@ -96,13 +96,13 @@ def _call(request: str) -> None:
     freeze_imports()
     leave_out_collections()
     if os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
-        _fork_workers()
+        fork_workers()
     result = scenario(**asked["arguments"])
     with open(asked["result"], "w") as file:
         json.dump(result, file)
 
 
-def _fork_workers() -> None:
+def fork_workers() -> None:
     """The plugin has vLLM spawn its processes; here they have nothing to import, and no card was started before."""
     for module in ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.utils"):
         vars(importlib.import_module(module))["get_mp_context"] = lambda: multiprocessing.get_context("fork")

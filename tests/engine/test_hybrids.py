@@ -247,17 +247,22 @@ def serve_all(models: dict[str, str], prompts: list[list[int]]) -> dict[str, Any
 
     found = {}
     for name, model in models.items():
-        ucm = {"graphs": {"warm_up": "full", "max_graphs": 2}, **preemption("swap")}
-        with Engine(Path(model), ucm, **ON_CARD) as engine:
+        kept = {"kv_cache": {"kept_states": 4}}
+        ucm = {"graphs": {"warm_up": "full", "max_graphs": 2}, **preemption("swap"), **kept}
+        with Engine(Path(model), ucm, **ON_CARD, enable_prefix_caching=True) as engine:
             before = card.compilations
-            answers = engine.greedy(prompts, 6)
+            # one of them fills a block, behind which its state is kept
+            answers = engine.greedy(prompts, 14)
+            assert engine.greedy(prompts[-1:], 1)[0].cached_tokens
             compiled, totals = card.compilations - before, engine.core.scheduler.block_policies.totals
             found[name] = [[dataclasses.asdict(answer) for answer in answers], compiled, totals.swapped_in]
     return {"families": found, "broken": broken_duties()}
 
 
 def test_on_the_simulated_card(tmp_path: Path) -> None:
-    """Through torch.compile, the default there: once warm nothing is compiled, chunks and swapped states included."""
+    """Through torch.compile, the default there: once warm nothing is compiled, chunks and swapped and kept states
+    included.
+    """
     models = {name: str(make_hybrid(tmp_path, name)) for name in ("lfm2", "granitemoehybrid", "qwen3_next")}
     found = run_on_card(serve_all, tmp_path, models=models, prompts=CARD_PROMPTS).result
     for name, (answers, compiled, swapped_in) in found["families"].items():

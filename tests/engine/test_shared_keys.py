@@ -17,40 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tests.engine.kv_groups import prompts
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
-from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB
-from tests.engine.window_models import WINDOW
+from tests.engine.shared_keys import MODELS
+from tests.engine.tiny_models import COMMON
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 pytestmark = pytest.mark.slow  # starts engines
 
 TOKENS = 48
-_WINDOWS = ["sliding_attention"] * 4
-_SIZES: dict[str, Any] = {
-    **FAMILIES["llama"],
-    "head_dim": 16,
-    "sliding_window": WINDOW,
-    "vocab_size_per_layer_input": VOCAB,
-    "hidden_size_per_layer_input": 16,
-    "num_hidden_layers": 10,
-    "layer_types": [*_WINDOWS, "full_attention"] * 2,
-    # weights so large that every token of a context counts
-    "initializer_range": 0.2,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    # the last five layers have no keys of their own; the first three keep half of their gates
-    "gemma3n_text": {
-        **_SIZES,
-        "intermediate_size": [128] * 10,
-        "num_kv_shared_layers": 5,
-        "activation_sparsity_pattern": [0.5] * 3 + [0.0] * 7,
-        "laurel_rank": 8,
-    },
-    "gemma4_text": {
-        **_SIZES,
-        "num_kv_shared_layers": 5,
-        "per_layer_config": {"04": {"head_dim": 32}, "09": {"head_dim": 32}},
-    },
-}
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256}
 
 

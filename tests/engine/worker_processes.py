@@ -64,3 +64,11 @@ def live_requests(worker: Any) -> list[str]:
 def count_compilations(worker: Any) -> int:
     """Recipes that the worker's card has compiled so far."""
     return int(get_device(worker.device.type).compilations())
+
+
+class CountedWorker:
+    """Gives a worker a method that an engine in another process can call by name."""
+
+    def count_compilations(self) -> int:
+        """Returns how many recipes its card has compiled so far."""
+        return count_compilations(self)

@@ -19,6 +19,7 @@ from tests.ops.gaudi_kernels import KERNELS, gaudi_software, rms_norm, rotary
 from vllm_gaudi_ucm.layers.hpu import layers as gaudi_layers
 from vllm_gaudi_ucm.layers.hpu.layers import (
     LAYERS,
+    GaudiGeluAndMulSparse,
     GaudiGemmaRMSNorm,
     GaudiLlama3RotaryEmbedding,
     GaudiRMSNorm,
@@ -254,3 +255,10 @@ def test_the_kernels_of_the_tests_are_the_operators() -> None:
     heads = torch.randn(4, HEADS, HEAD)
     exact = exact_rotation(heads.flatten(1), torch.cat((angles.cos(), angles.sin()), -1), True)
     torch.testing.assert_close(rotary(heads, sin, cos, None, 0, 0).flatten(1).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_the_threshold_of_a_sparse_gate_is_computed_on_the_host() -> None:
+    """A device with no numbers shows it: vLLM's own layer cannot be built there."""
+    with torch.device("meta"):
+        gate = GaudiGeluAndMulSparse(0.95, approximate="tanh")
+    assert gate.std_multiplier == pytest.approx(1.6448536)

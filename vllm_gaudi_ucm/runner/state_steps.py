@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks
 from vllm_gaudi_ucm.protocol.memory_orders import memory_orders_of
 from vllm_gaudi_ucm.runner.parts import WorkerPart
@@ -78,10 +79,18 @@ class KeptStates(NamedTuple):
 
     def copy(self, row: int, tokens: int, number: int) -> None:
         """Keeps the state behind so many tokens of a request under a number."""
-        source, target = torch.tensor([self.planner.row_behind(row, tokens)]), torch.tensor([number])
+        self._copy(self.planner.row_behind(row, tokens), number)
+
+    def warm_up(self) -> None:
+        """Copies the dummy's state to a number that is not used yet, so that a Gaudi compiles the copy now, and not
+        during a request.
+        """
+        self._copy(DUMMY_BLOCK, DUMMY_BLOCK + 1)
+
+    def _copy(self, source: int, target: int) -> None:
         self.device.end_recipe()
         for together in self.states:
-            copy_blocks(together, source, target)
+            copy_blocks(together, torch.tensor([source]), torch.tensor([target]))
         self.device.end_recipe()
 
 

@@ -179,6 +179,8 @@ def _make_states(allocated: AllocatedModel) -> StateSteps | None:
         for group in groups
         if keeps and isinstance(group, RecurrentGroup)
     ]
+    for one in kept:
+        one.warm_up()
     return StateSteps(allocated.requests, kept, swapped)
 
 

@@ -1,7 +1,7 @@
 """Models, their layers, and the context of a forward pass: `vllm.model_executor`, `vllm.forward_context`.
 
 Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`, `GeluAndMul`,
-`MMEncoderAttention` (the attention of encoders of pictures),
+`GeluAndMulSparse` (the gate of Gemma 3n), `MMEncoderAttention` (the attention of encoders of pictures),
 `RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
 `NTKScalingRotaryEmbedding`, `DynamicNTKScalingRotaryEmbedding`, `DynamicNTKAlphaRotaryEmbedding`,
 `YaRNScalingRotaryEmbedding`), by a subclass; `op_registry_oot` is vLLM's registry of them.
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.activation import GeluAndMul, GeluAndMulSparse, SiluAndMul
 from vllm.model_executor.layers.attention import (
     Attention,
     ChunkedLocalAttention,
@@ -59,6 +59,7 @@ __all__ = [
     "EncoderOnlyAttention",
     "ForwardContext",
     "GeluAndMul",
+    "GeluAndMulSparse",
     "GemmaRMSNorm",
     "LinearBase",
     "LinearScalingRotaryEmbedding",

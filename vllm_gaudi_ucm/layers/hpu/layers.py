@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.vllm_api.model import (
     CustomOp,
     DynamicNTKAlphaRotaryEmbedding,
     DynamicNTKScalingRotaryEmbedding,
+    GeluAndMulSparse,
     GemmaRMSNorm,
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
@@ -98,6 +99,17 @@ class GaudiRotaryEmbedding(RotaryEmbedding):
         return rotated, gaudi_rotate(key, angles, self.head_size, self.is_neox_style, fused)
 
 
+class GaudiGeluAndMulSparse(GeluAndMulSparse):
+    """Keeps the largest gates of a row, of Gemma 3n, and computes their threshold on the host while it is built.
+
+    vLLM computes it on the device, by `erfinv`, which Gaudi's software is not known to have.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with torch.device("cpu"):
+            super().__init__(*args, **options)
+
+
 # Classes that differ from RotaryEmbedding only by their angles; vLLM finds a replacement by the class's own name.
 class GaudiLlama3RotaryEmbedding(GaudiRotaryEmbedding, Llama3RotaryEmbedding):
     """Llama 3.1's angles."""
@@ -126,6 +138,7 @@ class GaudiYaRNScalingRotaryEmbedding(GaudiRotaryEmbedding, YaRNScalingRotaryEmb
 LAYERS: dict[type[CustomOp], type[CustomOp]] = {
     RMSNorm: GaudiRMSNorm,
     GemmaRMSNorm: GaudiGemmaRMSNorm,
+    GeluAndMulSparse: GaudiGeluAndMulSparse,
     RotaryEmbedding: GaudiRotaryEmbedding,
     Llama3RotaryEmbedding: GaudiLlama3RotaryEmbedding,
     LinearScalingRotaryEmbedding: GaudiLinearScalingRotaryEmbedding,
