@@ -23,7 +23,7 @@ POOL = 3
 DEFAULT, EXACT, QUEST = "gsa", "exact", "quest"
 
 Observed = dict[int, Tensor]
-"""By layer, float32 [blocks]: the attention that the last rows of a question gave to each block."""
+"""By layer, float32 [tokens]: the attention that the last rows of a question gave to each token before the answers."""
 Choose = Callable[[Step, Budget, Observed], Tensor]
 """Returns bool [rows, blocks], or [heads, rows, blocks] if heads choose for themselves."""
 
@@ -58,7 +58,9 @@ def quest_by_head(step: Step, budget: Budget) -> Tensor:
 
 def snapkv(step: Step, budget: Budget, observed: Observed) -> Tensor:
     """Like SnapKV (Li et al., 2024): one choice for a whole answer, by the pooled attention of the question's end."""
-    mass = observed[step.layer]
+    tokens = observed[step.layer]
+    padded = torch.nn.functional.pad(tokens, (0, -len(tokens) % step.block_size))
+    mass = padded.view(-1, step.block_size).sum(1)
     pooled = torch.nn.functional.max_pool1d(mass[None, None], POOL, 1, POOL // 2)[0, 0]
     scores = torch.nn.functional.pad(pooled, (0, step.num_blocks - len(pooled)))
     first = select(scores[None], replace(step, query=step.query[:1], contexts=step.contexts[:1]), budget)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.quality.budget import Budget
-from benchmarks.quality.measure import DENSE, Journal, Key, Record, measure_sample
+from benchmarks.quality.journal import Journal, read_records, save_records
+from benchmarks.quality.measure import DENSE, Key, Record, measure_sample, read_context
 from benchmarks.quality.methods import compared
 from benchmarks.quality.peers import ExactTopK, quest_bound
 from benchmarks.quality.report import bootstrap, byte_table, differences, goals, table
@@ -69,7 +70,7 @@ def test_ruler_has_thirteen_tasks_and_short_lengths_are_refused() -> None:
 def test_every_method_reads_as_much_as_the_budget_says(name: str, ratio: float) -> None:
     """A kept choice reads the blocks that have begun since, too; the whole budget is everything."""
     step, budget = a_step(), Budget(ratio)
-    observed = {0: torch.rand(step.num_blocks - 2)}
+    observed = {0: torch.rand(int(step.contexts[0]) - 1)}
     chosen = METHODS[name].choose(step, budget, observed)
     seen = torch.arange(step.num_blocks) < step.row_blocks[:, None]
     assert not (chosen & ~seen).any()
@@ -135,6 +136,8 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     more = Record(key, "kvstar", 0.1, 1.0, 1.0, 1.0, 0.1)
     again.add([more])
     assert Journal(journal.path).records == [*records, more]
+    save_records(tmp_path / "records.jsonl", again.records, {"torch": "2"})
+    assert list(read_records([tmp_path / "records.jsonl"])) == [*records, more]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +159,7 @@ def test_gsa_keeps_answers_of_a_real_model(model: Any) -> None:
     for number in range(3):
         key = Key(MODEL.name, "single_1", LENGTH, 1, number, BLOCK)
         sample = make_sample(tokenizer, key.task, LENGTH, key.seed, number)
-        found = list(measure_sample(model, key, sample, [METHODS["gsa"]], [Budget(0.3), Budget(1.0)]))
+        found = list(measure_sample(read_context(model, sample), key, [METHODS["gsa"]], [Budget(0.3), Budget(1.0)]))
         by_ratio = {(one.method, one.ratio): one for one in found}
         whole = by_ratio["gsa", 1.0]
         assert whole.score == by_ratio[DENSE, 1.0].score
