@@ -20,7 +20,8 @@ from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions, KVStarState
 OBSERVED_ROWS = 32
 """Last rows of a question, by whose attention SnapKV chooses."""
 POOL = 3
-DEFAULT, EXACT, QUEST = "gsa", "exact", "quest"
+DEFAULT, EXACT, CODES = "gsa", "exact", "gsa_codes"
+WITH_A_GOAL, QUESTS = (DEFAULT, CODES), ("quest", "quest_heads")
 
 Observed = dict[int, Tensor]
 """By layer, float32 [tokens]: the attention that the last rows of a question gave to each token before the answers."""
@@ -120,11 +121,11 @@ def compared() -> tuple[Compared, ...]:
         Compared("gsa_hash", shared(code), few_codes),
         Compared("gsa_minmax", shared(minmax), two),
         Compared("gsa_mean", shared(mean), one),
-        Compared("gsa_codes", shared(codes), all_codes),
+        Compared(CODES, shared(codes), all_codes),
         Compared("kvstar", kvstar(box_mean), lambda size: boxes(size) / KVStarOptions().checkpoint_interval),
         Compared(EXACT, shared(exact), every),
         Compared("exact_heads", alone(by_kv_head(exact)), every),
-        Compared(QUEST, alone(quest_by_head), two),
+        Compared("quest", alone(quest_by_head), two),
         Compared("quest_heads", alone(by_kv_head(quest)), two),
         Compared("quest_shared", shared(quest), two),
         Compared("snapkv", snapkv, none),

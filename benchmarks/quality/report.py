@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.quality.measure import DENSE, Record
-from benchmarks.quality.methods import DEFAULT, EXACT, QUEST, compared
+from benchmarks.quality.methods import DEFAULT, EXACT, QUESTS, WITH_A_GOAL, compared
 
 RESAMPLES, LEVEL = 2000, 95.0
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#000000", "#56B4E9", "#999999", "#8B6F00", "#444444"]
@@ -126,24 +127,29 @@ def task_table(records: Sequence[Record], ratio: float) -> str:
 
 
 def goals(records: Sequence[Record], ratio: float = GOAL_RATIO) -> Iterator[str]:
-    """Yields, for each task that dense attention solves, how the default compares with exact top-k and with Quest."""
+    """Yields, for each task that dense attention solves, how the methods with a goal compare with exact top-k and with
+    Quest.
+    """
     found = cells(records)
     for task in dict.fromkeys(record.key.task for record in records):
         of_task = {
-            method: {key: one.score for key, one in found.get((method, at), {}).items() if one.key.task == task}
-            for method, at in ((DENSE, 1.0), (DEFAULT, ratio), (EXACT, ratio), (QUEST, ratio))
+            method: {key: one.score for key, one in cell.items() if one.key.task == task}
+            for (method, at), cell in found.items()
+            if at == ratio or method == DENSE
         }
-        shared = sorted(set.intersection(*(set(scores) for scores in of_task.values())), key=str)
-        if not shared or np.mean([of_task[DENSE][key] for key in shared]) < SOLVED:
-            continue
-        behind = bootstrap([of_task[EXACT][key] - of_task[DEFAULT][key] for key in shared])
-        ahead = bootstrap([of_task[DEFAULT][key] - of_task[QUEST][key] for key in shared])
-        close = _verdict(behind.high <= BEHIND_EXACT, behind.low > BEHIND_EXACT)
-        better = _verdict(ahead.low >= 0, ahead.high < 0)
-        yield (
-            f"{task}: {behind} points behind exact top-k ({close}), {ahead} points above Quest ({better}); "
-            f"{len(shared)} samples at {ratio:.0%}"
-        )
+        for mine, quest in product(WITH_A_GOAL, QUESTS):
+            sides = [of_task.get(name, {}) for name in (DENSE, mine, EXACT, quest)]
+            shared = sorted(set.intersection(*map(set, sides)), key=str)
+            dense, own, exact, other = ([side[key] for key in shared] for side in sides)
+            if not shared or np.mean(dense) < SOLVED:
+                continue
+            behind, ahead = (bootstrap(np.subtract(a, b).tolist()) for a, b in ((exact, own), (own, other)))
+            close = _verdict(behind.high <= BEHIND_EXACT, behind.low > BEHIND_EXACT)
+            better = _verdict(ahead.low >= 0, ahead.high < 0)
+            yield (
+                f"{task}, {mine}: {behind} points behind exact top-k ({close}), {ahead} points above {quest} "
+                f"({better}); {len(shared)} samples at {ratio:.0%}"
+            )
 
 
 def _verdict(met: bool, missed: bool) -> str:

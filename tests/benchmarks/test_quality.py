@@ -121,7 +121,7 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     scores = {DENSE: (1.0, 1.0), "gsa": (0.1, 0.5), "exact": (0.1, 1.0), "quest": (0.1, 0.0)}
     records = [Record(key, name, ratio, score, 1.0, 1.0, ratio) for name, (ratio, score) in scores.items()]
     (line,) = goals(records)
-    assert "50 [50, 50] points behind exact top-k (not met), 50 [50, 50] points above Quest (met)" in line
+    assert "50 [50, 50] points behind exact top-k (not met), 50 [50, 50] points above quest (met)" in line
     assert "| quest | 0 [0, 0] |" in table(records, lambda one: one.score)
     assert "| gsa | 10% | 22 | 100 [100, 100] | 1.00 [1.00, 1.00] | 50 [50, 50] |" in byte_table(records)
     assert len(list(differences(records))) == 2
