@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,16 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     key = Key("model", "single_1", 640, 1, 0, BLOCK)
     scores = {DENSE: (1.0, 1.0), "gsa": (0.1, 0.5), "exact": (0.1, 1.0), "quest": (0.1, 0.0)}
     records = [Record(key, name, ratio, score, 1.0, 1.0, ratio) for name, (ratio, score) in scores.items()]
+    shown = "50 [50, 50] points behind exact top-k ({}), 50 [50, 50] points above quest ({})"
     (line,) = goals(records)
-    assert "50 [50, 50] points behind exact top-k (not met), 50 [50, 50] points above quest (met)" in line
+    assert shown.format("not decided", "not decided") in line, "one sample does not decide"
+    several = [replace(one, key=replace(key, number=number)) for number in range(5) for one in records]
+    unsolved = [replace(one, key=replace(one.key, task="chain"), score=0.0) for one in several]
+    (line,) = goals([*several, *unsolved])
+    assert shown.format("not met", "met") in line
+    assert line.startswith("single_1, gsa:")
+    other = [replace(one, key=replace(one.key, task="qa_1")) for one in several]
+    assert [line.split(", gsa:")[0] for line in goals([*several, *other])] == ["single_1", "qa_1", "single_1, qa_1"]
     assert "| quest | 0 [0, 0] |" in table(records, lambda one: one.score)
     assert "| gsa | 10% | 22 | 100 [100, 100] | 1.00 [1.00, 1.00] | 50 [50, 50] |" in byte_table(records)
     assert len(list(differences(records))) == 2
