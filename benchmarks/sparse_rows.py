@@ -103,8 +103,10 @@ def _attention(
     """query `[1, heads, rows, dim]`, key and value `[1, kv_heads, tokens, dim]` -> `[1, rows, heads, dim]`."""
     active = _policy.get()
     mask = attention_mask
-    # layers with windows are computed as without a method
-    if active is not None and getattr(module, "sliding_window", None) is None:
+    window = getattr(module, "sliding_window", None)
+    if window is not None:  # computed as without a method
+        return _in_window(query, key, value, window, scaling).transpose(1, 2), None
+    if active is not None:
         policy, block_size = active
         rows, tokens = query.shape[2], key.shape[2]
         contexts = torch.arange(tokens - rows + 1, tokens + 1)
@@ -120,3 +122,23 @@ def _attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2), None
+
+
+def _in_window(query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float | None) -> Tensor:
+    """Returns `[1, heads, rows, dim]`, each row over the `window` newest tokens of its context, its own included.
+
+    A window of rows is computed at a time: over all keys of 4,096 tokens, windows of 512 took half of a prompt's time.
+    """
+    rows, tokens = query.shape[2], key.shape[2]
+    found = []
+    for begin in range(tokens - rows, tokens, window):
+        end, start = min(tokens, begin + window), max(0, begin - window + 1)
+        row, column = torch.arange(begin, end)[:, None], torch.arange(start, end)
+        few, part = slice(begin - tokens + rows, end - tokens + rows), slice(start, end)
+        mask = (column <= row) & (column > row - window)
+        found.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                query[:, :, few], key[:, :, part], value[:, :, part], mask, scale=scaling, enable_gqa=True
+            )
+        )
+    return torch.cat(found, 2)

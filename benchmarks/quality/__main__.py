@@ -6,15 +6,14 @@ Records go to a journal, from which a run that was stopped goes on. `--report` p
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.quality.budget import Budget
-from benchmarks.quality.measure import DENSE, Journal, Key, measure_sample, read_records
+from benchmarks.quality.journal import Journal, read_records, save_records
+from benchmarks.quality.measure import DENSE, Key, measure_sample, read_context
 from benchmarks.quality.methods import compared
 from benchmarks.quality.prompts import sparse_prompts
 from benchmarks.quality.report import byte_table, differences, goals, groups, plot, table, task_table
@@ -43,9 +42,7 @@ def main() -> None:
         print("\n" + "\n".join([*goals(of_group), *differences(of_group)]), flush=True)
     if options.json:
         versions = {name: version(name) for name in VERSIONS}
-        seeds = sorted({one.key.seed for one in every})
-        found = {"versions": versions, "seeds": seeds, "records": [asdict(one) for one in every]}
-        options.json.write_text(json.dumps(found) + "\n")
+        save_records(options.json, every, versions)
     if options.plot:
         shown = "; ".join(f"{model}, {length} tokens, blocks of {size}" for model, length, size in groups(records))
         plot(records, options.plot, f"{len({one.key for one in records})} samples: {shown}")
@@ -64,17 +61,19 @@ def run(options: argparse.Namespace) -> None:
     budgets = [Budget(ratio) for ratio in sorted(options.budgets)]
     tokenizer, model = AutoTokenizer.from_pretrained(options.model), load_causal(options.model)
     cases = [
-        Key(options.model.name, task, length, options.seed, number, options.block_size)
+        [Key(options.model.name, task, length, options.seed, number, size) for size in options.block_sizes]
         for length in sorted(options.lengths)
         for number in range(options.samples)
         for task in options.tasks
     ]
-    for key in tqdm(cases, unit="sample", disable=None):
-        wanted = journal.missing(key, methods, budgets)
-        if not wanted and journal.has_dense(key):
-            continue
-        sample = make_sample(tokenizer, key.task, key.length, key.seed, key.number)
-        journal.add(measure_sample(model, key, sample, wanted, budgets))
+    for keys in tqdm(cases, unit="sample", disable=None):
+        missing = {key: journal.missing(key, methods, budgets) for key in keys}
+        wanted = {key: few for key, few in missing.items() if few or not journal.has_dense(key)}
+        if wanted:
+            one = keys[0]
+            sample = make_sample(tokenizer, one.task, one.length, one.seed, one.number)
+            context = read_context(model, sample)
+            journal.add(record for key, few in wanted.items() for record in measure_sample(context, key, few, budgets))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,13 +84,15 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     found.add_argument("--methods", nargs="*", choices=names, default=names, help="in addition to dense attention")
     found.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3])
-    found.add_argument("--block-size", type=positive, default=128)
+    found.add_argument("--block-sizes", type=positive, nargs="+", default=[128], help="they share a dense context")
     found.add_argument("--samples", type=positive, default=10, help="of each task and length")
     found.add_argument("--seed", type=int, default=1)
     found.add_argument("--threads", type=positive, default=1)
     found.add_argument("--journal", type=Path, default=Path(".cache/quality.jsonl"))
     found.add_argument("--report", type=Path, nargs="+", metavar="JOURNAL", help="only print these journals")
-    found.add_argument("--json", type=Path, help="also write records, seeds and versions to this file")
+    found.add_argument(
+        "--json", type=Path, help="also write records and versions to this file, which --report reads, too"
+    )
     found.add_argument("--plot", type=Path)
     return found
 

@@ -20,10 +20,11 @@ from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions, KVStarState
 OBSERVED_ROWS = 32
 """Last rows of a question, by whose attention SnapKV chooses."""
 POOL = 3
-DEFAULT, EXACT, QUEST = "gsa", "exact", "quest"
+DEFAULT, EXACT, CODES = "gsa", "exact", "gsa_codes"
+WITH_A_GOAL, QUESTS = (DEFAULT, CODES), ("quest", "quest_heads")
 
 Observed = dict[int, Tensor]
-"""By layer, float32 [blocks]: the attention that the last rows of a question gave to each block."""
+"""By layer, float32 [tokens]: the attention that the last rows of a question gave to each token before the answers."""
 Choose = Callable[[Step, Budget, Observed], Tensor]
 """Returns bool [rows, blocks], or [heads, rows, blocks] if heads choose for themselves."""
 
@@ -58,7 +59,9 @@ def quest_by_head(step: Step, budget: Budget) -> Tensor:
 
 def snapkv(step: Step, budget: Budget, observed: Observed) -> Tensor:
     """Like SnapKV (Li et al., 2024): one choice for a whole answer, by the pooled attention of the question's end."""
-    mass = observed[step.layer]
+    tokens = observed[step.layer]
+    padded = torch.nn.functional.pad(tokens, (0, -len(tokens) % step.block_size))
+    mass = padded.view(-1, step.block_size).sum(1)
     pooled = torch.nn.functional.max_pool1d(mass[None, None], POOL, 1, POOL // 2)[0, 0]
     scores = torch.nn.functional.pad(pooled, (0, step.num_blocks - len(pooled)))
     first = select(scores[None], replace(step, query=step.query[:1], contexts=step.contexts[:1]), budget)
@@ -118,11 +121,11 @@ def compared() -> tuple[Compared, ...]:
         Compared("gsa_hash", shared(code), few_codes),
         Compared("gsa_minmax", shared(minmax), two),
         Compared("gsa_mean", shared(mean), one),
-        Compared("gsa_codes", shared(codes), all_codes),
+        Compared(CODES, shared(codes), all_codes),
         Compared("kvstar", kvstar(box_mean), lambda size: boxes(size) / KVStarOptions().checkpoint_interval),
         Compared(EXACT, shared(exact), every),
         Compared("exact_heads", alone(by_kv_head(exact)), every),
-        Compared(QUEST, alone(quest_by_head), two),
+        Compared("quest", alone(quest_by_head), two),
         Compared("quest_heads", alone(by_kv_head(quest)), two),
         Compared("quest_shared", shared(quest), two),
         Compared("snapkv", snapkv, none),

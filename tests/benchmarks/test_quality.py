@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.quality.budget import Budget
-from benchmarks.quality.measure import DENSE, Journal, Key, Record, measure_sample
+from benchmarks.quality.journal import Journal, read_records, save_records
+from benchmarks.quality.measure import DENSE, Key, Record, measure_sample, read_context
 from benchmarks.quality.methods import compared
 from benchmarks.quality.peers import ExactTopK, quest_bound
 from benchmarks.quality.report import bootstrap, byte_table, differences, goals, table
@@ -69,7 +71,7 @@ def test_ruler_has_thirteen_tasks_and_short_lengths_are_refused() -> None:
 def test_every_method_reads_as_much_as_the_budget_says(name: str, ratio: float) -> None:
     """A kept choice reads the blocks that have begun since, too; the whole budget is everything."""
     step, budget = a_step(), Budget(ratio)
-    observed = {0: torch.rand(step.num_blocks - 2)}
+    observed = {0: torch.rand(int(step.contexts[0]) - 1)}
     chosen = METHODS[name].choose(step, budget, observed)
     seen = torch.arange(step.num_blocks) < step.row_blocks[:, None]
     assert not (chosen & ~seen).any()
@@ -119,8 +121,16 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     key = Key("model", "single_1", 640, 1, 0, BLOCK)
     scores = {DENSE: (1.0, 1.0), "gsa": (0.1, 0.5), "exact": (0.1, 1.0), "quest": (0.1, 0.0)}
     records = [Record(key, name, ratio, score, 1.0, 1.0, ratio) for name, (ratio, score) in scores.items()]
+    shown = "50 [50, 50] points behind exact top-k ({}), 50 [50, 50] points above quest ({})"
     (line,) = goals(records)
-    assert "50 [50, 50] points behind exact top-k (not met), 50 [50, 50] points above Quest (met)" in line
+    assert shown.format("not decided", "not decided") in line, "one sample does not decide"
+    several = [replace(one, key=replace(key, number=number)) for number in range(5) for one in records]
+    unsolved = [replace(one, key=replace(one.key, task="chain"), score=0.0) for one in several]
+    (line,) = goals([*several, *unsolved])
+    assert shown.format("not met", "met") in line
+    assert line.startswith("single_1, gsa:")
+    other = [replace(one, key=replace(one.key, task="qa_1")) for one in several]
+    assert [line.split(", gsa:")[0] for line in goals([*several, *other])] == ["single_1", "qa_1", "single_1, qa_1"]
     assert "| quest | 0 [0, 0] |" in table(records, lambda one: one.score)
     assert "| gsa | 10% | 22 | 100 [100, 100] | 1.00 [1.00, 1.00] | 50 [50, 50] |" in byte_table(records)
     assert len(list(differences(records))) == 2
@@ -135,6 +145,8 @@ def test_intervals_goals_and_journals(tmp_path: Path) -> None:
     more = Record(key, "kvstar", 0.1, 1.0, 1.0, 1.0, 0.1)
     again.add([more])
     assert Journal(journal.path).records == [*records, more]
+    save_records(tmp_path / "records.jsonl", again.records, {"torch": "2"})
+    assert list(read_records([tmp_path / "records.jsonl"])) == [*records, more]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +168,7 @@ def test_gsa_keeps_answers_of_a_real_model(model: Any) -> None:
     for number in range(3):
         key = Key(MODEL.name, "single_1", LENGTH, 1, number, BLOCK)
         sample = make_sample(tokenizer, key.task, LENGTH, key.seed, number)
-        found = list(measure_sample(model, key, sample, [METHODS["gsa"]], [Budget(0.3), Budget(1.0)]))
+        found = list(measure_sample(read_context(model, sample), key, [METHODS["gsa"]], [Budget(0.3), Budget(1.0)]))
         by_ratio = {(one.method, one.ratio): one for one in found}
         whole = by_ratio["gsa", 1.0]
         assert whole.score == by_ratio[DENSE, 1.0].score

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,26 @@ def test_rows_are_decoded_as_the_model_does(model: Any) -> None:
     later.advance(8)
     for one in (rows, later):
         assert torch.allclose(one.logits(everything, BLOCK), whole[-12:], atol=1e-3)
+
+
+def test_layers_with_windows_see_their_windows(tmp_path: Path) -> None:
+    """Prompts of several windows, chunks that begin within one, and rows that are decoded are Hugging Face's."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, sliding_window=24, layer_types=kinds,
+    )  # fmt: skip
+    whole = Gemma3ForCausalLM(config).eval()
+    whole.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 64, (100,))
+    with torch.inference_mode():
+        expected = whole(input_ids=tokens[None]).logits[0, -30:]
+    for chunk in (None, 31):
+        found = DecodedRows(load_causal(tmp_path), tokens, 70, chunk).logits(everything, BLOCK)
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_what_is_not_chosen_is_not_seen(model: Any) -> None:
