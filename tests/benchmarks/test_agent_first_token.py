@@ -114,5 +114,16 @@ def test_a_second_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_each_side_is_different(tmp_path: Path) -> None:
-    sides = [repr(engine_options(side, str(tmp_path), 1 << 30)) for side in agent_first_token.SIDES]
+    sides = [repr(engine_options(side, str(tmp_path), 1 << 30, 32)) for side in agent_first_token.SIDES]
     assert len(set(sides)) == len(sides)
+
+
+def test_lmcache_is_left_out_without_its_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides: list[str] = []
+    monkeypatch.setattr(agent_first_token, "measure", lambda args: sides.extend(args.sides) or [])
+    monkeypatch.setattr(agent_first_token, "find_spec", lambda name: None)
+    assert main(["--sides", "none", "LMCache"]) == 0
+    assert sides == ["none"]
+    assert "LMCache: left out, because the package lmcache is not installed" in capsys.readouterr().out
