@@ -137,8 +137,11 @@ def test_lookup_deadline(sides: Any, deadline: float) -> None:
 
 
 @pytest.mark.parametrize("patience", [1.0, 0.0])
-def test_blocks_on_their_way_to_the_store_are_waited_for(sides: Any, patience: float) -> None:
+def test_blocks_on_their_way_to_the_store_are_waited_for(
+    sides: Any, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker then stores them at once. Saves that do not wait for idle times are not waited for."""
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.lookup.SAVES_SECONDS", 60.0)
     side = sides(options={"save_patience": patience})
     keys = side.save(64)
     del side.store.blocks[keys[2]], side.store.blocks[keys[3]]
