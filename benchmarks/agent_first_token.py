@@ -12,6 +12,7 @@ run; the same command then goes on with those that are missing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -100,13 +101,25 @@ def engine_options(side: str, folder: str, store_bytes: int, block_size: int) ->
 
 
 def prompts_of(log: TrafficLog, vocabulary: int, round_: int) -> Iterator[list[int]]:
-    """Yields the tokens of each prompt: each block id has random ones, others in each round."""
+    """Yields the tokens of each prompt: each block id has random ones, others in each round.
+
+    The last block of a prompt may be short. What follows the same blocks later begins with its tokens, because a turn
+    of an agent goes on where the last one ended; ids do not say so.
+    """
+    tokens: dict[int, np.ndarray] = {}
+    short: dict[int, np.ndarray] = {}  # by the id of the block before it
     for request in log.requests:
-        blocks = [
-            np.random.default_rng([round_, int(number)]).integers(3, vocabulary, log.unit_tokens)
-            for number in request.prompt
-        ]
-        yield np.concatenate(blocks)[: request.prompt_tokens].tolist()
+        numbers = [int(number) for number in request.prompt]
+        for before, number in itertools.pairwise([-1, *numbers]):
+            if number not in tokens:
+                generator = np.random.default_rng([round_, number])
+                tokens[number] = generator.integers(3, vocabulary, log.unit_tokens)
+                begin = short.get(before, tokens[number][:0])
+                tokens[number][: len(begin)] = begin
+        prompt = np.concatenate([tokens[number] for number in numbers])[: request.prompt_tokens]
+        if rest := len(prompt) % log.unit_tokens:
+            short[[-1, *numbers][-2]] = prompt[-rest:]
+        yield prompt.tolist()
 
 
 def first_tokens(engine: Any, log: TrafficLog, at_once: int, most_answer: int, round_: int) -> list[dict[str, float]]:

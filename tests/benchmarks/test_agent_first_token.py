@@ -8,11 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import agent_first_token
 from benchmarks.agent_first_token import SMALL, Run, engine_options, first_tokens, main, parse, prompts_of
-from vllm_gaudi_ucm_tools.store.traffic_log import TrafficLog, read_traffic
+from vllm_gaudi_ucm_tools.store.traffic_log import LoggedRequest, TrafficLog, read_traffic
 
 
 @pytest.fixture
@@ -68,6 +69,15 @@ def test_equal_blocks_are_equal_tokens(log: TrafficLog) -> None:
     for (one, a), (other, b) in itertools.pairwise(zip(prompts, log.requests, strict=True)):
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a.prompt, b.prompt)))  # noqa: B905
         assert one[: common * unit] == other[: common * unit]
+
+
+def test_a_turn_goes_on_where_the_last_one_ended() -> None:
+    """Prompts of 6 and 9 tokens in blocks of 4: the short block of the first has an id of its own."""
+    blocks = {6: [0, 1], 9: [0, 2, 3], 7: [4, 1]}
+    requests = [LoggedRequest(0.0, np.array(ids), tokens, None, 1) for tokens, ids in blocks.items()]
+    first, second, other = prompts_of(TrafficLog("mooncake", 4, requests), 1000, 0)
+    assert second[:6] == first
+    assert (other[:4] != first[:4], other[4:6]) == (True, first[4:6])
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
