@@ -1,5 +1,6 @@
-"""Time to the first token on a trace of agents: no store, our stores, partial hits, memory mode, vLLM's offloading.
+"""Time to the first token on a trace of agents: without a store, with ours, and with those of others.
 
+Sides are our stores, partial hits, memory mode, vLLM's offloading, and LMCache if its package is installed.
 `python -m benchmarks.agent_first_token --model FOLDER [--trace FILE] [--sides ...] [--loads low high] [--rounds 5]`.
 The trace is in Mooncake's format; `gaudi-ucm store agent-trace` writes such. Each block id becomes random tokens of
 its own. Each side is an engine in a process of its own, whose prefix cache holds `--device-tokens`. A round has every
@@ -11,6 +12,7 @@ run; the same command then goes on with those that are missing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -19,11 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 
 import numpy as np
 from rich.table import Table
@@ -34,7 +38,7 @@ from vllm_gaudi_ucm_tools.output import report_console
 from vllm_gaudi_ucm_tools.store.agent_trace import AgentTraffic
 from vllm_gaudi_ucm_tools.store.traffic_log import TrafficLog, read_traffic
 
-SIDES = ("none", "memory", "file", "tiered", "partial hits", "memory mode", "vLLM's offloading")
+SIDES = ("none", "memory", "file", "tiered", "partial hits", "memory mode", "vLLM's offloading", "LMCache")
 LOADS = ("low", "high")
 PASSED = (
     *("model", "dtype", "load_format", "trace", "trace_block_tokens", "block_size", "step_tokens", "device_tokens"),
@@ -59,7 +63,7 @@ class Run(NamedTuple):
     requests: list[dict[str, float]]
 
 
-def engine_options(side: str, folder: str, store_bytes: int) -> dict[str, Any]:
+def engine_options(side: str, folder: str, store_bytes: int, block_size: int) -> dict[str, Any]:
     """Returns what an engine of a side is started with, in addition to what all have."""
     file = {"kind": "file", "path": f"{folder}/store", "capacity": store_bytes, "deadline": 10.0, "fsync": False}
     stores: dict[str, dict[str, Any]] = {
@@ -82,19 +86,40 @@ def engine_options(side: str, folder: str, store_bytes: int) -> dict[str, Any]:
         return {"additional_config": {"ucm": {"kv_cache": {"partial_hits": True}}}}
     if side == "memory mode":
         return {"additional_config": {"ucm": MEMORY_MODE}}
+    if side == "LMCache":
+        from vllm.config import KVTransferConfig
+
+        # its own chunks, of 256 tokens, would find less of a short prompt than blocks do
+        options = {"lmcache.chunk_size": block_size, "lmcache.max_local_cpu_size": store_bytes / 2**30}
+        transfer = KVTransferConfig(
+            kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_extra_config=options
+        )
+        return {"kv_transfer_config": transfer}
     if side == "vLLM's offloading":
         return {"kv_offloading_size": store_bytes / 2**30, "kv_offloading_backend": "native"}
     return {}
 
 
 def prompts_of(log: TrafficLog, vocabulary: int, round_: int) -> Iterator[list[int]]:
-    """Yields the tokens of each prompt: each block id has random ones, others in each round."""
+    """Yields the tokens of each prompt: each block id has random ones, others in each round.
+
+    The last block of a prompt may be short. What follows the same blocks later begins with its tokens, because a turn
+    of an agent goes on where the last one ended; ids do not say so.
+    """
+    tokens: dict[int, np.ndarray] = {}
+    short: dict[int, np.ndarray] = {}  # by the id of the block before it
     for request in log.requests:
-        blocks = [
-            np.random.default_rng([round_, int(number)]).integers(3, vocabulary, log.unit_tokens)
-            for number in request.prompt
-        ]
-        yield np.concatenate(blocks)[: request.prompt_tokens].tolist()
+        numbers = [int(number) for number in request.prompt]
+        for before, number in itertools.pairwise([-1, *numbers]):
+            if number not in tokens:
+                generator = np.random.default_rng([round_, number])
+                tokens[number] = generator.integers(3, vocabulary, log.unit_tokens)
+                begin = short.get(before, tokens[number][:0])
+                tokens[number][: len(begin)] = begin
+        prompt = np.concatenate([tokens[number] for number in numbers])[: request.prompt_tokens]
+        if rest := len(prompt) % log.unit_tokens:
+            short[[-1, *numbers][-2]] = prompt[-rest:]
+        yield prompt.tolist()
 
 
 def first_tokens(engine: Any, log: TrafficLog, at_once: int, most_answer: int, round_: int) -> list[dict[str, float]]:
@@ -142,7 +167,7 @@ def measure_side(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
             num_gpu_blocks_override=args.device_tokens // args.block_size,
             kv_cache_memory_bytes=args.cache_bytes,
             disable_log_stats=True,
-            **engine_options(args.side, folder, args.store_bytes),
+            **engine_options(args.side, folder, args.store_bytes, args.block_size),
         )
         found = {}
         # the first, short one meets the shapes of steps
@@ -304,6 +329,9 @@ def main(argv: list[str] | None = None) -> int:
         found = measure_side(args)
         args.json.write_text(json.dumps(found))
         return 0
+    if "LMCache" in args.sides and find_spec("lmcache") is None:
+        print("LMCache: left out, because the package lmcache is not installed (docs/guides/kv-transfer.md)")
+        args.sides = [side for side in args.sides if side != "LMCache"]
     with tempfile.TemporaryDirectory() as folder:
         if args.trace is None:
             args.trace, args.trace_block_tokens = Path(folder) / "agents.jsonl", SMALL.block_tokens

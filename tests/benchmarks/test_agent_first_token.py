@@ -8,11 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import agent_first_token
 from benchmarks.agent_first_token import SMALL, Run, engine_options, first_tokens, main, parse, prompts_of
-from vllm_gaudi_ucm_tools.store.traffic_log import TrafficLog, read_traffic
+from vllm_gaudi_ucm_tools.store.traffic_log import LoggedRequest, TrafficLog, read_traffic
 
 
 @pytest.fixture
@@ -70,6 +71,15 @@ def test_equal_blocks_are_equal_tokens(log: TrafficLog) -> None:
         assert one[: common * unit] == other[: common * unit]
 
 
+def test_a_turn_goes_on_where_the_last_one_ended() -> None:
+    """Prompts of 6 and 9 tokens in blocks of 4: the short block of the first has an id of its own."""
+    blocks = {6: [0, 1], 9: [0, 2, 3], 7: [4, 1]}
+    requests = [LoggedRequest(0.0, np.array(ids), tokens, None, 1) for tokens, ids in blocks.items()]
+    first, second, other = prompts_of(TrafficLog("mooncake", 4, requests), 1000, 0)
+    assert second[:6] == first
+    assert (other[:4] != first[:4], other[4:6]) == (True, first[4:6])
+
+
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_every_request_has_a_time(log: TrafficLog, at_once: int) -> None:
     engine = FakeEngine()
@@ -114,5 +124,16 @@ def test_a_second_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_each_side_is_different(tmp_path: Path) -> None:
-    sides = [repr(engine_options(side, str(tmp_path), 1 << 30)) for side in agent_first_token.SIDES]
+    sides = [repr(engine_options(side, str(tmp_path), 1 << 30, 32)) for side in agent_first_token.SIDES]
     assert len(set(sides)) == len(sides)
+
+
+def test_lmcache_is_left_out_without_its_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides: list[str] = []
+    monkeypatch.setattr(agent_first_token, "measure", lambda args: sides.extend(args.sides) or [])
+    monkeypatch.setattr(agent_first_token, "find_spec", lambda name: None)
+    assert main(["--sides", "none", "LMCache"]) == 0
+    assert sides == ["none"]
+    assert "LMCache: left out, because the package lmcache is not installed" in capsys.readouterr().out

@@ -68,6 +68,19 @@ def has_rested(storing: Storing) -> bool:
     return len(storing.keys) == before
 
 
+def test_a_request_that_waits_for_blocks_hurries_them(clock: Clock, activity: StepActivity) -> None:
+    queue = SaveQueue(16, 60.0, activity, clock)
+    storing = Storing(queue)
+    put(queue, 1, 2, 3)
+    assert has_rested(storing)
+    queue.hurry()
+    wait_until(lambda: len(storing.keys) == 3)
+    clock.now += 1.0
+    put(queue, 4)
+    assert has_rested(storing), "it came later"
+    queue.close()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_blocks_wait_for_the_end_of_steps(clock: Clock, activity: StepActivity, threads: int) -> None:
     queue = SaveQueue(16, 60.0, activity, clock)

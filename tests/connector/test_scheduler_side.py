@@ -136,6 +136,46 @@ def test_lookup_deadline(sides: Any, deadline: float) -> None:
     assert side.side.counts.timeouts == (deadline < 1)
 
 
+@pytest.mark.parametrize("patience", [1.0, 0.0])
+def test_blocks_on_their_way_to_the_store_are_waited_for(
+    sides: Any, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker then stores them at once. Saves that do not wait for idle times are not waited for."""
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.lookup.SAVES_SECONDS", 60.0)
+    side = sides(options={"save_patience": patience})
+    keys = side.save(64)
+    del side.store.blocks[keys[2]], side.store.blocks[keys[3]]
+    request = make_request("second", 70)
+    side.side.begin(request)
+    hurried = []
+    for _ in range(1000):
+        found = side.side.matched_tokens(request, 0)
+        hurried.append(side.side.metadata(scheduled()).hurries_saves)
+        if found is not None:
+            break
+        if any(hurried):
+            side.store.blocks.update({keys[2]: b"", keys[3]: b""})
+    assert found == (64 if patience else 32)
+    assert any(hurried) == (patience > 0)
+    assert side.side.counts.requests == 1
+
+
+def test_blocks_that_do_not_arrive_are_not_waited_for(sides: Any) -> None:
+    side = sides(options={"save_patience": 1.0})
+    keys = side.save(64)
+    del side.store.blocks[keys[3]]
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert matched(side, request) == 48
+    assert side.side._states["second"].lookup.again_until is not None
+    # what the store has said before is not on its way, but gone
+    side.side.known.found(keys)
+    other = make_request("third", 70)
+    side.side.begin(other)
+    assert matched(side, other) == 48
+    assert side.side._states["third"].lookup.again_until is None
+
+
 class Clock:
     """Seconds that pass while somebody waits. waits: how long each time."""
 

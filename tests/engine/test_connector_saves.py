@@ -61,6 +61,22 @@ def test_blocks_are_stored_after_the_steps(
         assert_same(found, other.greedy(PROMPTS, OUTPUTS))
 
 
+def test_blocks_that_a_prompt_wants_are_stored_at_once(
+    served: tuple[Engine, FaultStore, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does not rest, and the prefix cache has lost the blocks: the prompt waits for the store to get them."""
+    engine, store, _ = served
+    monkeypatch.setattr(STEPS, "_clock", lambda: 0.0)
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.lookup.SAVES_SECONDS", 60.0)
+    found = engine.alone(PROMPTS[1:2], OUTPUTS)
+    assert store.saved == []
+    engine.poison()
+    engine.llm.reset_prefix_cache()
+    again = engine.alone(PROMPTS[1:2], OUTPUTS)
+    assert_same(again, found)
+    assert again[0].cached_tokens == len(PROMPTS[1]) // 16 * 16
+
+
 def test_an_engine_in_a_step_is_not_idle(
     served: tuple[Engine, FaultStore, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def test_a_calibration_of_vllm_gaudi(tmp_path: Path) -> None:
     covered = [config.covers(name, "QKVParallelLinear") for name in ("a.mlp.gate", "a.mlp.gate_up_proj", "lm_head")]
     assert covered == [False, True, False]
     assert not config.covers("a.mlp.x", "ReplicatedLinear")
-    assert read_measurements(config).nodes == {DOWN: Node((3.5,), (2.0, 2.0), 0.25)}
+    assert read_measurements(config).nodes == {DOWN: Node((3.5,), weight=0.25)}
 
 
 def test_older_keys_and_an_allowlist(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_older_keys_and_an_allowlist(tmp_path: Path) -> None:
     lists = {"allowlist": ..., "blocklist": ..., "whitelist": {"names": ["mlp"]}, "blacklist": {"types": ["Linear"]}}
     path = write_files(tmp_path, nodes, **lists)
     config = read_quant_config(path)
-    assert read(path).nodes == {DOWN: Node((3.0,), (1.0,))}
+    assert read(path).nodes == {DOWN: Node((3.0,))}
     assert [config.covers(name, "X") for name in ("a.mlp.b", "a.attn.b")] == [True, False]
     assert not config.covers("a.mlp.b", "Linear")
 
@@ -83,9 +83,15 @@ def test_scales_are_read_if_nothing_else_is_there(tmp_path: Path) -> None:
     nodes = {DOWN: {"inputs": [0.0625], "outputs": [0.5], "params": {"weight": {"0": [0.5, 0.25], "1": [1.0]}}}}
     path = write_files(tmp_path, nodes, content_mode="Scale")
     found = read(path)
-    assert (found.mode, found.nodes) == ("Scale", {DOWN: Node((0.0625,), (0.5,), 0.5)})
+    assert (found.mode, found.nodes) == ("Scale", {DOWN: Node((0.0625,), weight=0.5)})
     write_files(tmp_path)
     assert read(path).mode == "DynamicRange"
+
+
+def test_outputs_of_unset_memory(tmp_path: Path) -> None:
+    """Published measurements of DeepSeek-R1 and Llama 4 have such numbers for layers whose ranks are added."""
+    nodes = {DOWN: {"inputs": [[[0.5]]], "outputs": [[[0.25]], [[float("nan")]]], "params": {"weight": [[0.25]]}}}
+    assert read(write_files(tmp_path, nodes)).nodes == {DOWN: Node((0.5,), weight=0.25)}
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -193,7 +199,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = write_calibration(Calibration(tmp_path / "model", "g2", nodes, ("lm_head",)))
     config = read_quant_config(path)
     assert (path.name, config.device, config.blocked.names) == ("maxabs_quant_g2.json", "GAUDI2", ("lm_head",))
-    assert read_measurements(config).nodes == nodes
+    assert read_measurements(config).nodes == {name: node._replace(outputs=()) for name, node in nodes.items()}
     assert json.loads((path.parent / "g2" / "inc_output_hooks_maxabs_0_1_mod_list.json").read_text()) == list(nodes)
     assert json.loads((path.parent / "g2" / "inc_output_hooks_maxabs_0_1.json").read_text())["Nodes"][DOWN] == {
         "inputs": [[[3.5]]],

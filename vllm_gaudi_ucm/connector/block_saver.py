@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -46,6 +47,7 @@ class SaveQueue:
     """A first-in, first-out queue. Its entries are handed out once the engine is idle, and otherwise only
 
     * after `patience` seconds,
+    * after `hurry`, if they were queued before it,
     * while more than half of the capacity is taken, or the step that runs fills more blocks than there is room for, or
     * while a caller waits in `flush`.
 
@@ -73,6 +75,7 @@ class SaveQueue:
         self._taken = 0
         self._expected = 0
         self._flushing = 0
+        self._hurried = -math.inf
         self._is_closed = self._has_watcher = False
 
     @property
@@ -86,6 +89,12 @@ class SaveQueue:
             self._expected = count
             if self._waiting and self._is_due():
                 self._changed.notify()
+
+    def hurry(self) -> None:
+        """Hands out what is queued now: a request waits for it."""
+        with self._lock:
+            self._hurried = self._clock()
+            self._changed.notify()
 
     def reserve(self, count: int) -> int:
         """Reserves places for up to `count` blocks; returns how many."""
@@ -170,6 +179,7 @@ class SaveQueue:
             or self._is_closed
             or 2 * self._taken > self._capacity
             or self._capacity - self._taken < self._expected
+            or self._waiting[0].queued <= self._hurried
             or self._clock() - self._waiting[0].queued >= self._patience
             or self._activity.is_idle()
         )
@@ -213,6 +223,10 @@ class BlockSaver:
     def expect(self, count: int) -> None:
         """Announces that the next step fills `count` blocks, which need room at its end."""
         self._queue.expect(count)
+
+    def hurry(self) -> None:
+        """Stores the blocks that were submitted so far, without waiting for an idle engine."""
+        self._queue.hurry()
 
     def submit(self, saves: Sequence[BlockSave]) -> None:
         """Copies these blocks, which may then be overwritten; blocks beyond the queue's room are dropped."""

@@ -1,5 +1,6 @@
 """Looks up keys in the store in a separate thread, so the scheduler never waits for a slow store."""
 
+import math
 import queue
 import threading
 import time
@@ -17,11 +18,18 @@ logger = plugin_logger(__name__)
 GRACE_SECONDS = 0.002
 
 
+SAVES_SECONDS = 0.1
+"""The longest time that a request waits for blocks on their way to the store."""
+AGAIN_SECONDS = 0.001
+"""The time between two look-ups of such blocks."""
+
+
 class Lookup:
     """One look-up; `hits` is how many of its first keys the store holds, None until it is answered.
 
     records, has_records: other keys, and whether the store holds all of them. is_wanted: not dropped.
-    is_late: it was too old when its turn came, and has no answer.
+    is_late: it was too old when its turn came, and has no answer. again_until: it is made again until this time, for
+    blocks on their way to the store.
     """
 
     def __init__(self, keys: Sequence[bytes], first_block: int, asked: float, records: Sequence[bytes] = ()) -> None:
@@ -33,6 +41,7 @@ class Lookup:
         self.hits: int | None = None
         self.is_wanted = True
         self.is_late = False
+        self.again_until: float | None = None
         self.answered = threading.Event()
 
     def drop(self) -> None:
@@ -70,6 +79,18 @@ class LookupThread:
         self._questions.put(lookup)
         return lookup
 
+    def ask_again(self, lookup: Lookup) -> bool:
+        """Queues an answered look-up once more; False if its answer stays, because it was asked again for long."""
+        now = self._clock()
+        if lookup.again_until is None:
+            lookup.again_until = now + SAVES_SECONDS
+        elif now >= lookup.again_until:
+            return False
+        lookup.hits, lookup.has_records, lookup.asked = None, False, now
+        lookup.answered.clear()
+        self._questions.put(lookup)
+        return True
+
     def is_answered(self, lookup: Lookup) -> bool:
         """Waits for the rest of a step's grace period, which all look-ups share. True if answered."""
         if lookup.is_open and self._grace > 0:
@@ -98,6 +119,8 @@ class LookupThread:
                 lookup.is_late = True
                 lookup.answered.set()
                 continue
+            if lookup.again_until is not None:
+                time.sleep(AGAIN_SECONDS)
             try:
                 found = self._store.lookup([*lookup.keys, *lookup.records])
                 found, records = found[: len(lookup.keys)], found[len(lookup.keys) :]
@@ -128,13 +151,24 @@ class KnownKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, keys: Iterable[bytes]) -> None:
-        now = self._clock()
+    def sent(self, keys: Iterable[bytes]) -> None:
+        """Adds keys of blocks that are sent to the store now."""
+        self._add(keys, self._clock())
+
+    def found(self, keys: Iterable[bytes]) -> None:
+        """Adds keys that the store holds."""
+        self._add(keys, -math.inf)
+
+    def _add(self, keys: Iterable[bytes], sent: float) -> None:
         for key in keys:
-            self._keys[key] = now
+            self._keys[key] = sent
             self._keys.move_to_end(key)
         while len(self._keys) > self._most:
             self._keys.popitem(last=False)
+
+    def is_in_transit(self, key: bytes) -> bool:
+        """Returns whether a block was sent lately, so that the store may not hold it yet."""
+        return self._keys.get(key, -math.inf) > self._clock() - SAVE_SECONDS
 
     def discard(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -142,8 +176,7 @@ class KnownKeys:
 
     def missed(self, keys: Iterable[bytes]) -> None:
         """Forgets keys that the store does not hold, unless they may still be in transit to it."""
-        oldest = self._clock() - SAVE_SECONDS
-        self.discard([key for key in keys if self._keys.get(key, oldest) <= oldest])
+        self.discard([key for key in keys if not self.is_in_transit(key)])
 
     def clear(self) -> None:
         self._keys.clear()

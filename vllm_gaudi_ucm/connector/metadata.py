@@ -53,7 +53,8 @@ class RecordSave:
 @dataclass
 class UcmMetadata(KVConnectorMetadata):
     """The message from the scheduler to the worker. lookups: its LookupCounts as a tuple, for the worker's metrics.
-    used: the keys of each request that has ended, in the order of its context.
+    used: the keys of each request that has ended, in the order of its context. hurries_saves: a request waits for
+    blocks on their way to the store.
     """
 
     loads: list[BlockLoad] = field(default_factory=list)
@@ -62,6 +63,7 @@ class UcmMetadata(KVConnectorMetadata):
     prefetch: PrefetchPlan = field(default_factory=PrefetchPlan)
     lookups: tuple[int, int, int, int] = (0, 0, 0, 0)
     used: list[list[bytes]] = field(default_factory=list)
+    hurries_saves: bool = False
 
 
 @dataclass

@@ -182,7 +182,7 @@ class SavePlan:
             self._groups.keys_of(keys[state.saved :]), self._block_tables(request.request_id), state.saved
         )
         new = [block for block in held if block.key not in self._known]
-        self._known.add(block.key for block in new)
+        self._known.sent(block.key for block in new)
         state.saved = full
         return [BlockSave(*block) for block in new]
 
@@ -197,5 +197,5 @@ class SavePlan:
         keys = state.keys.known[: (request.num_prompt_tokens - 1) // self._block_size]
         found = self._partial.record_saves(request, keys, self._block_tables(request.request_id)[0])
         new = [record for record in found if record.key not in self._known]
-        self._known.add(record.key for record in new)
+        self._known.sent(record.key for record in new)
         return new

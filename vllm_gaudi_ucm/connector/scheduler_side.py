@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import msgspec
+from vllm.platforms import current_platform
 
 from vllm_gaudi_ucm.connector.adapter_digests import AdapterDigests
 from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup, LookupThread
@@ -65,6 +66,8 @@ class SchedulerSide:
         self._used: list[list[bytes]] = []
         self.known = KnownKeys()
         self.counts = LookupCounts()
+        self._saves_wait = setup.saves and setup.options.patience(current_platform.device_type) > 0
+        self._hurries_saves = False
         self.store = setup.open_lookups()
         self._lookups = LookupThread(self.store, setup.options.lookup_deadline)
         batch_size = setup.vllm_config.scheduler_config.max_num_seqs
@@ -176,15 +179,25 @@ class SchedulerSide:
             state.close()
             return 0
         found = lookup.hits or 0
+        if self._waits_for_saves(lookup, found):
+            return None
         # those of which all parts are stored
         hits = found // self._groups.count
-        self.known.add(lookup.keys[:found])
+        self.known.found(lookup.keys[:found])
         if lookup.has_records:
-            self.known.add(lookup.records)
+            self.known.found(lookup.records)
         else:
             self.known.missed(lookup.records)
         self.known.missed(lookup.keys[found:])
         return hits * self._block_size if hits >= self._setup.options.min_hit_blocks else 0
+
+    def _waits_for_saves(self, lookup: Lookup, found: int) -> bool:
+        """Asks again if the first block that is missing is on its way to the store, where saves wait for idle times."""
+        if found == len(lookup.keys) or not self._saves_wait or not self.known.is_in_transit(lookup.keys[found]):
+            return False
+        asks = self._lookups.ask_again(lookup)
+        self._hurries_saves |= asks
+        return asks
 
     def _lookup(self, state: RequestState, first: int, end: int) -> Lookup | None:
         """Returns the earlier look-up of these blocks, or a new one; None if there are no blocks to look up."""
@@ -290,7 +303,8 @@ class SchedulerSide:
                     records += self._saves.records(state, num_scheduled)
         counts = self.counts
         lookups = (counts.requests, counts.timeouts, counts.hit_blocks, counts.missed_blocks)
-        return UcmMetadata(loads, saves, records, plan, lookups, used)
+        hurries, self._hurries_saves = self._hurries_saves, False
+        return UcmMetadata(loads, saves, records, plan, lookups, used, hurries)
 
     def lost(self, block_ids: set[int], late: Iterable[str]) -> None:
         """Notes blocks that a worker could not load, and requests whose partial loads were too late there. Other

@@ -267,6 +267,8 @@ class WorkerSide:
         """Starts loads before a step, even one without tokens."""
         if self._saves:
             self.saver.expect(len(metadata.saves) + len(metadata.records))
+            if metadata.hurries_saves:
+                self.saver.hurry()
         apply_plan(self.engine, metadata.prefetch)
         if self._metrics is not None:
             self._metrics.lookups = metadata.lookups

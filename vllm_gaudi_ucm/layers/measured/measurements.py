@@ -29,7 +29,10 @@ _COMPILED = "_orig_mod."
 
 
 class Node(NamedTuple):
-    """The numbers of a module: maxima of magnitudes, or scales. weight: None if it was not measured."""
+    """The numbers of a module: maxima of magnitudes, or scales.
+
+    outputs: as they are written; no layer here needs them, so they are not read. weight: None if it was not measured.
+    """
 
     inputs: tuple[float, ...] = ()
     outputs: tuple[float, ...] = ()
@@ -136,18 +139,17 @@ def _read_nodes(file: Path, mode: Mode) -> dict[str, Node]:
 def _read_node(file: Path, name: str, node: Any) -> Node:
     if not isinstance(node, dict):
         raise QuantConfigError(f"measurements {file}: Nodes.{name}: found {type(node).__name__}, expected an object")
-    parts: dict[str, tuple[float, ...]] = {}
-    for key, old in (("inputs", "input"), ("outputs", "output")):
-        values = node.get(key, node.get(old)) or []
-        if not isinstance(values, list):
-            values = [values]
-        parts[key] = tuple(_number(file, f"{name}.{key}", value) for value in values)
+    # outputs are left out: INC measured unset memory there, such as nan or 2e38 of layers whose ranks are added
+    values = node.get("inputs", node.get("input")) or []
+    if not isinstance(values, list):
+        values = [values]
+    inputs = tuple(_number(file, f"{name}.inputs", value) for value in values)
     params = node.get("params") or {}
     weight = params.get("weight") if isinstance(params, dict) else None
     if isinstance(weight, dict):
         # scales of outputs and of inputs, of which weights here have the former
         weight = weight.get("0")
-    return Node(**parts, weight=None if weight is None else _number(file, f"{name}.params.weight", weight))
+    return Node(inputs, weight=None if weight is None else _number(file, f"{name}.params.weight", weight))
 
 
 def _number(file: Path, key: str, value: Any) -> float:
@@ -173,11 +175,7 @@ def _largest(ranks: Iterable[Mapping[str, Node]]) -> dict[str, Node]:
 
 def _joined(one: Node, other: Node) -> Node:
     weights = [weight for weight in (one.weight, other.weight) if weight is not None]
-    return Node(
-        tuple(map(max, one.inputs, other.inputs)),
-        tuple(map(max, one.outputs, other.outputs)),
-        max(weights, default=None),
-    )
+    return Node(tuple(map(max, one.inputs, other.inputs)), weight=max(weights, default=None))
 
 
 class Calibration(NamedTuple):

@@ -1,7 +1,7 @@
 """Scales as Intel Neural Compressor (INC) makes them of maxima, and weights quantised with them.
 
-A number is `code * scale`; a code is an e4m3 within a card's range. As in INC, scales are computed in bfloat16, and a
-number becomes a code by a product with the scale's inverse, which is rounded to bfloat16, too.
+A number is `code * scale`; a code is an e4m3 within a card's range. As in INC on a card, scales are computed in
+bfloat16: a quotient is a product with the inverse, which is rounded to bfloat16, too. A number becomes a code likewise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def scales_of(maxima: Tensor, rounding: Rounding, backoff: float, card: CardRang
         return torch.ones_like(maxima)
     if rounding == "single":
         return torch.full_like(maxima, 2.0**card.most)
-    scales = maxima / (card.largest * backoff)
+    # a quotient would differ from the files that INC wrote on a Gaudi
+    scales = maxima * torch.tensor(1 / (card.largest * backoff), dtype=torch.bfloat16)
     if rounding == "none":
         return torch.where(maxima == 0, 1, scales)
     exponents = torch.ceil(torch.log2(scales))
