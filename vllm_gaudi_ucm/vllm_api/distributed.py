@@ -86,7 +86,7 @@ def make_model_groups(vllm_config: VllmConfig) -> None:
 def symmetric_memory_is_wanted() -> bool:
     """Returns whether sums may go through torch's symmetric memory: VLLM_ALLREDUCE_USE_SYMM_MEM, true unless it is 0.
 
-    Reason: the variable switches vLLM's own such sums off, so whoever sets it expects it here.
+    Reason: the variable switches vLLM's own such sums off, so people who set it expect that here.
     Remove when: sums are configured by a field of `ParallelConfig`.
     """
     return bool(envs.VLLM_ALLREDUCE_USE_SYMM_MEM)
