@@ -36,7 +36,7 @@ from tests.engine.rounded_cache import assert_follows, rounding_engine
 from tests.engine.rounded_linears import assert_rounded
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.shared_keys import MODELS as SHARED_KEYS
-from tests.engine.shared_keys import smaller_config
+from tests.engine.shared_keys import smaller_config, write_model
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_local_attention import BLOOM
 from tests.engine.tiny_models import FAMILIES, make_config, make_model
@@ -315,14 +315,15 @@ def main(argv: list[str] | None = None) -> int:
         for name, config in configs():
             if options.families and name not in options.families:
                 continue
-            model = make_model(Path(folder) / name.replace(", ", "-"), more_layers(config, options.stages))
+            make = write_model if name in SHARED_KEYS else make_model
+            model = make(Path(folder) / name.replace(", ", "-"), more_layers(config, options.stages))
             for case in cases(name, options):
                 begin = time.perf_counter()
                 try:
                     said = check(name, model, options.quantised, case, options.engines)
                 except Exception as error:  # the next one may be right
                     wrong += 1
-                    said = f"WRONG: {type(error).__name__}: {str(error)[:400]}"
+                    said = f"WRONG: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
                 what = f"{case.what}, {options.quantised}" if options.quantised else case.what
                 print(f"{name}, {what}: {said} ({time.perf_counter() - begin:.1f} s)", flush=True)
     return 1 if wrong else 0
