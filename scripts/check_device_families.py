@@ -143,7 +143,7 @@ def serve(name: str, model: Path, meant: Path, case: Case) -> str:
 
 
 def assert_greedy(meant: Path, case: Case, prompts: list[list[int]], answers: list[Answer]) -> None:
-    """Compares answers with Transformers, whose rows are rounded if the device rounds those of its products."""
+    """Compares answers with Transformers, which rounds rows if the products of the device do."""
     reference = ReferenceModel(meant, "eager")
     if case.scheme in ROUND_ROWS and os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
         narrow_rows(reference, LINEAR, largest_e4m3("hpu"))
@@ -241,6 +241,7 @@ def cases(name: str, asked: argparse.Namespace) -> Iterator[Case]:
 
 
 def requested(name: str, asked: argparse.Namespace) -> Iterator[Case]:
+    """Yields the cases that the arguments name."""
     ranks, stages = asked.tensor_parallel, asked.stages
     if asked.engines > 1:
         yield Case(f"{asked.engines} engines", FEW_GRAPHS, {}, SHORT)
