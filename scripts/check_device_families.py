@@ -5,7 +5,8 @@ preempted, and the longest prompt comes again and hits the prefix cache. Every s
 On Gaudi, where compilations are counted, none may happen after the warm-up.
 `--more` adds other features, each in an engine of its own; --features names some of all.
 Several workers compare in each step what they run. `--quantised` serves checkpoints whose linear layers and experts are
-quantised, and compares with Transformers on the exact values of the same weights.
+quantised, and compares with Transformers on the exact values of the same weights. Rows are rounded there if the
+product of a Gaudi rounds them.
 usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device_families.py [--families NAME ...] [--more]
        [--features NAME ...] [--tensor-parallel N] [--stages N] [--engines N] [--quantised "fp8 per block"]
 """
