@@ -13,6 +13,9 @@ from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 
 # the form of experts and of this layer on a Gaudi: plain weights, and rows as they are
 PLAIN = (".experts.", "kv_b_proj")
+# An element on the other side of a tie is an eighth of itself away, where a code of 8 bits would be a 127th of the
+# largest: logprobs of its row may be off by as much more.
+NEAR = 1.0
 
 
 def narrow_rows(reference: ReferenceModel, pattern: str, largest: float) -> None:

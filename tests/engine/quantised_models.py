@@ -20,7 +20,8 @@ _MIXTRAL = r"block_sparse_moe\.experts\.\d+\.w[123]"
 _OPT = r"model\.decoder\.layers\.\d+\.(?:self_attn\.\w+_proj|fc[12])"
 _BLOOM = r"transformer\.h\.\d+\.(?:self_attention|mlp)\.(?:query_key_value|dense\w*)"
 _LLAMA = rf"model\.layers\.\d+\.(?:(?:{_BLOCKS})\.\w+_proj(?:_with_mqa)?|{_MIXTRAL})"
-_HYBRID = r"model\.layers\.\d+\.(?:(?:mamba|conv|linear_attn)\.(?:in|out)_proj\w*|feed_forward\.(?:w[123]|\w+_proj))"
+_FEED_FORWARD = r"feed_forward\.(?:w[123]|(?:shared_expert\.)?\w+_proj)"
+_HYBRID = rf"model\.layers\.\d+\.(?:(?:mamba|conv|linear_attn)\.(?:in|out)_proj\w*|{_FEED_FORWARD})"
 _LINEAR = re.compile(rf"({_LLAMA}|{_OPT}|{_BLOOM}|{_HYBRID})\.weight")
 
 

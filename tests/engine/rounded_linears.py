@@ -100,9 +100,11 @@ def rounded_reference(meant: Path, quantised: Path, schemes: Mapping[str, str], 
     return reference
 
 
-def assert_rounded(reference: ReferenceModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
-    """Greedy tokens, and logprobs that but for a few are those of the reference."""
-    reference.assert_greedy(prompts, answers, near=NEAR)
+def assert_rounded(
+    reference: ReferenceModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], near: float = NEAR
+) -> None:
+    """Greedy tokens, and logprobs that but for a few are those of the reference. near: see `assert_greedy`."""
+    reference.assert_greedy(prompts, answers, near=near)
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = reference.logprobs([*prompt, *answer.tokens[:-1]], keep=len(answer.tokens))

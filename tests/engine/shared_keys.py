@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB
 from tests.engine.window_models import WINDOW
@@ -36,6 +38,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "per_layer_config": {"04": {"head_dim": 32}, "09": {"head_dim": 32}},
     },
 }
+
+
+def write_model(folder: Path, config: PreTrainedConfig) -> Path:
+    """Writes a model with the random weights of its class."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def smaller_config(model_type: str) -> PreTrainedConfig:

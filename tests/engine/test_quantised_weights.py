@@ -185,7 +185,7 @@ def test_exact_products_on_a_card(on_card: dict[str, OnCard]) -> None:
 
 
 def test_floats_of_eight_bits_on_a_card(on_card: dict[str, OnCard]) -> None:
-    """At true shapes. Tokens and logprobs are those of a model whose rows are rounded. Experts, in one of two layers,
+    """At true shapes. Tokens and logprobs match a model whose rows are rounded. Experts, in one of two layers,
     become plain weights, whose rows are not.
     """
     found, meant = on_card["floats of eight bits"]

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.engine.kv_groups import prompts
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
-from tests.engine.shared_keys import MODELS
+from tests.engine.shared_keys import MODELS, write_model
 from tests.engine.tiny_models import COMMON
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
@@ -30,10 +30,7 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / request.param
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(request.param, **{**COMMON, **MODELS[request.param]})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return write_model(folder, AutoConfig.for_model(request.param, **{**COMMON, **MODELS[request.param]}))
 
 
 @pytest.fixture(scope="module")
