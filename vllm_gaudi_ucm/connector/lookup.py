@@ -19,7 +19,9 @@ GRACE_SECONDS = 0.002
 
 
 SAVES_SECONDS = 0.1
-"""The longest time that a request waits for blocks on their way to the store."""
+"""The longest time that a request waits for blocks on their way to the store, if steps are short."""
+LEAST_ASKED = 3
+"""The look-ups of such blocks before a request gives up: a long step stores them after the second one was answered."""
 AGAIN_SECONDS = 0.001
 """The time between two look-ups of such blocks."""
 
@@ -42,6 +44,7 @@ class Lookup:
         self.is_wanted = True
         self.is_late = False
         self.again_until: float | None = None
+        self.asked_again = 0
         self.answered = threading.Event()
 
     def drop(self) -> None:
@@ -84,8 +87,9 @@ class LookupThread:
         now = self._clock()
         if lookup.again_until is None:
             lookup.again_until = now + SAVES_SECONDS
-        elif now >= lookup.again_until:
+        elif now >= lookup.again_until and lookup.asked_again >= LEAST_ASKED:
             return False
+        lookup.asked_again += 1
         lookup.hits, lookup.has_records, lookup.asked = None, False, now
         lookup.answered.clear()
         self._questions.put(lookup)
