@@ -21,7 +21,7 @@ GRACE_SECONDS = 0.002
 SAVES_SECONDS = 0.1
 """The longest time that a request waits for blocks on their way to the store, if steps are short."""
 LEAST_ASKED = 3
-"""The look-ups of such blocks before a request gives up: a long step stores them after the second one was answered."""
+"""The least number of times that such blocks are looked up again: a long step stores them after the first answer."""
 AGAIN_SECONDS = 0.001
 """The time between two look-ups of such blocks."""
 
@@ -30,8 +30,8 @@ class Lookup:
     """One look-up; `hits` is how many of its first keys the store holds, None until it is answered.
 
     records, has_records: other keys, and whether the store holds all of them. is_wanted: not dropped.
-    is_late: it was too old when its turn came, and has no answer. again_until: it is made again until this time, for
-    blocks on their way to the store.
+    is_late: it was too old when its turn came, and has no answer. again_until, asked_again: for blocks on their way to
+    the store it is made again, until this time and at least LEAST_ASKED times; how often it was.
     """
 
     def __init__(self, keys: Sequence[bytes], first_block: int, asked: float, records: Sequence[bytes] = ()) -> None:
@@ -83,7 +83,7 @@ class LookupThread:
         return lookup
 
     def ask_again(self, lookup: Lookup) -> bool:
-        """Queues an answered look-up once more; False if its answer stays, because it was asked again for long."""
+        """Queues an answered look-up once more. Returns False if it was asked often enough: its answer stays."""
         now = self._clock()
         if lookup.again_until is None:
             lookup.again_until = now + SAVES_SECONDS
