@@ -160,6 +160,21 @@ def test_blocks_on_their_way_to_the_store_are_waited_for(
     assert side.side.counts.requests == 1
 
 
+def test_long_steps_leave_time_to_store(sides: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker hears of the wait when a step begins, and the time is over when it ends."""
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.lookup.SAVES_SECONDS", 0.0)
+    side = sides(options={"save_patience": 1.0})
+    keys = side.save(64)
+    del side.store.blocks[keys[3]]
+    request = make_request("second", 70)
+    side.side.begin(request)
+    while not side.side.metadata(scheduled()).hurries_saves:
+        assert side.side.matched_tokens(request, 0) is None
+    assert eventually(lambda: side.side._states["second"].lookup.hits == 3), "answered before the step has stored"
+    side.store.blocks[keys[3]] = b""
+    assert matched(side, request) == 64
+
+
 def test_blocks_that_do_not_arrive_are_not_waited_for(sides: Any) -> None:
     side = sides(options={"save_patience": 1.0})
     keys = side.save(64)

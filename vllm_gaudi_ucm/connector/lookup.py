@@ -19,7 +19,9 @@ GRACE_SECONDS = 0.002
 
 
 SAVES_SECONDS = 0.1
-"""The longest time that a request waits for blocks on their way to the store."""
+"""The longest time that a request waits for blocks on their way to the store, if steps are short."""
+LEAST_ASKED = 3
+"""The least number of times that such blocks are looked up again: a long step stores them after the first answer."""
 AGAIN_SECONDS = 0.001
 """The time between two look-ups of such blocks."""
 
@@ -28,8 +30,8 @@ class Lookup:
     """One look-up; `hits` is how many of its first keys the store holds, None until it is answered.
 
     records, has_records: other keys, and whether the store holds all of them. is_wanted: not dropped.
-    is_late: it was too old when its turn came, and has no answer. again_until: it is made again until this time, for
-    blocks on their way to the store.
+    is_late: it was too old when its turn came, and has no answer. again_until, asked_again: for blocks on their way to
+    the store it is made again, until this time and at least LEAST_ASKED times; how often it was.
     """
 
     def __init__(self, keys: Sequence[bytes], first_block: int, asked: float, records: Sequence[bytes] = ()) -> None:
@@ -42,6 +44,7 @@ class Lookup:
         self.is_wanted = True
         self.is_late = False
         self.again_until: float | None = None
+        self.asked_again = 0
         self.answered = threading.Event()
 
     def drop(self) -> None:
@@ -80,12 +83,13 @@ class LookupThread:
         return lookup
 
     def ask_again(self, lookup: Lookup) -> bool:
-        """Queues an answered look-up once more; False if its answer stays, because it was asked again for long."""
+        """Queues an answered look-up once more. Returns False if it was asked often enough: its answer stays."""
         now = self._clock()
         if lookup.again_until is None:
             lookup.again_until = now + SAVES_SECONDS
-        elif now >= lookup.again_until:
+        elif now >= lookup.again_until and lookup.asked_again >= LEAST_ASKED:
             return False
+        lookup.asked_again += 1
         lookup.hits, lookup.has_records, lookup.asked = None, False, now
         lookup.answered.clear()
         self._questions.put(lookup)

@@ -72,19 +72,16 @@ class Moves:
 
     def release(self, state: OffloadState, saves: int) -> tuple[int, int]:
         """Releases blocks that have a copy and orders copies of the rest; returns (released, copies still allowed)."""
-        may_leave = [
-            number
-            for number in state.to_evict
-            if number not in state.offloaded and self._blocks.is_owned_alone(state.request_id, number)
-        ]
-        leaving = state.saved.intersection(may_leave)
-        # the last one first, as vLLM frees: the prefix cache then loses the end of a context before its beginning
-        for number in sorted(leaving, reverse=True):
-            self._blocks.release(state.request_id, number)
-            state.offloaded.add(number)
-            self.orders.patches.append(TablePatch(state.generation, state.request_id, number, 0))
-        waiting = [number for number in may_leave if number not in leaving]
-        for number in waiting:
+        released, waiting = 0, []
+        for number in state.to_evict:
+            if number in state.offloaded or not self._blocks.is_owned_alone(state.request_id, number):
+                continue
+            if number in state.saved:
+                self._blocks.release(state.request_id, number)
+                state.offloaded.add(number)
+                self.orders.patches.append(TablePatch(state.generation, state.request_id, number, 0))
+                released += 1
+                continue
             row = self._take_row(state) if saves > 0 and number not in state.saving else None
             if row is not None:
                 saves -= 1
@@ -92,9 +89,10 @@ class Moves:
                 state.saving.add(number)
                 block = self._blocks.table(state.request_id)[number].block_id
                 self.orders.saves.append(BlockMove(state.generation, number, block, row))
+            waiting.append(number)
         state.want(to_evict=waiting)
-        self._totals.released += len(leaving)
-        return len(leaving), saves
+        self._totals.released += released
+        return released, saves
 
     def _take_row(self, state: OffloadState) -> int | None:
         """A free row, or the row of a block of the same request that is back on the device and stays there."""
