@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token")
+CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
 SHARED_KEYS = ("shared_expert_intermediate_size", "shared_intermediate_size")
 # inputs that share a scale in gpt-oss's checkpoints; two devices never share one
 MXFP4_GROUP = 32
@@ -57,6 +57,9 @@ class ExpertSpec:
             shared = _size(config, "n_shared_experts") * inner if config.get("n_shared_experts") else 0
             if config.get("model_type") == "llama4_text":
                 shared = inner
+            elif config.get("model_type") == "gemma4_text":
+                # every layer has a plain MLP, too
+                shared = _size(config, "intermediate_size")
         quantised = config.get("quantization_config") or {}
         group = MXFP4_GROUP if quantised.get("quant_method") == "mxfp4" else 1
         return cls(count, chosen, inner, shared, layers=_layers(config, layers), group=group)

@@ -341,6 +341,8 @@ def test_codes_on_a_gaudi(device: str, quantised: dict[str, Any] | None, found: 
         ({"n_shared_experts": 2}, 48, 1536),
         ({"decoder_sparse_step": None, "moe_layer_freq": [0, 1]}, 48, 0),
         ({"decoder_sparse_step": None, "interleave_moe_layer_step": 2, "model_type": "llama4_text"}, 24, 768),
+        # every layer has a plain MLP, too
+        ({"num_experts_per_tok": None, "top_k_experts": 8, "model_type": "gemma4_text"}, 48, 6144),
     ],
 )
 def test_which_layers_have_experts(change: dict[str, Any], layers: int, shared: int) -> None:
