@@ -124,9 +124,10 @@ def test_the_second_start_of_a_server_skips_the_prompts(tiny_text_model: Path, t
         computed.append(sum(record.tokens for record in read_phase_log(log)[1]))
         hits.append(sum(answer.cached_tokens for answer in answers[-1]))
     assert_same(answers[1], answers[0], near_ties=2)
-    # the first server may find what requests before have stored
+    # the first server finds what requests before have stored, or what waits to be stored
     assert computed[0] + hits[0] == computed[1] + hits[1]
-    assert hits[1] > 700 > 2 * hits[0]
+    assert hits[1] > 700
+    assert 4 * computed[1] < computed[0]
 
 
 def on_card(model: str, blocks: str) -> dict[str, Any]:

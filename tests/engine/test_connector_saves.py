@@ -64,7 +64,7 @@ def test_blocks_are_stored_after_the_steps(
 def test_blocks_that_a_prompt_wants_are_stored_at_once(
     served: tuple[Engine, FaultStore, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine does not rest, and the prefix cache has lost the blocks: the prompt waits for the store to get them."""
+    """The engine does not rest, and the prefix cache has lost the blocks: the prompt waits until they are stored."""
     engine, store, _ = served
     monkeypatch.setattr(STEPS, "_clock", lambda: 0.0)
     monkeypatch.setattr("vllm_gaudi_ucm.connector.lookup.SAVES_SECONDS", 60.0)

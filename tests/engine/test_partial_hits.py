@@ -239,3 +239,13 @@ def test_refused_by_name(tiny_llama: Path) -> None:
         Engine(tiny_llama, ON, enable_prefix_caching=False)
     with pytest.raises(UcmConfigError, match=r"ucm\.kv_cache\.partial_hits: found true, expected false with"):
         resolve_config({"ucm": {"kv_cache": {"partial_hits": True, "granularity": "token"}}})
+
+
+def test_a_prompt_that_fills_the_cache_begins(tiny_llama: Path) -> None:
+    """There is no room for the block to copy from."""
+    options: dict[str, Any] = {"max_model_len": 64, "block_size": 16, "num_gpu_blocks_override": 5}
+    begin = [(7 * i) % 200 + 3 for i in range(40)]
+    with Engine(tiny_llama, {"kv_cache": {"partial_hits": True}}, **options) as engine:
+        engine.alone([begin], 4)
+        (answer,) = engine.alone([[*begin, *[5] * 20]], 4)
+    assert answer.cached_tokens == 32

@@ -304,7 +304,7 @@ class SchedulerSide:
         counts = self.counts
         lookups = (counts.requests, counts.timeouts, counts.hit_blocks, counts.missed_blocks)
         hurries, self._hurries_saves = self._hurries_saves, False
-        return UcmMetadata(loads, saves, records, plan, lookups, used, hurries)
+        return UcmMetadata(loads, saves, records, prefetch=plan, lookups=lookups, used=used, hurries_saves=hurries)
 
     def lost(self, block_ids: set[int], late: Iterable[str]) -> None:
         """Notes blocks that a worker could not load, and requests whose partial loads were too late there. Other

@@ -86,10 +86,15 @@ class PartialHits(BlockPolicy):
     def find(self, manager: KVCacheManager, request: Request, hit: Hit) -> Hit:
         """Extends the full blocks that were found by the block to copy from."""
         self._waiting = None
-        if manager.prefix_cache_lookup_enabled(request) and _can_share(request):
+        if manager.prefix_cache_lookup_enabled(request) and _can_share(request) and self._has_room(manager, request):
             hit = self._extended(request, hit)
         self._tokens = hit.tokens
         return hit
+
+    def _has_room(self, manager: KVCacheManager, request: Request) -> bool:
+        """Returns whether the block to copy from has room, too; otherwise the request would never begin."""
+        blocks = -(-(request.num_tokens + 1) // self._block_size) + 1
+        return bool(blocks * self._groups < manager.block_pool.num_gpu_blocks)
 
     def _extended(self, request: Request, hit: Hit) -> Hit:
         hits, num_tokens = hit.full, hit.tokens
