@@ -42,6 +42,7 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "merge_parts",
         "summarise_blocks",
         "estimate_blocks",
+        "divide_queries",
         "encode_blocks",
         "estimate_codes",
         "estimate_boxes",
