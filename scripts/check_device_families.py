@@ -134,7 +134,10 @@ def serve(name: str, model: Path, meant: Path, case: Case) -> str:
         if case.what != "true shapes":
             assert_none_compiled(engine, warm)
         if "ucm_sparse_method" in case.ucm:
-            assert sum(engine.runner.parts.sparse.state.totals.modes.values()), "no step chose blocks"
+            sparse = engine.runner.parts.sparse
+            assert sparse is not None
+            assert sparse.state is not None
+            assert sum(sparse.state.totals.modes.values()), "no step chose blocks"
     assert_greedy(meant, case, [*prompts, prompts[1], prompts[1]], [*answers, *again])
     hit = again[1].cached_tokens
     assert hit >= 160, f"{hit} tokens of a prefix hit, expected most of 190"
