@@ -20,7 +20,8 @@ def update(state: Tensor, inputs: Sequence[Tensor], a: Tensor) -> Tensor:
     repeats = state.shape[1] // row.b.shape[1]
     b, c = row.b.repeat_interleave(repeats, 1), row.c.repeat_interleave(repeats, 1)
     decay = torch.exp(row.dt * a.to(state.dtype))
-    state.mul_(decay[..., None, None]).addcmul_((row.dt.unsqueeze(-1) * row.x).unsqueeze(-1), b.unsqueeze(-2))
+    # in two operations, which Gaudi's software is known to have
+    state.mul_(decay[..., None, None]).add_((row.dt.unsqueeze(-1) * row.x).unsqueeze(-1) * b.unsqueeze(-2))
     return torch.matmul(state, c.unsqueeze(-1)).squeeze(-1)
 
 
