@@ -30,6 +30,6 @@ def update(state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     state.mul_(torch.exp(row.log_decay)[..., None, None])
     there = torch.matmul(k.unsqueeze(-2), state).squeeze(-2)
     delta = (row.v - there) * row.beta.unsqueeze(-1)
-    # in two operations, which Gaudi's software is known to have
-    state.add_(k.unsqueeze(-1) * delta.unsqueeze(-2))
+    # Gaudi's software is known to have addcmul, and not the one in place
+    state.copy_(torch.addcmul(state, k.unsqueeze(-1), delta.unsqueeze(-2)))
     return torch.matmul(q.unsqueeze(-2), state).squeeze(-2)

@@ -20,8 +20,9 @@ def update(state: Tensor, inputs: Sequence[Tensor], a: Tensor) -> Tensor:
     repeats = state.shape[1] // row.b.shape[1]
     b, c = row.b.repeat_interleave(repeats, 1), row.c.repeat_interleave(repeats, 1)
     decay = torch.exp(row.dt * a.to(state.dtype))
-    # in two operations, which Gaudi's software is known to have
-    state.mul_(decay[..., None, None]).add_((row.dt.unsqueeze(-1) * row.x).unsqueeze(-1) * b.unsqueeze(-2))
+    state.mul_(decay[..., None, None])
+    # Gaudi's software is known to have addcmul, and not the one in place
+    state.copy_(torch.addcmul(state, (row.dt.unsqueeze(-1) * row.x).unsqueeze(-1), b.unsqueeze(-2)))
     return torch.matmul(state, c.unsqueeze(-1)).squeeze(-1)
 
 
