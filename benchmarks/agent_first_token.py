@@ -1,4 +1,4 @@
-"""Time to the first token on a trace of agents: without a store, with ours, and with those of others.
+"""Time to the first token on a trace of agents: without a store, with our stores, and with others.
 
 Sides are our stores, partial hits, memory mode, vLLM's offloading, and LMCache if its package is installed.
 `python -m benchmarks.agent_first_token --model FOLDER [--trace FILE] [--sides ...] [--loads low high] [--rounds 5]`.

@@ -64,7 +64,7 @@ class ChoiceSpec:
     """The cost of choosing blocks in a step, in addition to reading their summaries; see `sparse.choice_cost`.
 
     layer_seconds: for each layer that chooses. step_seconds: for the step, on the host. sign_bytes: bytes that
-    take as long to read as an operation with one sign of a code, beyond those of the code.
+    take as long to read as an operation with one sign of a code, in addition to the bytes of the code.
     """
 
     layer_seconds: float

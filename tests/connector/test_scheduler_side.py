@@ -161,7 +161,7 @@ def test_blocks_on_their_way_to_the_store_are_waited_for(
 
 
 def test_long_steps_leave_time_to_store(sides: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker hears of the wait when a step begins, and the time is over when it ends."""
+    """The wait reaches the worker when a step begins, and the time is over when it ends."""
     monkeypatch.setattr("vllm_gaudi_ucm.connector.lookup.SAVES_SECONDS", 0.0)
     side = sides(options={"save_patience": 1.0})
     keys = side.save(64)

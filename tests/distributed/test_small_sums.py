@@ -60,7 +60,7 @@ def test_all_ranks_choose_by_the_slowest_of_them(tmp_path: Path) -> None:
 
 
 def sums_of(rank: int, size: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Own tensors, their sums, and those of a replayed graph, for each way and some sizes."""
+    """Returns own tensors, their sums, and the sums of a replayed graph, for each way and some sizes."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     cards = dist.new_group(backend="nccl")
@@ -82,7 +82,7 @@ def sums_of(rank: int, size: int, group: dist.ProcessGroup) -> list[tuple[Tensor
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_sums_over_two_gpus(tmp_path: Path) -> None:
-    """Of each way: the rounded sum, the same bits on both ranks, and in a graph."""
+    """Each way gives the rounded sum, with the same bits on both ranks and in a graph."""
     for first, second in zip(*on_ranks(sums_of, 2, tmp_path), strict=True):
         expected = (first[0].double() + second[0].double()).to(first[0].dtype)
         for one in (*first[1:], *second[1:]):

@@ -103,7 +103,7 @@ def rounded_reference(meant: Path, quantised: Path, schemes: Mapping[str, str], 
 def assert_rounded(
     reference: ReferenceModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], near: float = NEAR
 ) -> None:
-    """Greedy tokens, and logprobs that but for a few are those of the reference. near: see `assert_greedy`."""
+    """Asserts greedy tokens, and but for a few the logprobs of the reference. near: see `assert_greedy`."""
     reference.assert_greedy(prompts, answers, near=near)
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -56,8 +56,9 @@ def test_layers_of_multi_token_prediction(family: str, tmp_path: Path, monkeypat
 def test_a_layer_of_multi_token_prediction_in_buckets(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model with states, or whose rows choose tokens; its next step is planned while one runs, and nothing is new
-    after the warm-up."""
+    """The model has states, or its rows choose tokens. The next step is planned while one runs, and nothing is new
+    after the warm-up.
+    """
     pair = make_mtp(tmp_path, family)
     with Engine(pair.target, **OPTIONS) as engine:
         expected = engine.greedy(PROMPTS, MAX_TOKENS)
@@ -81,7 +82,7 @@ def choosing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, list[Answe
 
 
 def test_a_layer_chooses_tokens(choosing: tuple[Pair, list[Answer]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its drafts are not those of a layer that attends to whole contexts."""
+    """A layer that attends to whole contexts drafts other tokens."""
     pair, expected = choosing
     with Engine(pair.target, **OPTIONS, speculative_config=pair.speculation(NUM_DRAFTS)) as engine:
         proposals = Proposals(engine, monkeypatch)

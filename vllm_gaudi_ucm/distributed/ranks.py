@@ -76,7 +76,11 @@ class Ranks:
 
     def most(self, value: int) -> int:
         """The largest value of all ranks."""
-        return -self.least(-value)
+        return self.most_of([value])[0]
+
+    def most_of(self, values: Sequence[int]) -> list[int]:
+        """Returns the largest value of all ranks at each place; all ranks pass the same number of values."""
+        return [-value for value in self.least_of([-value for value in values])]
 
     def all_of(self, is_true: bool) -> bool:
         """True if it is true on every rank."""
@@ -87,7 +91,7 @@ class Ranks:
         if self.group is None:
             return [own]
         text = own.encode()
-        longest = -self.least(-len(text))
+        longest = self.most(len(text))
         padded = torch.frombuffer(bytearray(text.ljust(longest + 1, b"\0")), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(gathered, padded, group=self.group)

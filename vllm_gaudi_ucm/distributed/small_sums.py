@@ -29,7 +29,10 @@ FIXED_ORDER = (2, 4, 8)  # ranks for which torch's kernels add in one order on e
 
 
 class Way(StrEnum):
-    """How a sum is computed. ONE_SHOT: each rank reads all others. TWO_SHOTS: each sums its part, which others read."""
+    """The ways to compute a sum.
+
+    ONE_SHOT: each rank reads all others. TWO_SHOTS: each sums its part, which others read.
+    """
 
     NCCL = "NCCL"
     ONE_SHOT = "one shot"
@@ -42,13 +45,17 @@ class SmallSums:
     Args:
         buffer: uint8 of as many bytes as the largest sum, in memory that all ranks of the group have mapped.
         group: torch's name of the device group.
-        ways: by the size in bytes, the same on all ranks.
+        ways: by the size in bytes, the same on all ranks; without them only `by` computes.
     """
 
-    def __init__(self, buffer: Tensor, group: str, ways: Mapping[int, Way]) -> None:
+    def __init__(self, buffer: Tensor, group: str, ways: Mapping[int, Way] | None = None) -> None:
         self._buffer = buffer
         self._group = group
-        self._ways = dict(ways)
+        self._ways = dict(ways or {})
+
+    def with_ways(self, ways: Mapping[int, Way]) -> SmallSums:
+        """Returns these sums with a way for each size."""
+        return SmallSums(self._buffer, self._group, ways)
 
     def __call__(self, own: Tensor) -> Tensor | None:
         """Returns the sum as a new tensor, identical on all ranks to the last bit; None if NCCL is to compute it."""
@@ -71,7 +78,7 @@ class SmallSums:
 
 def fastest_ways(times: Mapping[Way, Sequence[float]], ranks: Ranks) -> dict[int, Way]:
     """Returns the way of each of `SIZES`, by the seconds of the slowest rank. All ranks call it together."""
-    slowest = {way: [-t for t in ranks.least_of([-round(1e9 * t) for t in found])] for way, found in times.items()}
+    slowest = {way: ranks.most_of([round(1e9 * time) for time in found]) for way, found in times.items()}
     return {size: min(slowest, key=lambda way: slowest[way][place]) for place, size in enumerate(SIZES)}
 
 
@@ -85,7 +92,7 @@ def small_sums(device: torch.device, device_group: dist.ProcessGroup, ranks: Ran
         return None
     sums, reason = None, ""
     try:
-        sums = SmallSums(_shared_buffer(device, device_group), device_group.group_name, {})
+        sums = SmallSums(_shared_buffer(device, device_group), device_group.group_name)
     except (ImportError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
     if not ranks.all_of(sums is not None):
@@ -120,9 +127,7 @@ def _if_faster(
     for place, size in enumerate(SIZES):
         each = ", ".join(f"{way} {1e6 * found[place]:.1f} us" for way, found in times.items())
         logger.info("A sum of %d KiB over %d ranks: %s; %s", size >> 10, ranks.size, each, chosen[size])
-    if set(chosen.values()) == {Way.NCCL}:
-        return None
-    return SmallSums(sums._buffer, sums._group, chosen)
+    return None if set(chosen.values()) == {Way.NCCL} else sums.with_ways(chosen)
 
 
 def _often(run: Callable[[Tensor], object], size: int, device: torch.device) -> None:

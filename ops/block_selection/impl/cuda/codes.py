@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import BITS_PER_BYTE, STEPS_OF_
 LARGEST_HEAD = 128  # of keys; a program holds the rotation of one head
 LARGEST_BLOCK = 128
 # A query is a sum of integers of 8 bits, each FINER times less than the one before it. With one the error is 0.6 % of
-# that of the signs; but where no mean is kept, codes carry it, too.
+# the error of the signs; but where no mean is kept, codes carry it, too.
 TERMS, TERMS_WIDE, FINER = {SummaryKind.CODES: 1, SummaryKind.HASH: 2}, 3, 254
 CODES_AT_ONCE = 64
 
