@@ -80,15 +80,15 @@ def selecting(policy: Policy | None, block_size: int) -> Iterator[None]:
         _policy.reset(token)
 
 
-def load_causal(folder: Path) -> Any:
-    """A model in float32 whose attention obeys the policy."""
+def load_causal(folder: Path, device: str = "cpu") -> Any:
+    """A model in float32 on `device` whose attention obeys the policy."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION)
-    return model.eval()
+    return model.to(device).eval()
 
 
 def _attention(
@@ -118,10 +118,19 @@ def _attention(
             mask = mask & blocks.repeat_interleave(block_size, dim=-1)[..., :tokens]
     # without a mask a single row sees every key, while torch's causal mask would show only the first
     causal = mask is None and query.shape[2] > 1
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=True
+    return _attend(query, key, value, mask, scaling, causal).transpose(1, 2), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
+) -> Tensor:
+    """Returns `[1, heads, rows, dim]`. Query heads of a group are next to each other."""
+    grouped = not query.is_cuda
+    if not grouped:  # only the kernel that writes every score to memory takes groups in float32
+        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-    return out.transpose(1, 2), None
 
 
 def _in_window(query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float | None) -> Tensor:
@@ -136,9 +145,5 @@ def _in_window(query: Tensor, key: Tensor, value: Tensor, window: int, scaling: 
         row, column = torch.arange(begin, end)[:, None], torch.arange(start, end)
         few, part = slice(begin - tokens + rows, end - tokens + rows), slice(start, end)
         mask = (column <= row) & (column > row - window)
-        found.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                query[:, :, few], key[:, :, part], value[:, :, part], mask, scale=scaling, enable_gqa=True
-            )
-        )
+        found.append(_attend(query[:, :, few], key[:, :, part], value[:, :, part], mask, scaling))
     return torch.cat(found, 2)

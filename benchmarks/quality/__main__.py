@@ -55,11 +55,13 @@ def run(options: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     torch.set_num_threads(options.threads)
+    # the model, samples, and every tensor that a method makes
+    torch.set_default_device(options.device)
     print(describe_machine())
     journal = Journal(options.journal)
     methods = [one for one in (*compared(), *sparse_prompts()) if one.name in options.methods]
     budgets = [Budget(ratio) for ratio in sorted(options.budgets)]
-    tokenizer, model = AutoTokenizer.from_pretrained(options.model), load_causal(options.model)
+    tokenizer, model = AutoTokenizer.from_pretrained(options.model), load_causal(options.model, options.device)
     cases = [
         [Key(options.model.name, task, length, options.seed, number, size) for size in options.block_sizes]
         for length in sorted(options.lengths)
@@ -87,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--block-sizes", type=positive, nargs="+", default=[128], help="they share a dense context")
     found.add_argument("--samples", type=positive, default=10, help="of each task and length")
     found.add_argument("--seed", type=int, default=1)
+    found.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     found.add_argument("--threads", type=positive, default=1)
     found.add_argument("--journal", type=Path, default=Path(".cache/quality.jsonl"))
     found.add_argument("--report", type=Path, nargs="+", metavar="JOURNAL", help="only print these journals")

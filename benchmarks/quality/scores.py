@@ -46,14 +46,9 @@ def of_summary(kind: SummaryKind, narrow: bool = False) -> Scores:
     """Returns GSA's scores. narrow: whether summaries are 8-bit floats."""
 
     def scores(step: Step, budget: Budget) -> Tensor:
-        summaries = _summaries(step, kind, narrow)
-        result = torch.zeros(len(step.query), step.num_blocks)
-        one, none = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        for row, mine in enumerate(budget.candidates(step)):
-            blocks = mine.nonzero()[:, 0]
-            query, spans = step.query[row : row + 1], torch.zeros_like(blocks)
-            result[row, blocks] = block_scores(query, summaries, blocks + 1, spans, none, one, 1, step.scale, kind)
-        return result
+        all_of = step_candidates(step, budget, _summaries(step, kind, narrow))
+        spans = (all_of.spans, all_of.first_rows, all_of.num_rows, all_of.max_rows)
+        return _table(step, all_of, block_scores(step.query, all_of.summaries, all_of.blocks, *spans, step.scale, kind))
 
     return scores
 
@@ -71,11 +66,15 @@ def of_method(method: type[BlockSparse]) -> Scores:
         candidates = step_candidates(step, budget, summaries)
         found = made.block_scores(step.layer, step.query, candidates)
         assert found is not None
-        table = torch.zeros(len(step.query) * step.num_blocks)
-        table[candidates.places] = found
-        return table.view(len(step.query), -1)
+        return _table(step, candidates, found)
 
     return scores
+
+
+def _table(step: Step, candidates: CandidateBlocks, found: Tensor) -> Tensor:
+    table = torch.zeros(len(step.query) * step.num_blocks)
+    table[candidates.places] = found
+    return table.view(len(step.query), -1)
 
 
 def by_kv_head(scores: Scores) -> Callable[[Step, Budget], Tensor]:
