@@ -145,7 +145,9 @@ def projection(dim: int, device: torch.device) -> Tensor:
     key = dim, device
     if key not in _made:
         bits = -(-dim // BITS_PER_BYTE) * BITS_PER_BYTE
-        gaussian = torch.randn(bits, bits, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+        gaussian = torch.randn(
+            bits, bits, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64, device="cpu"
+        )
         rotation, _ = torch.linalg.qr(gaussian)
         _made[key] = rotation[:, :dim].float().contiguous().to(device)
     _latest[dim] = _made[key]
