@@ -12,6 +12,8 @@ import importlib
 from types import SimpleNamespace
 
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
+REAL = {"freeze": _freeze, "unfreeze": _unfreeze}
+"""What `gc` has in an engine that is not a test's."""
 
 
 def freeze_imports() -> None:
