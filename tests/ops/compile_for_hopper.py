@@ -205,6 +205,10 @@ def select(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
         written = cuda.write(keys, ids[:2], summaries, kind)
         assert written == (kind is SummaryKind.CODES and cache_dtype is None)
         assert cuda.scores(query, summaries, ids, ids, ids[:3], ids[:3], 5, 0.1, kind) is not None
+        # queries of large heads are rotated piece by piece
+        large = torch.zeros(10, 8, 256, dtype=dtype)
+        summaries = torch.zeros(kind.shape(9, 128, 2, 256), dtype=torch.uint8)
+        assert cuda.scores(large, summaries, ids, ids, ids[:3], ids[:3], 5, 0.1, kind) is not None
     fresh = cuda.choose(scores, ids, 3, 256, 77)
     assert fresh is not None
     table, per_span = torch.zeros(3 * 256 + 1, dtype=torch.int64), 4 * [ids[:3]]

@@ -64,6 +64,15 @@ def test_scores_equal_their_definition(name: str, kind: SummaryKind, case: Case)
     assert not found[found.shape[0] - case.pads :].any(), "a pad has no score"
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SummaryKind if kind.is_coded])
+@pytest.mark.parametrize("dim", [136, 256])
+def test_large_heads_are_rotated_piece_by_piece(kind: SummaryKind, dim: int) -> None:
+    """The last piece of 136 elements is smaller."""
+    candidates = build(Case(spans=((1, 5), (2, 4)), dim=dim, seed=7))
+    assert not may_round_differently(candidates, kind)
+    assert_scores(scores(candidates, kind), expected_scores(candidates, kind))
+
+
 @pytest.mark.parametrize("kind", FLOATS)
 def test_more_candidates_than_programs_look_at_at_once(kind: SummaryKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans whose candidates begin and end anywhere in a tile, of many lines."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.block_selection.features import BITS_PER_BYTE, STEPS_OF_GAIN, SummaryKind, projection
 
 LARGEST_HEAD = 128  # of keys; a program holds the rotation of one head
+PIECE = 32  # elements of a larger head, by which queries are rotated
 LARGEST_BLOCK = 128
 # A query is a sum of integers of 8 bits, each FINER times less than the one before it. With one the error is 0.6 % of
 # the error of the signs; but where no mean is kept, codes carry it, too.
@@ -60,7 +61,7 @@ def estimate(
     numbers = estimates.new_empty((rows, heads, 1 + sizes["TERMS"]))
     kernels.divide_queries[(rows, kv_heads)](
         query, projection(dim, query.device), features, terms, numbers, *query.stride()[:2], **sizes, DIM=dim,
-        BLOCK_D=max(16, power_of_two(dim)), BLOCK_N=max(16, power_of_two(group)),
+        BLOCK_D=max(16, power_of_two(dim)) if dim <= LARGEST_HEAD else PIECE, BLOCK_N=max(16, power_of_two(group)),
     )  # fmt: skip
     kernels.estimate_codes[(ids[0].shape[0] * kv_heads,)](
         features, terms, numbers, summaries, *ids, estimates, scale, log(kind.first_weight),

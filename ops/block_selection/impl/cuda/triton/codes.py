@@ -66,7 +66,8 @@ def divide_queries(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BYTES: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, TERMS: tl.constexpr, FINER: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, KV heads): queries in the directions of the codes, as floats and as sums of integers.
+    """Grid (rows, KV heads): queries in the directions of the codes, as floats and as sums of integers. BLOCK_D:
+    elements of a head that are multiplied at once.
 
     projection: fp32 [8 BYTES, DIM]. features: fp32 [rows, HEADS, 8 BYTES].
     terms: int8 [rows, HEADS, TERMS, 8, BLOCK_B], the first bits of all bytes, then the second ones, and so on; each
@@ -77,9 +78,13 @@ def divide_queries(
     n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, 8 * BLOCK_B)
     asked, inside = n < GROUP, e < 8 * BYTES
     source = query + row * q_row + (kv_head * GROUP + n)[:, None] * q_head + d[None, :]
-    own = tl.load(source, mask=asked[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
-    turn = tl.load(projection + e[None, :] * DIM + d[:, None], mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
-    turned = tl.dot(own, turn, input_precision="tf32x3")
+    turned = tl.zeros([BLOCK_N, 8 * BLOCK_B], tl.float32)
+    for begin in tl.static_range(0, DIM, BLOCK_D):
+        left = d < DIM - begin
+        own = tl.load(source + begin, mask=asked[:, None] & left[None, :], other=0.0).to(tl.float32)
+        directions = projection + e[None, :] * DIM + begin + d[:, None]
+        turn = tl.load(directions, mask=inside[None, :] & left[:, None], other=0.0)
+        turned = tl.dot(own, turn, turned, input_precision="tf32x3")
     at = (row * HEADS + kv_head * GROUP + n).to(tl.int64)
     tl.store(features + at[:, None] * (8 * BYTES) + e[None, :], turned, mask=asked[:, None] & inside[None, :])
     peak = tl.max(tl.abs(turned), 1)
