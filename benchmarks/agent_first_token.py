@@ -207,7 +207,7 @@ def start_one(engine: EngineSide, args: argparse.Namespace) -> float:
     seconds, _ = engine.start()
     # the second time a prompt comes from the store
     for _ in range(2):
-        engine.ask(order(WARM_SEED, 1, args) | {"most_requests": 1})
+        engine.ask(order(WARM_SEED, 1, args, most_requests=1))
     return seconds
 
 
@@ -245,15 +245,15 @@ def take_turns(
                     args.json.write_text(json.dumps([run._asdict() for run in runs]) + "\n")
 
 
-def order(seed: int, at_once: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns an order to replay the trace with tokens of a seed."""
+def order(seed: int, at_once: int, args: argparse.Namespace, most_requests: int | None = None) -> dict[str, Any]:
+    """Returns an order to replay the trace, or its first requests, with tokens of a seed."""
     return {
         "trace": str(args.trace.resolve()),
         "block_tokens": args.trace_block_tokens,
         "at_once": at_once,
         "most_answer": args.most_answer,
         "seed": seed,
-        "most_requests": None,
+        "most_requests": most_requests,
     }
 
 
