@@ -6,14 +6,19 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from benchmarks import agent_first_token
-from benchmarks.agent_first_token import SMALL, Run, engine_options, first_tokens, main, parse, prompts_of
+from benchmarks.agent_figures import Run
+from benchmarks.agent_first_token import SIDES, TRAFFIC, engine_options, main, parse, side_options
+from benchmarks.agent_first_token_side import first_tokens, prompts_of
+from benchmarks.engine_side import SideFailed
 from vllm_gaudi_ucm_tools.store.traffic_log import LoggedRequest, TrafficLog, read_traffic
+
+SMALL = TRAFFIC["cpu"]
 
 
 @pytest.fixture
@@ -95,36 +100,86 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
     def measured(args: Any) -> Any:
         assert args.trace.is_file()
-        return [Run(round_, side, "low", [{"ms": ms, "cached": 0.9}]) for (round_, side), ms in times.items()]
+        runs = [Run(round_, side, "low", [{"ms": ms, "cached": 0.9}]) for (round_, side), ms in times.items()]
+        return runs, {"file": "the worker of file ended"}
 
     monkeypatch.setattr(agent_first_token, "measure", measured)
-    assert main(["--plot", str(tmp_path / "ratios.png")]) == 0
-    assert "0.38 (0.25 to 0.50)" in capsys.readouterr().out
+    assert main(["--plot", str(tmp_path / "ratios.png")]) == 1
+    printed = capsys.readouterr().out
+    assert "0.38 (0.25 to 0.50)" in printed
+    assert "file: left out. the worker of file ended" in printed
     assert (tmp_path / "ratios.png").stat().st_size > 1000
 
 
-def test_a_second_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each round begins with another side, and what the file has is not measured again."""
-    begun: list[tuple[str, str]] = []
+class FakeSide:
+    """Answers orders as an engine of a side does; `memory` dies at its third replay."""
 
-    def run(command: list[str], **options: Any) -> Any:
-        begun.append((command[command.index("--round") + 1], command[command.index("--side") + 1]))
-        if len(begun) == 3:
-            return SimpleNamespace(returncode=1, stderr="killed")
-        Path(command[-1]).write_text(json.dumps({"low": [{"ms": 1.0, "cached": 0.0}]}))
-        return SimpleNamespace(returncode=0)
+    begun: ClassVar[list[tuple[str, int, int | None]]] = []
+    stopped: ClassVar[list[str]] = []
 
-    monkeypatch.setattr(agent_first_token.subprocess, "run", run)
-    file = tmp_path / "runs.json"
-    args = parse(["--trace", "t", "--rounds", "2", "--sides", "none", "memory", "--loads", "low", "--json", str(file)])
-    with pytest.raises(RuntimeError, match="side memory: exit code 1"):
-        agent_first_token.measure(args)
-    assert len(agent_first_token.measure(args)) == 4
-    assert begun == [("0", "none"), ("0", "memory"), ("1", "memory"), ("1", "memory"), ("1", "none")]
+    def __init__(self, name: str, *others: Any, **options: Any) -> None:
+        self.name = name
+
+    def start(self) -> tuple[float, dict[str, Any]]:
+        if self.name == "tiered":
+            raise SideFailed("the worker of tiered ended")
+        return 1.0, {}
+
+    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        if order["most_requests"] is None:
+            FakeSide.begun.append((self.name, order["seed"], order["at_once"]))
+            if len(FakeSide.begun) == 3:
+                raise SideFailed("the worker of memory ended")
+        return {"requests": [{"ms": 1.0, "cached": 0.0}]}
+
+    def stop(self) -> None:
+        FakeSide.stopped.append(self.name)
+
+
+def test_sides_take_turns_and_a_second_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, log: TrafficLog
+) -> None:
+    """Each round begins with another side, a side that fails is left out with its reason, and what the file has is not
+    measured again.
+    """
+    monkeypatch.setattr(agent_first_token, "EngineSide", FakeSide)
+    monkeypatch.setattr(FakeSide, "begun", [])
+    monkeypatch.setattr(FakeSide, "stopped", [])
+    file, trace = tmp_path / "runs.json", str(tmp_path / "agents.jsonl")
+    given = ["--shape", "small", "--trace", trace, "--rounds", "2", "--loads", "low", "--json", str(file)]
+    args = parse([*given, "--sides", "none", "memory", "tiered"])
+    runs, failed = agent_first_token.measure(args)
+    assert FakeSide.begun == [("none", 0, 1), ("memory", 0, 1), ("memory", 10, 1), ("none", 10, 1)]
+    assert failed == {"tiered": "the worker of tiered ended", "memory": "the worker of memory ended"}
+    assert len(runs) == 3
+    assert {"tiered", "memory"} <= set(FakeSide.stopped[:2])
+    runs, failed = agent_first_token.measure(parse([*given, "--sides", "none", "memory"]))
+    assert (len(runs), failed, FakeSide.begun[4:]) == (4, {}, [("memory", 10, 1)])
+    assert "tiered: left out. the worker of tiered ended" in capsys.readouterr().err
+
+
+def test_a_gpu_gets_long_prompts_and_its_own_sizes(tmp_path: Path) -> None:
+    """An H200 serves prompts of 20K to 100K tokens, of which most have been seen before, and its cache holds one."""
+    args = parse(["--device", "cuda", "--layers", "8"])
+    lengths = [line["input_length"] for line in TRAFFIC["cuda"].lines()]
+    assert (min(lengths), max(lengths) > 90_000) == (20_000, True)
+    model = agent_first_token.write_model(tmp_path, max(lengths), args)
+    options = engine_options("memory mode", model, str(tmp_path), max(lengths) + 4, args)
+    assert options["max_model_len"] <= args.device_tokens
+    assert options["kv_cache_memory_bytes"] == args.device_tokens * 8 * 2 * 8 * 128 * 2
+    assert options["additional_config"]["ucm"].keys() == {*agent_first_token.MEMORY_MODE, "graphs"}
+    assert (options["dtype"], options["load_format"]) == ("bfloat16", "dummy")
+
+
+@pytest.mark.parametrize("given", [["--model", "m", "--shape", "8b"], ["--model", "m", "--layers", "2"]])
+def test_a_model_with_weights_has_its_own_shape(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(given)
+    assert "--shape and --layers are of random ones" in capsys.readouterr().err
 
 
 def test_each_side_is_different(tmp_path: Path) -> None:
-    sides = [repr(engine_options(side, str(tmp_path), 1 << 30, 32)) for side in agent_first_token.SIDES]
+    sides = [repr(side_options(side, str(tmp_path), parse([]))) for side in SIDES]
     assert len(set(sides)) == len(sides)
 
 
@@ -132,8 +187,8 @@ def test_lmcache_is_left_out_without_its_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sides: list[str] = []
-    monkeypatch.setattr(agent_first_token, "measure", lambda args: sides.extend(args.sides) or [])
+    monkeypatch.setattr(agent_first_token, "measure", lambda args: (sides.extend(args.sides) or [], {}))
     monkeypatch.setattr(agent_first_token, "find_spec", lambda name: None)
     assert main(["--sides", "none", "LMCache"]) == 0
     assert sides == ["none"]
-    assert "LMCache: left out, because the package lmcache is not installed" in capsys.readouterr().out
+    assert "LMCache: left out, because the package lmcache is not installed" in capsys.readouterr().err

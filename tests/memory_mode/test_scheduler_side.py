@@ -117,6 +117,25 @@ def test_blocks_come_back_from_the_prefix_cache(tmp_path: Path) -> None:
     assert scheduler.offload.totals.found
 
 
+def test_the_prefix_cache_loses_the_end_of_a_context_first(tmp_path: Path) -> None:
+    """Blocks leave by their scores. When their request ends they are freed with its others, the last one first, so that
+    the beginning is found after others have taken room.
+    """
+    scheduler, worker = scheduler_of(tmp_path, num_blocks=60), FakeWorker(random.Random(0))
+    scheduler.add_request(request("a", 160, max_tokens=12))
+    away = 0
+    while scheduler.requests:
+        run_step(scheduler, worker)
+        away = max(away, scheduler.offload.num_offloaded)
+    assert away > 10
+    scheduler.add_request(request("b", 100, max_tokens=1, start=16))
+    while scheduler.requests:
+        run_step(scheduler, worker)
+    _, found, _ = scheduler.kv_cache_manager.get_computed_blocks(request("c", 160))
+    # b's 25 blocks were the 16 that nobody had used, and others from the end of a's 42
+    assert found // BLOCK_SIZE >= 40 - 10
+
+
 def test_failed_saves_change_nothing(tmp_path: Path) -> None:
     """covers: C8"""
     scheduler, worker = scheduler_of(tmp_path), FakeWorker(random.Random(0), fail_saves=1.0)

@@ -176,6 +176,13 @@ class Moves:
                 self._return(state, number, found)
                 self._totals.found += 1
 
+    def take_back(self, state: OffloadState, request: Request) -> None:
+        """Puts offloaded blocks that the prefix cache still has into the table, which no further step reads."""
+        for number in state.offloaded.difference(state.loading):
+            found = self._blocks.take_cached(request, number)
+            if found is not None:
+                self._put(state, number, found)
+
     def take_save(self, state: OffloadState, number: int, saved: bool) -> None:
         state.saving.discard(number)
         if saved:

@@ -88,6 +88,16 @@ class OffloadScheduler:
             return
         self._moves.end(state)
 
+    def take_back(self, request: Request) -> None:
+        """Gives a request that is about to be freed what the prefix cache still has of its offloaded blocks.
+
+        They left in the order of their scores. All blocks are then freed in vLLM's order, so that the prefix cache
+        loses the end of a context first: without a block in the middle, those behind it are of no use to later prompts.
+        """
+        state = self._states.get(request.request_id)
+        if state is not None:
+            self._moves.take_back(state, request)
+
     def dispensable(self, request_id: str, full: int, missing: Sequence[int]) -> list[int]:
         """Blocks of a stored prompt that its first step can do without, least wanted first. See dispensable_blocks."""
         if request_id not in self._states:

@@ -81,6 +81,9 @@ class SchedulerPart:
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
         """Called when a step was scheduled; reset: as in `before_schedule`."""
 
+    def before_freeing(self, request: Request) -> None:
+        """Called when a request has finished, or was aborted, and still has its blocks."""
+
     def finished(self) -> None:
         """Called when requests have finished, or were aborted."""
 
@@ -336,6 +339,9 @@ class OffloadedSteps(SparseSteps):
         self.offload.preempted(set(scheduler_output.preempted_req_ids or ()) - set(reset))
         orders = self.offload.orders(meta.requests, self._scheduler.requests, computed_tokens(scheduler_output))
         return msgspec.structs.replace(meta, offload=orders)
+
+    def before_freeing(self, request: Request) -> None:
+        self.offload.take_back(request)
 
     def finished(self) -> None:
         """Ends requests that have finished: they wait for no blocks, and blocks that wait for them become free."""

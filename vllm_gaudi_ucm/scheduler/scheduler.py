@@ -82,6 +82,8 @@ class UcmScheduler(Scheduler):
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        for part in self.parts:
+            part.before_freeing(request)
         for policy in self.block_policies.members:
             policy.ended(request)
         return super()._free_request(request, *args, **kwargs)
