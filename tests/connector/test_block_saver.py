@@ -43,6 +43,26 @@ def stored(store: FaultStore) -> dict[int, float]:
     }
 
 
+def test_page_locked_buffers_are_taken_at_start(blocks: DeviceBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a small queue's. Saves then allocate nothing, and every place is free."""
+    sizes: list[int] = []
+
+    def allocate(blocks: DeviceBlocks, nbytes: int) -> memoryview:
+        sizes.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    monkeypatch.setattr(type(blocks.device), "pins_host_memory", True)
+    monkeypatch.setattr(DeviceBlocks, "allocate", allocate)
+    saver = saver_of(FaultStore(), blocks, capacity=5, workers=1)
+    assert sizes == [blocks.block_bytes] * 5
+    saver.submit(saves(1, 2, 3, 4, 5))
+    assert saver.flush(60.0)
+    assert len(sizes) == 5
+    assert saver.counts().saved == 5
+    saver.close()
+    saver.check_integrity()
+
+
 def test_blocks_are_copied_before_they_may_change(blocks: DeviceBlocks, cache: KvPair) -> None:
     """covers: C9. The step after may write them while the store is still busy."""
     store = FaultStore()

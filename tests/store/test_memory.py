@@ -93,6 +93,29 @@ def test_memory_is_taken_as_it_fills() -> None:
     assert pool.take_slot() == 3
 
 
+def test_page_locked_memory_is_taken_at_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As far as the system has it; a later block tries again."""
+    sizes: list[int] = []
+
+    def slab(pool: SlotPool, size: int) -> np.ndarray:
+        if len(sizes) == 2:
+            raise RuntimeError("no more page-locked memory")
+        sizes.append(size)
+        return np.empty(size, np.uint8)
+
+    monkeypatch.setattr(SlotPool, "_new_slab", slab)
+    pool = SlotPool(1 << 20, 100 << 20, pinned=True)
+    assert (sizes, pool.allocated, pool.free) == ([64 << 20, 36 << 20], 100, 100)
+    assert [pool.take_slot() for _ in range(3)] == [0, 1, 2]
+
+    sizes.clear()
+    pool = SlotPool(1 << 20, 200 << 20, pinned=True)
+    assert (pool.allocated, pool.free) == (128, 128)
+    assert "0.12 GiB of page-locked memory were taken at start: no more page-locked memory" in caplog.text
+    sizes.clear()
+    assert [pool.take_slot() for _ in range(200)] == list(range(200))
+
+
 def test_users_with_equal_options_share_one_store(open_one: Any) -> None:
     options = {"kind": "memory", "capacity": "1MiB"}
     one, two, other = open_one(options), open_one(options), open_one({"kind": "memory", "capacity": "2MiB"})

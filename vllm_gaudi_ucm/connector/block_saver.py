@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.metadata import BlockSave
     from vllm_gaudi_ucm.store.base import KvStore
 
+AT_START = 1 << 30
+"""Most bytes for blocks in transit that are taken at start; the others follow as they are needed."""
 POLL_SECONDS = 0.02
 """How often one thread checks whether the engine has become idle. Each check takes about 0.1 ms of a step."""
 
@@ -77,6 +79,11 @@ class SaveQueue:
         self._flushing = 0
         self._hurried = -math.inf
         self._is_closed = self._has_watcher = False
+
+    @property
+    def capacity(self) -> int:
+        """The most blocks that have a place here."""
+        return self._capacity
 
     @property
     def taken(self) -> int:
@@ -211,6 +218,11 @@ class BlockSaver:
         self._queue = waiting
         self._lock = threading.Lock()
         self._free: list[memoryview] = []
+        if blocks.device.pins_host_memory:
+            # page-locked memory takes milliseconds a block, in which no kernel is launched
+            self._free = self._take(min(waiting.capacity, AT_START // blocks.block_bytes))
+            for _ in self._free:
+                waiting.release()
         self._unsaved: list[bytes] = []
         self._counts = SaveCounts()
         # daemon: a store that hangs must not keep the process from ending

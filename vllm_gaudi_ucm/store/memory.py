@@ -37,7 +37,8 @@ class MemoryStoreOptions(StoreOptions):
     kind: Literal["memory"] = Field(default="memory", description="Blocks in host memory.")
     capacity: ByteSize = Field(
         default=4 << 30,
-        description="Most bytes of blocks; the least recently used leave first. Taken from the system as they fill.",
+        description="Most bytes of blocks; the least recently used leave first. Taken from the system as they fill, "
+        "page-locked memory at start.",
         json_schema_extra={NOTE: BYTES_NOTE},
     )
     pin: Literal["auto"] | bool = Field(
@@ -79,12 +80,14 @@ class MemoryLoan:
 
 
 _SLAB_BYTES = 64 << 20
+logger = plugin_logger(__name__)
 
 
 class SlotPool:
     """At most `capacity` bytes in slots of `block_bytes`. Not thread-safe.
 
-    pinned: use page-locked memory of torch, which a device can copy while the host works.
+    pinned: use page-locked memory of torch, which a device can copy while the host works. All of it is taken at once, as
+        far as the system has it: each allocation takes milliseconds, and no kernel is launched meanwhile.
     """
 
     def __init__(self, block_bytes: int, capacity: int, pinned: bool) -> None:
@@ -95,6 +98,14 @@ class SlotPool:
         self._slabs: list[np.ndarray] = []
         self._free: list[int] = []
         self._allocated = 0
+        while pinned and self._allocated < self._most:
+            try:
+                self._grow()
+            except (MemoryError, RuntimeError) as error:
+                taken = self._allocated * block_bytes / 2**30
+                logger.warning("memory store: %.2f GiB of page-locked memory were taken at start: %s", taken, error)
+                break
+        self._free.sort(reverse=True)
 
     @property
     def allocated(self) -> int:
@@ -108,10 +119,7 @@ class SlotPool:
     def take_slot(self) -> int | None:
         """Takes a slot; None if all are taken. Raises MemoryError or RuntimeError if the system has no memory."""
         if not self._free and self._allocated < self._most:
-            count = min(self._slab_slots, self._most - self._allocated)
-            self._slabs.append(self._new_slab(count * self._block_bytes))
-            self._free.extend(range(self._allocated + count - 1, self._allocated - 1, -1))
-            self._allocated += count
+            self._grow()
         return self._free.pop() if self._free else None
 
     def give(self, slot: int) -> None:
@@ -122,6 +130,12 @@ class SlotPool:
         slab, place = divmod(slot, self._slab_slots)
         return self._slabs[slab][place * self._block_bytes : (place + 1) * self._block_bytes]
 
+    def _grow(self) -> None:
+        count = min(self._slab_slots, self._most - self._allocated)
+        self._slabs.append(self._new_slab(count * self._block_bytes))
+        self._free.extend(range(self._allocated + count - 1, self._allocated - 1, -1))
+        self._allocated += count
+
     def _new_slab(self, size: int) -> np.ndarray:
         if not self._pinned:
             return np.empty(size, np.uint8)
@@ -129,9 +143,6 @@ class SlotPool:
 
         pinned: np.ndarray = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         return pinned
-
-
-logger = plugin_logger(__name__)
 
 
 class MemoryStore(KvStore):
