@@ -22,7 +22,8 @@ from vllm_gaudi_ucm.store.base import HEADER_BYTES, seal
 from vllm_gaudi_ucm.store.file import FileMedium
 from vllm_gaudi_ucm.store.folder import Folder
 from vllm_gaudi_ucm.store.medium import StoredBlock
-from vllm_gaudi_ucm.store.memory import MemoryStore, SlotPool
+from vllm_gaudi_ucm.store.memory import MemoryStore
+from vllm_gaudi_ucm.store.slot_pool import SlotPool
 
 BLOCKS = 3
 CAPACITY = BLOCKS * BLOCK_BYTES

@@ -11,7 +11,8 @@ import pytest
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.store import memory as module
-from vllm_gaudi_ucm.store.memory import MemoryStore, SlotPool
+from vllm_gaudi_ucm.store.memory import MemoryStore
+from vllm_gaudi_ucm.store.slot_pool import SlotPool
 
 
 def test_capacity_evicts_the_least_recently_used() -> None:
@@ -93,7 +94,9 @@ def test_memory_is_taken_as_it_fills() -> None:
     assert pool.take_slot() == 3
 
 
-def test_page_locked_memory_is_taken_at_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_page_locked_memory_is_taken_at_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As far as the system has it; a later block tries again."""
     sizes: list[int] = []
 

@@ -219,7 +219,7 @@ class BlockSaver:
         self._lock = threading.Lock()
         self._free: list[memoryview] = []
         if blocks.device.pins_host_memory:
-            # page-locked memory takes milliseconds a block, in which no kernel is launched
+            # page-locked memory takes milliseconds a block, and launches of kernels wait for it
             self._free = self._take(min(waiting.capacity, AT_START // blocks.block_bytes))
             for _ in self._free:
                 waiting.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import threading
@@ -303,7 +304,13 @@ def kv_cache_budget(device: Device, vllm_config: VllmConfig, measure_steps: Call
 
 
 def give_back_memory(device: Device) -> None:
-    """Gives freed memory, which allocators keep for later tensors, back to the device, or to the host of a CPU."""
+    """Gives memory of objects that nothing refers to, which allocators keep for later tensors, back to the device, or
+    to the host of a CPU.
+    """
+    # vLLM freezes the heap of an engine that has started, and objects that refer to each other outlived it there
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
     device.empty_cache()
     if device.kind == "cpu" and has_folders("cpu"):
         from vllm_gaudi_ucm.ops.cpu.host_memory import give_back_freed_memory

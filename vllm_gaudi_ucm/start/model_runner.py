@@ -319,10 +319,6 @@ class ModelRunner:
         else:
             bind_kv_caches(self._vllm_config, dict.fromkeys(parts.kv_caches, NO_CACHE))
         del parts
-        # vLLM freezes the heap of an engine that has started, and objects that refer to each other outlived it there
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
         give_back_memory(self._device)
 
     def wake_up(self) -> None:
