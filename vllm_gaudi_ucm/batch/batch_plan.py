@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.causal_plan import CausalPlan, plan_causal
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput, SelectionPlan, plan_selection
 from vllm_gaudi_ucm.batch.sharing import CachedContexts, SharedPlan, UniquePlan, divide_pairs
+from vllm_gaudi_ucm.batch.steady_rows import SteadyRows
 from vllm_gaudi_ucm.batch.token_runs import run_pairs, run_slots
 from vllm_gaudi_ucm.batch.window import Window, WindowPlan
 
@@ -215,9 +216,10 @@ MAX_APPENDED = 8
 class SteadyPlanner:
     """Calls `plan_batch`, and remembers the last step of each batch in flight.
 
-    A step is steady if every request has one new token, one token more computed than in the previous step, and the same
-    blocks except for appended ones. This is checked against the arrays, never assumed; any other step is planned anew.
-    Successive plans share the unchanged arrays, so a plan is read-only.
+    A step is steady if every request has as many rows as in the previous step, and the same blocks except for appended
+    ones: `_SteadyDecode` moves dense decodes by one token, `SteadyRows` any other step by any number of tokens. This is
+    checked against the arrays, never assumed; any other step is planned anew. Successive plans share the unchanged
+    arrays, so a plan is read-only.
 
     Args:
         batches: batches in flight, which have different requests and take turns.
@@ -230,25 +232,30 @@ class SteadyPlanner:
         self._block_size = block_size
         self._causal_slice = causal_slice
         self._window = window
-        self._decodes: deque[_SteadyDecode | None] = deque([None] * batches)
+        self._last: deque[_SteadyDecode | SteadyRows | None] = deque([None] * batches)
 
     def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
         """Returns the same as `plan_batch(batch, block_size, causal_slice, selection, window)`."""
-        decode = self._decodes.popleft()
-        self._decodes.append(None)
+        last = self._last.popleft()
+        self._last.append(None)
         window = self._window
         hides = window is not None and window.hides_from(batch.num_computed + batch.num_scheduled - np.int64(1))
-        if selection is not None or batch.has_token_tables or hides:
-            # the blocks that compete change from step to step, and so do the runs of a token table and the first tokens
-            # of windows
+        if batch.has_token_tables or hides:
+            # the runs of a token table and the first tokens of windows change from step to step
             return plan_batch(batch, self._block_size, self._causal_slice, selection, window)
-        plan = None if decode is None else decode.advance(batch)
+        plan = None if last is None else last.advance(batch, selection)
         if plan is None:
-            plan = plan_batch(batch, self._block_size, self._causal_slice)
-            only_decodes = 0 < plan.num_single == plan.num_rows == len(plan.logits_rows)
-            decode = _SteadyDecode(plan, batch.block_tables.copy(), self._block_size) if only_decodes else None
-        self._decodes[-1] = decode
+            plan = plan_batch(batch, self._block_size, self._causal_slice, selection)
+            last = self._follow(plan, batch, selection)
+        self._last[-1] = last
         return plan
+
+    def _follow(
+        self, plan: UnifiedPlan, batch: BatchInput, selection: SelectionInput | None
+    ) -> _SteadyDecode | SteadyRows:
+        if selection is None and 0 < plan.num_single == plan.num_rows == len(plan.logits_rows):
+            return _SteadyDecode(plan, batch.block_tables.copy(), self._block_size)
+        return SteadyRows(plan, batch, selection, self._block_size)
 
 
 class _SteadyDecode:
@@ -269,10 +276,10 @@ class _SteadyDecode:
         # steps until some request needs a new block
         self._steps_in_blocks = block_size - 1 - int((plan.positions % block_size).max())
 
-    def advance(self, batch: BatchInput) -> UnifiedPlan | None:
+    def advance(self, batch: BatchInput, selection: SelectionInput | None) -> UnifiedPlan | None:
         """Returns the plan of the next step, or None if `batch` is not a continuation that can be planned here."""
         positions = self._plan.positions + 1
-        if not self._continues(batch, positions):
+        if selection is not None or not self._continues(batch, positions):
             return None
         if self._tail_blocks is None:
             self._tail_blocks = self._find_tail_blocks()
