@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.batch.block_table import has_same_blocks
 from vllm_gaudi_ucm.batch.selection_plan import DENSE, SelectionInput, SelectionPlan, moved_selection
 
 if TYPE_CHECKING:
@@ -89,15 +90,9 @@ class SteadyRows:
         """
         if len(begins) == 0 or begins.min() < 0 or begins.max() > 1 or not self._num_blocks.all():
             return False
-        old = self._tables
-        if tables.shape[1] < old.shape[1]:
-            return False
-        rows, columns = (tables[:, : old.shape[1]] != old).nonzero()
-        if not len(rows):
-            return True
         known = np.empty(len(begins), np.int64)
         known[self._plan.requests] = self._num_blocks
-        return bool((columns >= known[rows]).all())
+        return has_same_blocks(self._tables, tables, known)
 
     def _find_tails(self) -> _Tails | None:
         """Returns None if a last block is shared by requests, or chosen."""
