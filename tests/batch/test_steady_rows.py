@@ -139,3 +139,12 @@ def test_a_step_that_does_not_continue_the_previous_one_is_planned_anew(
         changed = change(*steps.step())
         assert_same(planner.plan(*changed), plan_batch(changed[0], 16, 512, changed[1]))
     assert len(planned_anew) > before
+
+
+def test_large_tables_of_ranges_are_not_copied(planned_anew: list[BatchInput], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan made anew does not write what it does not use."""
+    monkeypatch.setattr(planning, "MOST_MOVED", 3)
+    steps, planner = Verifications(random.Random(0), 16, [4, 4]), SteadyPlanner(16)
+    for _ in range(3):
+        planner.plan(*steps.step())
+    assert len(planned_anew) == 3

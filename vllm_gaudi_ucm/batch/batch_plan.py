@@ -212,6 +212,9 @@ def plan_batch(
 # Each appended block costs a few copies and a search; a new plan costs about as much as this many.
 MAX_APPENDED = 8
 
+# Ranges of shared blocks (requests x blocks) up to which copying them costs less than planning anew: 1 MB.
+MOST_MOVED = 1 << 18
+
 
 class SteadyPlanner:
     """Calls `plan_batch`, and remembers the last step of each batch in flight.
@@ -252,9 +255,11 @@ class SteadyPlanner:
 
     def _follow(
         self, plan: UnifiedPlan, batch: BatchInput, selection: SelectionInput | None
-    ) -> _SteadyDecode | SteadyRows:
+    ) -> _SteadyDecode | SteadyRows | None:
         if selection is None and 0 < plan.num_single == plan.num_rows == len(plan.logits_rows):
             return _SteadyDecode(plan, batch.block_tables.copy(), self._block_size)
+        if plan.shared is not None and plan.shared.hi.size > MOST_MOVED:
+            return None
         return SteadyRows(plan, batch, selection, self._block_size)
 
 
