@@ -248,7 +248,9 @@ class SteadyPlanner:
             return plan_batch(batch, self._block_size, self._causal_slice, selection, window)
         plan = None if last is None else last.advance(batch, selection)
         if plan is None:
-            plan = plan_batch(batch, self._block_size, self._causal_slice, selection)
+            # passes of a draft model go on in the next step by another number of tokens
+            moved = last.as_rows().advance(batch, selection) if isinstance(last, _SteadyDecode) else None
+            plan = moved or plan_batch(batch, self._block_size, self._causal_slice, selection)
             last = self._follow(plan, batch, selection)
         self._last[-1] = last
         return plan
@@ -266,7 +268,7 @@ class SteadyPlanner:
 class _SteadyDecode:
     """The plan of a step of single rows that all yield logits, advanced by one token at a time.
 
-    The object cannot be used any more once `advance` has returned None.
+    Once `advance` has returned None, the object can only be used `as_rows`.
 
     Args:
         plan: the plan to begin with.
@@ -306,6 +308,12 @@ class _SteadyDecode:
         moved = GroupPlan(slots, None, self._plan.shared, unique._replace(hi=hi))
         self._plan = self._plan._replace(table_rows=rows, positions=positions, groups=(moved,))
         return self._plan
+
+    def as_rows(self) -> SteadyRows:
+        """Returns the last plan as one that can be moved by any number of tokens."""
+        computed = self._plan.positions.astype(np.int32)
+        batch = BatchInput(computed, np.ones_like(computed), computed + 1, (self._block_tables,))
+        return SteadyRows(self._plan, batch, None, self._block_size)
 
     def _continues(self, batch: BatchInput, positions: NDArray[np.int64]) -> bool:
         """Returns whether each request has one token at its next position, which is its last known token."""
