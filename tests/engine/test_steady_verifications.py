@@ -13,7 +13,6 @@ import pytest
 from tests.batch.steady_plan import assert_same
 from tests.engine.async_drafts import drafted_by
 from tests.engine.async_traffic import STATIC, start
-from tests.engine.serving import Answer
 from tests.speculation.spoiled_proposer import SpoiledProposer
 from vllm_gaudi_ucm.batch import batch_plan as planning
 from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner, plan_batch
@@ -77,16 +76,21 @@ def test_tokens_and_plans_are_those_of_steps_planned_anew(
     drafts = drafted_by(tiny_text_model)
     with start(tiny_text_model, OPTIONS[kind], is_async=True, speculative_config=drafts) as engine:
 
-        def answers(texts: dict[tuple[int, ...], list[int]]) -> list[Answer]:
-            engine.runner.parts.drafts.proposer = SpoiledProposer(texts, random.Random(4))
-            return engine.greedy(PROMPTS, NEW_TOKENS)
+        def answers(texts: dict[tuple[int, ...], list[int]] | None) -> list[list[int]]:
+            """texts: None for drafts of the draft model."""
+            spoiled = SpoiledProposer(texts or {}, random.Random(4))
+            engine.runner.parts.drafts.proposer = by_model if texts is None else spoiled
+            found = engine.greedy(PROMPTS, NEW_TOKENS)
+            cached.append(min(one.cached_tokens for one in found))
+            return [one.tokens for one in found]
 
+        by_model, cached = engine.runner.parts.drafts.proposer, list[int]()
         with planned_anew(monkeypatch):
-            texts = {tuple(prompt): one.tokens for prompt, one in zip(PROMPTS, answers({}), strict=True)}
-            expected = answers(texts)
+            texts = {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, answers({}), strict=True)}
+            expected = [answers(kind) for kind in (texts, None)]
         with checked(monkeypatch) as anew:
             found = answers(texts)
-        assert [one.cached_tokens > 30 for one in found] == [True] * len(PROMPTS)
-        assert [one.tokens for one in found] == [one.tokens for one in expected]
-        assert sum(anew) < 0.7 * len(anew)
+            assert sum(anew) < 0.7 * len(anew)
+            assert [found, answers(None)] == expected
+        assert min(cached[1:]) > 30
         engine.check_idle()
