@@ -17,6 +17,7 @@ from tests.batch.verifications import Verifications
 from vllm_gaudi_ucm.batch import batch_plan as planning
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput
+from vllm_gaudi_ucm.batch.steady_rows import SteadyRows
 
 # seeds, because a history draws more than an example may; a failing one is replayed, not shrunk
 RANDOMS = st.integers(0, 1 << 32).map(random.Random)
@@ -36,7 +37,7 @@ def test_plans_equal_plans_made_anew(
 ) -> None:
     """Any drafts are accepted, blocks begin, and choices change from time to time. Earlier plans stay as they were."""
     steps = Verifications(rng, block_size, drafts, prefix=prefix, choosing=choosing)
-    planner = SteadyPlanner(block_size, 3)
+    planner = SteadyPlanner(block_size, 3, rows=SteadyRows)
     given_out: list[tuple[UnifiedPlan, UnifiedPlan]] = []
     while not steps.is_over and len(given_out) < 40:
         batch, selection = steps.step()
@@ -63,7 +64,7 @@ def planned_anew(monkeypatch: pytest.MonkeyPatch) -> list[BatchInput]:
 @pytest.mark.parametrize("drafts", [[4, 4, 4], [0, 4, 0, 2]])
 def test_dense_verifications_are_planned_once(planned_anew: list[BatchInput], drafts: list[int], prefix: int) -> None:
     """Every request begins several blocks along the way."""
-    steps, planner = Verifications(random.Random(0), 16, drafts, prefix=prefix), SteadyPlanner(16)
+    steps, planner = Verifications(random.Random(0), 16, drafts, prefix=prefix), SteadyPlanner(16, rows=SteadyRows)
     for _ in range(40):
         planner.plan(*steps.step())
     assert len(planned_anew) == 1
@@ -72,7 +73,7 @@ def test_dense_verifications_are_planned_once(planned_anew: list[BatchInput], dr
 @pytest.mark.parametrize("drafts", [[4, 4, 4], [0, 0, 0]])
 def test_steps_with_a_choice_are_planned_when_it_changes(planned_anew: list[BatchInput], drafts: list[int]) -> None:
     """The mode of a choice may change, the blocks among which it is made may not."""
-    steps, planner = Verifications(random.Random(1), 16, drafts, choosing=True), SteadyPlanner(16)
+    steps, planner = Verifications(random.Random(1), 16, drafts, choosing=True), SteadyPlanner(16, rows=SteadyRows)
     before, changes = None, 0
     for _ in range(40):
         batch, selection = steps.step()
@@ -131,7 +132,10 @@ CHANGES = [one_row_more, another_block, fewer_tokens, one_gone, shared_last_bloc
 def test_a_step_that_does_not_continue_the_previous_one_is_planned_anew(
     change: Callable[[BatchInput, SelectionInput | None], Step], planned_anew: list[BatchInput]
 ) -> None:
-    steps, planner = Verifications(random.Random(2), 16, [4, 4, 3], prefix=4, choosing=True), SteadyPlanner(16)
+    steps, planner = (
+        Verifications(random.Random(2), 16, [4, 4, 3], prefix=4, choosing=True),
+        SteadyPlanner(16, rows=SteadyRows),
+    )
     for _ in range(3):
         planner.plan(*steps.step())
     before = len(planned_anew)
@@ -144,7 +148,7 @@ def test_a_step_that_does_not_continue_the_previous_one_is_planned_anew(
 def test_large_tables_of_ranges_are_not_copied(planned_anew: list[BatchInput], monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan made anew does not write what it does not use."""
     monkeypatch.setattr(planning, "MOST_MOVED", 3)
-    steps, planner = Verifications(random.Random(0), 16, [4, 4]), SteadyPlanner(16)
+    steps, planner = Verifications(random.Random(0), 16, [4, 4]), SteadyPlanner(16, rows=SteadyRows)
     for _ in range(3):
         planner.plan(*steps.step())
     assert len(planned_anew) == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.causal_plan import CausalPlan, plan_causal
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput, SelectionPlan, plan_selection
 from vllm_gaudi_ucm.batch.sharing import CachedContexts, SharedPlan, UniquePlan, divide_pairs
-from vllm_gaudi_ucm.batch.steady_rows import SteadyRows
 from vllm_gaudi_ucm.batch.token_runs import run_pairs, run_slots
 from vllm_gaudi_ucm.batch.window import Window, WindowPlan
 
@@ -216,26 +215,45 @@ MAX_APPENDED = 8
 MOST_MOVED = 1 << 18
 
 
+class MovablePlan(Protocol):
+    """The plan of a step, from which the plan of the next one is made."""
+
+    def advance(self, batch: BatchInput, selection: SelectionInput | None) -> UnifiedPlan | None:
+        """Returns the plan of the next step, or None if it is not a continuation; this is then the last call."""
+        ...
+
+
+MakeMovable = Callable[[UnifiedPlan, BatchInput, SelectionInput | None, int], MovablePlan]
+"""Makes it from a plan, its step and selection, and the block size: `SteadyRows`."""
+
+
 class SteadyPlanner:
     """Calls `plan_batch`, and remembers the last step of each batch in flight.
 
     A step is steady if every request has as many rows as in the previous step, and the same blocks except for appended
-    ones: `_SteadyDecode` moves dense decodes by one token, `SteadyRows` any other step by any number of tokens. This is
+    ones: `_SteadyDecode` moves dense decodes by one token, `rows` any other step by any number of tokens. This is
     checked against the arrays, never assumed; any other step is planned anew. Successive plans share the unchanged
     arrays, so a plan is read-only.
 
     Args:
         batches: batches in flight, which have different requests and take turns.
         window: how far back the rows see.
+        rows: makes plans that move by any number of tokens; None: only decodes are moved.
     """
 
     def __init__(
-        self, block_size: int, causal_slice: int = 512, batches: int = 1, window: Window | None = None
+        self,
+        block_size: int,
+        causal_slice: int = 512,
+        batches: int = 1,
+        window: Window | None = None,
+        rows: MakeMovable | None = None,
     ) -> None:
         self._block_size = block_size
         self._causal_slice = causal_slice
         self._window = window
-        self._last: deque[_SteadyDecode | SteadyRows | None] = deque([None] * batches)
+        self._make_rows = rows
+        self._last: deque[MovablePlan | None] = deque([None] * batches)
 
     def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
         """Returns the same as `plan_batch(batch, block_size, causal_slice, selection, window)`."""
@@ -248,27 +266,30 @@ class SteadyPlanner:
             return plan_batch(batch, self._block_size, self._causal_slice, selection, window)
         plan = None if last is None else last.advance(batch, selection)
         if plan is None:
-            # passes of a draft model go on in the next step by another number of tokens
-            moved = last.as_rows().advance(batch, selection) if isinstance(last, _SteadyDecode) else None
+            moved = self._move(last, batch, selection) if isinstance(last, _SteadyDecode) else None
             plan = moved or plan_batch(batch, self._block_size, self._causal_slice, selection)
             last = self._follow(plan, batch, selection)
         self._last[-1] = last
         return plan
 
-    def _follow(
-        self, plan: UnifiedPlan, batch: BatchInput, selection: SelectionInput | None
-    ) -> _SteadyDecode | SteadyRows | None:
+    def _move(self, last: _SteadyDecode, batch: BatchInput, selection: SelectionInput | None) -> UnifiedPlan | None:
+        """Moves decodes by another number of tokens: passes of a draft model go on so in the next step."""
+        if self._make_rows is None:
+            return None
+        return self._make_rows(last.plan, last.batch(), None, self._block_size).advance(batch, selection)
+
+    def _follow(self, plan: UnifiedPlan, batch: BatchInput, selection: SelectionInput | None) -> MovablePlan | None:
         if selection is None and 0 < plan.num_single == plan.num_rows == len(plan.logits_rows):
             return _SteadyDecode(plan, batch.block_tables.copy(), self._block_size)
-        if plan.shared is not None and plan.shared.hi.size > MOST_MOVED:
+        if self._make_rows is None or (plan.shared is not None and plan.shared.hi.size > MOST_MOVED):
             return None
-        return SteadyRows(plan, batch, selection, self._block_size)
+        return self._make_rows(plan, batch, selection, self._block_size)
 
 
 class _SteadyDecode:
     """The plan of a step of single rows that all yield logits, advanced by one token at a time.
 
-    Once `advance` has returned None, the object can only be used `as_rows`.
+    Once `advance` has returned None, only `plan` and `batch` can be used.
 
     Args:
         plan: the plan to begin with.
@@ -309,11 +330,14 @@ class _SteadyDecode:
         self._plan = self._plan._replace(table_rows=rows, positions=positions, groups=(moved,))
         return self._plan
 
-    def as_rows(self) -> SteadyRows:
-        """Returns the last plan as one that can be moved by any number of tokens."""
+    @property
+    def plan(self) -> UnifiedPlan:
+        return self._plan
+
+    def batch(self) -> BatchInput:
+        """Returns the step of the last plan."""
         computed = self._plan.positions.astype(np.int32)
-        batch = BatchInput(computed, np.ones_like(computed), computed + 1, (self._block_tables,))
-        return SteadyRows(self._plan, batch, None, self._block_size)
+        return BatchInput(computed, np.ones_like(computed), computed + 1, (self._block_tables,))
 
     def _continues(self, batch: BatchInput, positions: NDArray[np.int64]) -> bool:
         """Returns whether each request has one token at its next position, which is its last known token."""
