@@ -109,13 +109,12 @@ class SteadyRows:
         if single < len(tails):
             if plan.shared is None:
                 return None
-            blocks = plan.shared.blocks
-            column_of = np.full(max(int(blocks.max()), int(tails.max())) + 1, -1)
-            column_of[blocks] = np.arange(len(blocks))
-            shared = column_of[tails[single:]]
-            if shared.min() < 0 or np.count_nonzero(plan.shared.hi[:, shared]) != len(shared):
-                return None
-            if not plan.shared.hi[np.arange(single, len(tails)), shared].all():
+            shared = np.full(len(tails) - single, -1)
+            for rows, _, end in plan.shared.groups:
+                request = int(plan.row_requests[rows[0]])
+                if request >= single and request == plan.row_requests[rows[-1]]:
+                    shared[request - single] = end - 1
+            if shared.min() < 0 or not np.array_equal(plan.shared.blocks[shared], tails[single:]):
                 return None
         return _Tails(unique, shared)
 
