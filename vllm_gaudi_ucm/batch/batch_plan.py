@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -211,50 +211,85 @@ def plan_batch(
 # Each appended block costs a few copies and a search; a new plan costs about as much as this many.
 MAX_APPENDED = 8
 
+# Ranges of shared blocks (requests x blocks) up to which copying them costs less than planning anew: 1 MB.
+MOST_MOVED = 1 << 18
+
+
+class MovablePlan(Protocol):
+    """The plan of a step, from which the plan of the next one is made."""
+
+    def advance(self, batch: BatchInput, selection: SelectionInput | None) -> UnifiedPlan | None:
+        """Returns the plan of the next step, or None if it is not a continuation; this is then the last call."""
+        ...
+
+
+MakeMovable = Callable[[UnifiedPlan, BatchInput, SelectionInput | None, int], MovablePlan]
+"""Makes it from a plan, its step and selection, and the block size: `SteadyRows`."""
+
 
 class SteadyPlanner:
     """Calls `plan_batch`, and remembers the last step of each batch in flight.
 
-    A step is steady if every request has one new token, one token more computed than in the previous step, and the same
-    blocks except for appended ones. This is checked against the arrays, never assumed; any other step is planned anew.
-    Successive plans share the unchanged arrays, so a plan is read-only.
+    A step is steady if every request has as many rows as in the previous step, and the same blocks except for appended
+    ones: `_SteadyDecode` moves dense decodes by one token, `rows` any other step by any number of tokens. This is
+    checked against the arrays, never assumed; any other step is planned anew. Successive plans share the unchanged
+    arrays, so a plan is read-only.
 
     Args:
         batches: batches in flight, which have different requests and take turns.
         window: how far back the rows see.
+        rows: makes plans that move by any number of tokens; None: only decodes are moved.
     """
 
     def __init__(
-        self, block_size: int, causal_slice: int = 512, batches: int = 1, window: Window | None = None
+        self,
+        block_size: int,
+        causal_slice: int = 512,
+        batches: int = 1,
+        window: Window | None = None,
+        rows: MakeMovable | None = None,
     ) -> None:
         self._block_size = block_size
         self._causal_slice = causal_slice
         self._window = window
-        self._decodes: deque[_SteadyDecode | None] = deque([None] * batches)
+        self._make_rows = rows
+        self._last: deque[MovablePlan | None] = deque([None] * batches)
 
     def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
         """Returns the same as `plan_batch(batch, block_size, causal_slice, selection, window)`."""
-        decode = self._decodes.popleft()
-        self._decodes.append(None)
+        last = self._last.popleft()
+        self._last.append(None)
         window = self._window
         hides = window is not None and window.hides_from(batch.num_computed + batch.num_scheduled - np.int64(1))
-        if selection is not None or batch.has_token_tables or hides:
-            # the blocks that compete change from step to step, and so do the runs of a token table and the first tokens
-            # of windows
+        if batch.has_token_tables or hides:
+            # the runs of a token table and the first tokens of windows change from step to step
             return plan_batch(batch, self._block_size, self._causal_slice, selection, window)
-        plan = None if decode is None else decode.advance(batch)
+        plan = None if last is None else last.advance(batch, selection)
         if plan is None:
-            plan = plan_batch(batch, self._block_size, self._causal_slice)
-            only_decodes = 0 < plan.num_single == plan.num_rows == len(plan.logits_rows)
-            decode = _SteadyDecode(plan, batch.block_tables.copy(), self._block_size) if only_decodes else None
-        self._decodes[-1] = decode
+            moved = self._move(last, batch, selection) if isinstance(last, _SteadyDecode) else None
+            plan = moved or plan_batch(batch, self._block_size, self._causal_slice, selection)
+            last = self._follow(plan, batch, selection)
+        self._last[-1] = last
         return plan
+
+    def _move(self, last: _SteadyDecode, batch: BatchInput, selection: SelectionInput | None) -> UnifiedPlan | None:
+        """Moves decodes by another number of tokens: passes of a draft model go on so in the next step."""
+        if self._make_rows is None:
+            return None
+        return self._make_rows(last.plan, last.batch(), None, self._block_size).advance(batch, selection)
+
+    def _follow(self, plan: UnifiedPlan, batch: BatchInput, selection: SelectionInput | None) -> MovablePlan | None:
+        if selection is None and 0 < plan.num_single == plan.num_rows == len(plan.logits_rows):
+            return _SteadyDecode(plan, batch.block_tables.copy(), self._block_size)
+        if self._make_rows is None or (plan.shared is not None and plan.shared.hi.size > MOST_MOVED):
+            return None
+        return self._make_rows(plan, batch, selection, self._block_size)
 
 
 class _SteadyDecode:
     """The plan of a step of single rows that all yield logits, advanced by one token at a time.
 
-    The object cannot be used any more once `advance` has returned None.
+    Once `advance` has returned None, only `plan` and `batch` can be used.
 
     Args:
         plan: the plan to begin with.
@@ -269,10 +304,10 @@ class _SteadyDecode:
         # steps until some request needs a new block
         self._steps_in_blocks = block_size - 1 - int((plan.positions % block_size).max())
 
-    def advance(self, batch: BatchInput) -> UnifiedPlan | None:
+    def advance(self, batch: BatchInput, selection: SelectionInput | None) -> UnifiedPlan | None:
         """Returns the plan of the next step, or None if `batch` is not a continuation that can be planned here."""
         positions = self._plan.positions + 1
-        if not self._continues(batch, positions):
+        if selection is not None or not self._continues(batch, positions):
             return None
         if self._tail_blocks is None:
             self._tail_blocks = self._find_tail_blocks()
@@ -294,6 +329,15 @@ class _SteadyDecode:
         moved = GroupPlan(slots, None, self._plan.shared, unique._replace(hi=hi))
         self._plan = self._plan._replace(table_rows=rows, positions=positions, groups=(moved,))
         return self._plan
+
+    @property
+    def plan(self) -> UnifiedPlan:
+        return self._plan
+
+    def batch(self) -> BatchInput:
+        """Returns the step of the last plan."""
+        computed = self._plan.positions.astype(np.int32)
+        return BatchInput(computed, np.ones_like(computed), computed + 1, (self._block_tables,))
 
     def _continues(self, batch: BatchInput, positions: NDArray[np.int64]) -> bool:
         """Returns whether each request has one token at its next position, which is its last known token."""

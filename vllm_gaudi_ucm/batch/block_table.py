@@ -38,3 +38,15 @@ class BlockTable:
         more = BlockTable(num_rows - len(self.num_blocks), self.blocks.shape[1])
         self.blocks = np.concatenate([self.blocks, more.blocks])
         self.num_blocks = np.concatenate([self.num_blocks, more.num_blocks])
+
+
+def has_same_blocks(old: NDArray[np.int32], new: NDArray[np.int32], num_blocks: NDArray[np.int64]) -> bool:
+    """Returns whether the first blocks of each request are the same in two tables, [requests, width] each.
+
+    num_blocks: [requests] number of blocks to compare, at most the old width.
+    """
+    width = old.shape[1]
+    if len(old) != len(new) or new.shape[1] < width:
+        return False
+    rows, columns = (new[:, :width] != old).nonzero()
+    return not len(rows) or bool((columns >= num_blocks[rows]).all())

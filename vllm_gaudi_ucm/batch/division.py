@@ -38,10 +38,15 @@ def divide_batch(
 
 def _divide(batch: BatchInput, block_size: int, room: Room, window: Window | None) -> list[NDArray[np.int64]]:
     everything = np.arange(len(batch.num_scheduled))
-    contexts = _contexts(batch, block_size, window)
-    if not batch.has_token_tables:
+    contexts = _ranges(batch, block_size) if batch.has_token_tables else None
+    if contexts is None:
+        before, end = _columns(batch, block_size, window)
+        # the blocks of most steps fit, whichever they are
+        if int((end - before).sum()) <= room.shared_blocks:
+            return [everything]
+        contexts = _blocks(batch, before, end)
         room = room._replace(ranges=len(contexts.keys))
-    if len(contexts.keys) <= min(room):
+    elif len(contexts.keys) <= min(room):
         return [everything]
     several = np.repeat(batch.num_scheduled > 1, contexts.counts)
     keys, users = np.unique(contexts.keys, return_counts=True)
@@ -59,17 +64,27 @@ class _Contexts(NamedTuple):
     counts: NDArray[np.int64]
 
 
-def _contexts(batch: BatchInput, block_size: int, window: Window | None) -> _Contexts:
-    tokens = batch.num_computed + (batch.num_scheduled == 1)
-    if batch.has_token_tables:
-        requests = np.arange(len(tokens))
-        pairs = run_pairs(tokens.astype(np.int64), requests, batch.block_tables, block_size)
-        return _Contexts(pairs.key, np.bincount(pairs.request, minlength=len(tokens)))
-    num_blocks = -(-tokens // block_size)
+def _cached_tokens(batch: BatchInput) -> NDArray[np.int64]:
+    return batch.num_computed.astype(np.int64) + (batch.num_scheduled == 1)
+
+
+def _ranges(batch: BatchInput, block_size: int) -> _Contexts:
+    tokens = _cached_tokens(batch)
+    pairs = run_pairs(tokens, np.arange(len(tokens)), batch.block_tables, block_size)
+    return _Contexts(pairs.key, np.bincount(pairs.request, minlength=len(tokens)))
+
+
+def _columns(batch: BatchInput, block_size: int, window: Window | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns int64 [requests] each: the first column of the table that is seen, and the one behind the last."""
+    tokens = _cached_tokens(batch)
+    end = -(-tokens // block_size)
+    if window is None:
+        return np.zeros_like(end), end
+    return blocks_before(window.first_seen(batch.num_computed.astype(np.int64)), tokens, block_size), end
+
+
+def _blocks(batch: BatchInput, before: NDArray[np.int64], end: NDArray[np.int64]) -> _Contexts:
+    """before, end: see `_columns`."""
     column = np.arange(batch.block_tables.shape[1])
-    used = column < num_blocks[:, None]
-    if window is not None:
-        before = blocks_before(window.first_seen(batch.num_computed.astype(np.int64)), tokens, block_size)
-        used &= column >= before[:, None]
-        num_blocks = num_blocks - before
-    return _Contexts(batch.block_tables[used], num_blocks)
+    used = (column >= before[:, None]) & (column < end[:, None])
+    return _Contexts(batch.block_tables[used], end - before)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, GroupPlan, PlanOfGroup, SteadyPlanner, UnifiedPlan
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput
+from vllm_gaudi_ucm.batch.steady_rows import SteadyRows
 from vllm_gaudi_ucm.batch.window import Window
 
 Planned = dict[tuple[int, Window | None], GroupPlan]
@@ -36,7 +37,7 @@ class AttentionPlanner:
 
     def __init__(self, group: KvGroup, causal_slice: int = 512, batches: int = 1) -> None:
         self._group = group
-        self.steady = SteadyPlanner(group.block_size, causal_slice, batches, group.window)
+        self.steady = SteadyPlanner(group.block_size, causal_slice, batches, group.window, SteadyRows)
 
     def plan(self, batch: BatchInput, step: UnifiedPlan, planned: Planned) -> GroupPlan:
         kind = (self._group.block_size, self._group.window)

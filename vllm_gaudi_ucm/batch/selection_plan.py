@@ -154,6 +154,19 @@ def plan_selection(
     )
 
 
+def moved_selection(plan: SelectionPlan, selection: SelectionInput, requests: NDArray[np.int64]) -> SelectionPlan:
+    """Returns the plan of a step whose requests choose from the same blocks, without tiles, in other modes."""
+    sparse = requests[selection.modes[requests] != DENSE]
+    num_drafts = np.int64(0) if selection.num_drafts is None else selection.num_drafts[sparse]
+    modes = selection.modes[sparse]
+    return plan._replace(
+        scored_rows=plan.first_rows + plan.num_rows - 1 - num_drafts,
+        ranked_rows=plan.num_rows * (modes != REUSE),
+        modes=modes,
+        thresholds=selection.thresholds[sparse],
+    )
+
+
 def _tiles(
     flat: NDArray[np.int64], first_rows: NDArray[np.int64], num_rows: NDArray[np.int64], tile_rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -45,6 +45,10 @@ class Division:
         """Records the plan that was copied to the device, and the shape in which it runs."""
         self.plan, self.shape = plan, shape
 
+    def ordered(self, plan: UnifiedPlan) -> None:
+        """Sets the same plan with its logits rows in the order of the sampler's slots."""
+        self.plan = plan
+
 
 @dataclass
 class ComputedStep:

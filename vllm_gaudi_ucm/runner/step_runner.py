@@ -72,7 +72,6 @@ class StepRunner:
         yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
         step = ComputedStep(scheduler_output, requests, batch, yields, drafts)
         self._parts.before_plan(step)
-        self._sampler.begin(step)
         self._compute_divisions(step, clock)
         self._computed = step
         # vLLM's engine asks for no tokens of a model that pools
@@ -119,13 +118,18 @@ class StepRunner:
     def _compute(self, step: ComputedStep, division: Division) -> None:
         """Runs a division, and keeps its logits in the order of the sampler's slots."""
         self._parts.before_division(step, division)
-        selection, members = division.selection, division.members
-        plan, slots = self._sampler.in_order(self._planner.plan(division.batch, selection.input), members)
+        selection = division.selection
+        plan = self._planner.plan(division.batch, selection.input)
         division.staged(plan, self.execution.stage(self.requests.planned(plan, selection.summary_blocks)))
         self._parts.before_forward(division)
         division.clock.planned()
         self.execution.forward()
         self._parts.after_forward(division)
+        if not step.divisions:
+            # the device computes meanwhile
+            self._sampler.begin(step)
+        plan, slots = self._sampler.in_order(plan, division.members)
+        division.ordered(plan)
         self._sampler.compute_logits(step, division, slots)
         division.clock.computed()
         step.divisions.append(division)

@@ -42,7 +42,7 @@ class NoSampler:
         return []
 
     def begin(self, step: ComputedStep) -> None:
-        """Prepares slots for the requests that yield tokens, before the step is planned."""
+        """Prepares slots for the requests that yield tokens, once the first forward of the step is queued."""
 
     def in_order(self, plan: UnifiedPlan, members: list[LiveRequest]) -> tuple[UnifiedPlan, NDArray[np.int64]]:
         """Returns the plan with its logits rows in the order of the slots, and these slots, int64 [logits]."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner, UnifiedPlan
+    from vllm_gaudi_ucm.batch.group_planner import StepPlanner
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
     from vllm_gaudi_ucm.execution.execution import Execution
@@ -77,7 +79,8 @@ class DraftModelProposer:
         self._table = table
         self._max_model_len = min(max_model_len, table.max_model_len)
         self._groups = tuple(groups)
-        self._planner = make_planner(self._groups, causal_slice=512)
+        # the first pass of a step has other rows than the later ones: each goes on from its like
+        self._planners = [make_planner(self._groups, causal_slice=512) for _ in range(2)]
 
     def propose(self, step: SampledStep) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in step.requests]
@@ -88,9 +91,10 @@ class DraftModelProposer:
         known, wanted = self._within_reach(step, rows)
         index = np.flatnonzero(known > step.batch.num_computed)
         begin = step.batch.num_computed.astype(np.int64)
+        planner, later = self._planners
         # the first round computes the certain tokens, each later one a draft of the round before
         while len(index):
-            for at, token in self._run(rows[index], begin[index], known[index], wanted[index] > 0):
+            for at, token in self._run(rows[index], begin[index], known[index], wanted[index] > 0, planner):
                 request = int(index[at])
                 drafts[request].append(token)
                 place = known[request] + self._table.drafts_read_next
@@ -101,6 +105,7 @@ class DraftModelProposer:
             known = known + 1
             wanted = wanted - 1
             index = np.flatnonzero(wanted > 0)
+            planner = later
         if self._ahead is not None:
             self._ahead.end()
         return drafts
@@ -120,7 +125,12 @@ class DraftModelProposer:
         return np.minimum(tokens, room).astype(np.int64), np.where(tokens > room, 0, wanted)
 
     def _run(
-        self, rows: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64], drafts: NDArray[np.bool_]
+        self,
+        rows: NDArray[np.int64],
+        begin: NDArray[np.int64],
+        end: NDArray[np.int64],
+        drafts: NDArray[np.bool_],
+        planner: SteadyPlanner | StepPlanner,
     ) -> list[tuple[int, int]]:
         """Computes tokens [begin, end) of table rows, in parts if they fit no shape; returns (index into rows, the
         likeliest next token) of the rows that get drafts.
@@ -136,15 +146,15 @@ class DraftModelProposer:
         )
         divisions = self._execution.divide(batch)
         if len(divisions) == 1:
-            return self._compute(batch)
+            return self._compute(planner.plan(batch), batch)
         self._divided()
         found: list[tuple[int, int]] = []
         for index in divisions:
-            found += [(int(index[at]), token) for at, token in self._compute(batch.take(index))]
+            part = batch.take(index)
+            found += [(int(index[at]), token) for at, token in self._compute(planner.plan(part), part)]
         return found
 
-    def _compute(self, batch: BatchInput) -> list[tuple[int, int]]:
-        plan = self._planner.plan(batch)
+    def _compute(self, plan: UnifiedPlan, batch: BatchInput) -> list[tuple[int, int]]:
         self._execution.stage(self._table.planned_draft(plan))
         self._execution.forward()
         if not len(plan.logits_rows):

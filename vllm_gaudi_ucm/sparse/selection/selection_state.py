@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.observability.room_metrics import SelectionTotals
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
 from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.steady_choices import TILE_ROWS, Choice, SteadyChoices
 from vllm_gaudi_ucm.sparse.selection.steady_decodes import SteadyDecodes
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ class StepSelection(NamedTuple):
 
 
 _DECISION = attrgetter("mode", "sink_blocks", "window_start", "num_selected", "update_threshold", "tile_rows")
-_TILE_ROWS = 5  # its place in a decision
 DENSE_STEP = StepSelection(None, np.zeros(0, np.int64))
 
 
@@ -95,6 +95,7 @@ class SelectionState:
         self._bounded = bounded
         self._some_offloaded = some_offloaded
         self._steady = SteadyDecodes(limits.block_size)
+        self._choices = SteadyChoices(limits.block_size)
         # the value of `summaries.changes` after the last step
         self._changes = 0
 
@@ -106,6 +107,7 @@ class SelectionState:
         """Forgets the stored choices of requests that have ended, begin, or were preempted."""
         self.slots.forget(request_ids)
         self._steady.forget()
+        self._choices.forget()
 
     def step(
         self,
@@ -123,34 +125,69 @@ class SelectionState:
         """
         if not decisions and self._is_steady(request_ids, batch):
             return DENSE_STEP
+        asked = [request_id for request_id in request_ids if request_id in decisions]
+        told = np.array([_DECISION(decisions[one]) for one in asked], np.int64)
+        again = self._choose_again(request_ids, batch, num_drafts, asked, told)
+        if again is not None:
+            return again
         absent = self._absent(batch) if self._some_offloaded else None
         is_full, is_ready = self._follow(batch, num_drafts, absent)
-        rows = int(batch.num_scheduled.sum())
-        summary_blocks = self.summaries.take_blocks(self._limits.summaries(rows) if self._bounded else None)
+        summary_blocks = self._take_blocks(batch)
         self._steady.follow(request_ids, batch, num_drafts)
-        self._changes = self.summaries.changes
-        sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]
-        if not sparse and absent is None:
+        if not asked and absent is None:
             return StepSelection(None, summary_blocks)
         selection = self._all_dense(batch, num_drafts, absent)
-        if sparse:
+        if asked:
             if len(summary_blocks):
                 is_ready = self.summaries.is_ready(batch.block_tables)
-            index = np.array(sparse, np.int64)
+            index = np.array([place for place, one in enumerate(request_ids) if one in decisions], np.int64)
             # entries of a table beyond the request's tokens are undefined: only full blocks count
             open_blocks = is_full[index] & is_ready[index]
-            asked = [request_ids[one] for one in sparse]
-            told = np.array([_DECISION(decisions[one]) for one in asked], np.int64)
-            tiles, no_slot = told[:, _TILE_ROWS], self._limits.max_num_seqs
+            tiles, no_slot = told[:, TILE_ROWS], self._limits.max_num_seqs
             if tiles.any():
                 selection = selection.in_tiles(index, tiles, self._limits.row_step)
             keeps = zip(asked, tiles.tolist(), strict=True)
             slots = np.array([no_slot if tile else self.slots.slot(one, request_ids) for one, tile in keeps], np.int64)
             counts = self._decide(selection, index, slots, told, open_blocks)
-            self._count(batch, num_drafts, selection, asked, index=index, slots=slots, counts=counts)
+            choice = Choice(asked, index, slots, counts, told, selection)
+            self._count(batch, num_drafts, choice)
+            if absent is None:
+                self._choices.follow(request_ids, batch, num_drafts, choice)
         if absent is None and (selection.modes == DENSE).all():
             return StepSelection(None, summary_blocks)
         return StepSelection(selection, summary_blocks)
+
+    def _choose_again(
+        self,
+        request_ids: Sequence[str],
+        batch: BatchInput,
+        num_drafts: NDArray[np.int64],
+        asked: Sequence[str],
+        told: NDArray[np.int64],
+    ) -> StepSelection | None:
+        """Returns the choices of the previous step if they are made again, or None."""
+        if not asked or self._some_offloaded or self.summaries.waits or self.summaries.changes != self._changes:
+            self._choices.forget()
+            return None
+        found = self._choices.go_on(request_ids, batch, num_drafts, asked, told)
+        if found is None:
+            return None
+        choice, new = found
+        if len(new.begun):
+            self.summaries.written(new.begun)
+        if len(new.filled):
+            self.summaries.full(new.filled)
+        summary_blocks = self._take_blocks(batch)
+        self._steady.forget()
+        self._count(batch, num_drafts, choice)
+        return StepSelection(choice.selection, summary_blocks)
+
+    def _take_blocks(self, batch: BatchInput) -> NDArray[np.int64]:
+        """Returns the blocks to summarise in a step whose blocks were followed."""
+        room = self._limits.summaries(int(batch.num_scheduled.sum())) if self._bounded else None
+        blocks = self.summaries.take_blocks(room)
+        self._changes = self.summaries.changes
+        return blocks
 
     def _is_steady(self, request_ids: Sequence[str], batch: BatchInput) -> bool:
         """Returns whether all blocks are as the previous step left them, except for one more token in each last one."""
@@ -159,17 +196,15 @@ class SelectionState:
             return False
         return self._steady.go_on(request_ids, batch)
 
-    def _count(
-        self,
-        batch: BatchInput,
-        num_drafts: NDArray[np.int64],
-        selection: SelectionInput,
-        asked: Sequence[str],
-        index: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        counts: NDArray[np.int64],
-    ) -> None:
+    def _count(self, batch: BatchInput, num_drafts: NDArray[np.int64], choice: Choice) -> None:
         """Records which requests have chosen, in `chosen` and in the totals."""
+        asked, index, slots, counts, selection = (
+            choice.asked,
+            choice.index,
+            choice.slots,
+            choice.counts,
+            choice.selection,
+        )
         block_size = self._limits.block_size
         end = (batch.num_computed + batch.num_scheduled)[index].astype(np.int64)
         num_full, context_blocks = (end - num_drafts[index]) // block_size, -(-end // block_size)
@@ -269,7 +304,7 @@ class SelectionState:
             candidates[reuse] = self.slots.candidates[slots[reuse], :width]
         competing = np.count_nonzero(candidates, axis=1)
         counts = np.minimum(wanted, np.where(reuse, stored, np.minimum(competing, self._limits.most)))
-        counts[~self._fit(counts, competing, told[:, _TILE_ROWS] > 0)] = 0
+        counts[~self._fit(counts, competing, told[:, TILE_ROWS] > 0)] = 0
         chose = counts > 0
         self.slots.num_stored[slots[~chose]] = 0
         self._store(slots, modes, candidates, competing, counts, stored)
