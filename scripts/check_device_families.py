@@ -12,11 +12,13 @@ usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device_families.py [--fam
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from tests.engine.engine_group import serve_by_engines
 from tests.engine.hybrids import HYBRIDS, hybrid_config
 from tests.engine.narrowed_linears import NEAR, narrow_rows
+from tests.engine.picture_models import PictureReference
+from tests.engine.pictured_families import OPTIONS as PICTURED
+from tests.engine.pictured_families import WRITERS, pictured_prompts
 from tests.engine.quantised_models import SCHEMES, compressed_tensors, write_gpt_oss, write_quantised
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.rounded_cache import assert_follows, rounding_engine
@@ -64,7 +69,14 @@ IN_ALL_LAYERS = "mistral, window"
 # a size that fits one request of full length fits all of them
 ROOM_FOR_ALL = (IN_ALL_LAYERS, "llama4_text")
 # of models with windows, which keep fewer blocks of a request, and in several groups of layers
-WINDOW_BLOCKS = {"gemma2": 30, "gpt_oss": 30, "gemma3_text": 40, "llama4_text": 52, "gemma3n_text": 30}
+WINDOW_BLOCKS = {
+    "gemma2": 30,
+    "gpt_oss": 30,
+    "gemma3_text": 40,
+    "llama4_text": 52,
+    "gemma3n_text": 30,
+    "gemma4_text": 20,
+}
 # prefix caching of models with states
 KEPT = {"kv_cache": {"kept_states": 8}}
 ONE_DEVICE = ("dense", "8-bit cache")
@@ -76,6 +88,16 @@ LINEAR = r".*\.(layers|h)\..*(_proj|_with_mqa|\.w[123]|\.fc[12]|\.query_key_valu
 ROUND_ROWS = ("fp8 per tensor", "fp8 per channel")
 # vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always
 TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning": True}}}
+
+
+def families(stages: int = 1) -> Iterator[tuple[str, Callable[[Path], Path]]]:
+    """Yields the name of each family, and what writes a model of it. stages: over which its layers are divided."""
+    for name, config in configs():
+        make = write_model if name in SHARED_KEYS else make_model
+        yield name, partial(make, config=more_layers(config, stages))
+    # vLLM's classes import it
+    if importlib.util.find_spec("torchvision"):
+        yield from WRITERS.items()
 
 
 def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
@@ -95,7 +117,10 @@ def more_layers(config: PreTrainedConfig, stages: int) -> PreTrainedConfig:
     return config
 
 
-def make_prompts() -> list[list[int]]:
+def make_prompts(name: str) -> list[Any]:
+    """Returns tokens of six prompts, or text and pictures."""
+    if name in WRITERS:
+        return pictured_prompts(name)
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 256, (count,), generator=generator).tolist() for count in (1, 190, 64, 150, 17, 90)]
 
@@ -116,14 +141,21 @@ class Case(NamedTuple):
 def sizes(name: str) -> dict[str, Any]:
     """Returns the sizes of the cache and of steps."""
     cached = {"enable_prefix_caching": True} if name in HYBRIDS else {}
-    return {**TIGHT, **TUNED.get(name, {}), **cached, "num_gpu_blocks_override": WINDOW_BLOCKS.get(name, BLOCKS)}
+    pictured = PICTURED if name in WRITERS else {}
+    return {
+        **TIGHT,
+        **TUNED.get(name, {}),
+        **cached,
+        **pictured,
+        "num_gpu_blocks_override": WINDOW_BLOCKS.get(name, BLOCKS),
+    }
 
 
 def serve(name: str, model: Path, meant: Path, case: Case) -> str:
     """Serves a case and describes it. meant: the model for Transformers. Raises AssertionError if a token differs from
     its token.
     """
-    prompts, options = make_prompts(), {**sizes(name), **case.options}
+    prompts, options = make_prompts(name), {**sizes(name), **case.options}
     kind = EngineOfWorkers if WORKERS & options.keys() else Engine
     with kind(model, {**GRAPHS, **case.ucm}, **options) as engine:
         warm = compilations(engine)
@@ -138,7 +170,7 @@ def serve(name: str, model: Path, meant: Path, case: Case) -> str:
             assert sparse is not None
             assert sparse.state is not None
             assert sum(sparse.state.totals.modes.values()), "no step chose blocks"
-    assert_greedy(meant, case, [*prompts, prompts[1], prompts[1]], [*answers, *again])
+    assert_greedy(name, meant, case, [*prompts, prompts[1], prompts[1]], [*answers, *again])
     hit = again[1].cached_tokens
     assert hit >= 160, f"{hit} tokens of a prefix hit, expected most of 190"
     few = name not in ROOM_FOR_ALL and options["num_gpu_blocks_override"] is not None and case.length == LENGTH
@@ -146,9 +178,9 @@ def serve(name: str, model: Path, meant: Path, case: Case) -> str:
     return f"{len(answers) + 2} answers equal, {preempted} preempted, a prefix hit of {hit} tokens"
 
 
-def assert_greedy(meant: Path, case: Case, prompts: list[list[int]], answers: list[Answer]) -> None:
+def assert_greedy(name: str, meant: Path, case: Case, prompts: list[Any], answers: list[Answer]) -> None:
     """Compares answers with Transformers, which rounds rows if the products of the device do."""
-    reference = ReferenceModel(meant, "eager")
+    reference = reference_of(name, meant)
     if case.scheme in ROUND_ROWS and os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
         narrow_rows(reference, LINEAR, largest_e4m3("hpu"))
         assert_rounded(reference, prompts, answers, NEAR)
@@ -156,20 +188,24 @@ def assert_greedy(meant: Path, case: Case, prompts: list[list[int]], answers: li
         reference.assert_greedy(prompts, answers)
 
 
+def reference_of(name: str, meant: Path) -> ReferenceModel:
+    return PictureReference(meant) if name in WRITERS else ReferenceModel(meant, "eager")
+
+
 def serve_divided(name: str, model: Path, meant: Path, case: Case, count: int) -> str:
     """Serves by engines that share out requests, and the experts of a mixture."""
-    prompts = make_prompts()
+    prompts = make_prompts(name)
     counted = os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu"
     options = {**sizes(name), **case.options}
     found = serve_by_engines(model, case.ucm, prompts, case.length, count, counted, **options)
     for answers in found:
-        assert_greedy(meant, case, prompts, answers)
+        assert_greedy(name, meant, case, prompts, answers)
     return f"{len(found) * len(prompts)} answers equal"
 
 
 def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
     """Serves by two servers over one folder: the second loads the blocks of the first."""
-    prompts, found = make_prompts(), list[list[Answer]]()
+    prompts, found = make_prompts(name), list[list[Answer]]()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             config = transfer(file_store(Path(folder)))
@@ -179,7 +215,7 @@ def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
                 for _ in range(3):
                     engine.step()
                 assert_none_compiled(engine, warm)
-    reference = ReferenceModel(meant, "eager")
+    reference = reference_of(name, meant)
     for answers in found:
         reference.assert_greedy(prompts, answers)
     first, second = (answers[1].cached_tokens for answers in found)
@@ -190,7 +226,7 @@ def serve_stored(name: str, model: Path, meant: Path, case: Case) -> str:
 
 def serve_narrow(name: str, model: Path, case: Case) -> str:
     """Compares a cache of 8-bit floats with one that holds their values in a wider dtype: the same tokens."""
-    prompts, ucm, options = make_prompts(), case.ucm, sizes(name)
+    prompts, ucm, options = make_prompts(name), case.ucm, sizes(name)
     with Engine(model, ucm, kv_cache_dtype="fp8", **options) as engine:
         warm = compilations(engine)
         found = engine.greedy(prompts, case.length)
@@ -323,11 +359,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, config in configs():
+        for name, write in families(options.stages):
             if options.families and name not in options.families:
                 continue
-            make = write_model if name in SHARED_KEYS else make_model
-            model = make(Path(folder) / name.replace(", ", "-"), more_layers(config, options.stages))
+            model = write(Path(folder) / name.replace(", ", "-"))
             for case in cases(name, options):
                 begin = time.perf_counter()
                 try:

@@ -151,7 +151,7 @@ def script_families(file: Path) -> set[str]:
     """Returns the families that the script serves, kept in a file until the script changes."""
     if file.exists() and file.stat().st_mtime > (ROOT / SCRIPT).stat().st_mtime:
         return set(file.read_text().splitlines())
-    code = "import scripts.check_device_families as s; print('\\n'.join(name for name, _ in s.configs()))"
+    code = "import scripts.check_device_families as s; print('\\n'.join(name for name, _ in s.families()))"
     env = {**os.environ, "VLLM_GAUDI_UCM_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     file.parent.mkdir(parents=True, exist_ok=True)

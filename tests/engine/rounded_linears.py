@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -101,13 +101,13 @@ def rounded_reference(meant: Path, quantised: Path, schemes: Mapping[str, str], 
 
 
 def assert_rounded(
-    reference: ReferenceModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], near: float = NEAR
+    reference: ReferenceModel, prompts: Sequence[Any], answers: Sequence[Answer], near: float = NEAR
 ) -> None:
     """Asserts greedy tokens, and but for a few the logprobs of the reference. near: see `assert_greedy`."""
     reference.assert_greedy(prompts, answers, near=near)
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected = reference.logprobs([*prompt, *answer.tokens[:-1]], keep=len(answer.tokens))
+        expected = reference.after(prompt, answer.tokens)
         chosen = expected[torch.arange(len(answer.tokens)), answer.tokens]
         found.append((torch.tensor(answer.logprobs) - chosen).abs())
     assert torch.cat(found).median() <= USUAL
