@@ -51,6 +51,8 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "quantised weights": ("dense, fp8 per channel", ("--features", "dense", "--quantised", "fp8 per channel")),
     "engines": ("2 engines", ("--engines", "2")),
 }
+# cases of a process at most: an unfinished one has to run again
+TOGETHER = 3
 
 
 class Run(NamedTuple):
@@ -72,9 +74,11 @@ def runs_to_do(
         for family in families:
             known = cells(table, family, "gaudi")
             wanted = [RUNS[one][0] for one in features if RUNS[one][1] == arguments and one not in known]
-            cases = tuple(case for case in dict.fromkeys(wanted) if not done(f"{family}: {case}"))
-            if cases:
-                yield Run(family, cases, arguments)
+            cases = [case for case in dict.fromkeys(wanted) if not done(f"{family}: {case}")]
+            yield from (
+                Run(family, tuple(cases[begin : begin + TOGETHER]), arguments)
+                for begin in range(0, len(cases), TOGETHER)
+            )
 
 
 def run(asked: Run, seconds: float) -> dict[str, dict[str, Any]]:
@@ -135,7 +139,7 @@ def walk(args: argparse.Namespace, table: dict[str, Any]) -> None:
         if args.minutes is not None and time.perf_counter() - begin > 60 * args.minutes:
             print(f"{len(todo) - number} runs are left; run the command again")
             return
-        found = run(asked, args.timeout)
+        found = run(asked, args.timeout * len(asked.cases))
         results |= found
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(results, indent=1) + "\n")
@@ -194,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--features", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help="columns")
     parser.add_argument("--results", type=Path, default=ROOT / ".cache" / "gaudi-column.json", metavar="FILE")
     parser.add_argument("--minutes", type=float, help="begin no run after so long; the next command goes on")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds of a run (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds of a case (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="repeat runs that were not right")
     parser.add_argument("--fill", action="store_true", help="write what was right into docs/models.toml; runs nothing")
     args = parser.parse_args(argv)
