@@ -83,8 +83,11 @@ KEPT = {"kv_cache": {"kept_states": 8}}
 ONE_DEVICE = ("dense", "8-bit cache")
 # a logprob may be off by this if numbers of the cache are rounded the other way
 ROUNDED = 0.01
-# layers that `--quantised` quantises
-LINEAR = r".*\.(layers|h)\..*(_proj|_with_mqa|\.w[123]|\.fc[12]|\.query_key_value|\.dense\w*)"
+# layers that `--quantised` quantises: of a model with pictures its decoder's
+LINEAR = (
+    r"(?!.*(vision|visual)).*\.(layers|h)\.\d+\..*"
+    r"(_proj(_\w+)?|\.w[123]|\.fc[12]|\.query_key_value|\.dense\w*|\.c_\w+)$"
+)
 # schemes whose products round rows on a Gaudi
 ROUND_ROWS = ("fp8 per tensor", "fp8 per channel")
 # vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always

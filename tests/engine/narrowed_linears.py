@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from tests.engine.reference_model import ReferenceModel
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
@@ -28,5 +29,9 @@ def narrow_rows(reference: ReferenceModel, pattern: str, largest: float) -> None
         return ((x / scale).to(E4M3).float() * scale,)
 
     for name, layer in reference.model.named_modules():
-        if isinstance(layer, nn.Linear) and re.match(pattern, name) and not any(part in name for part in PLAIN):
+        if (
+            isinstance(layer, nn.Linear | Conv1D)
+            and re.match(pattern, name)
+            and not any(part in name for part in PLAIN)
+        ):
             layer.register_forward_pre_hook(rounded)
