@@ -54,7 +54,7 @@ def write_quantised(
         found, experts = _LINEAR.fullmatch(name), _experts_of(name)
         quantise = choose(found[1]) if found else choose(f"{experts}.0.down_proj") if experts else None
         # [inputs, outputs]
-        turned = ".c_" in name or ".feed_forward.experts." in name
+        turned = ".c_" in name or (experts and ".feed_forward." in name)
         if quantise is None:
             written[name] = tensor
             continue
@@ -82,7 +82,7 @@ def _experts_of(name: str) -> str:
 
 
 def _one_expert(name: str, weight: Tensor, matrices: Sequence[str], quantise: Quantise) -> tuple[Tensors, Tensor]:
-    """Returns the tensors of an expert, and the weight that they mean. weight: of these matrices, one above the other."""
+    """Returns the tensors of an expert, and the weight that they mean. weight: its matrices, one above the other."""
     parts: Tensors = {}
     meant = []
     for own, matrix in zip(matrices, weight.chunk(len(matrices)), strict=True):
