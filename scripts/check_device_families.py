@@ -66,6 +66,8 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 WINDOWS = {**MODELS, "gpt_oss": GPT_OSS, "llama4_text": LLAMA4}
 IN_ALL_LAYERS = "mistral, window"
+# as in models of 26B and 31B
+OWN_KEYS = "gemma4, own keys"
 # a size that fits one request of full length fits all of them
 ROOM_FOR_ALL = (IN_ALL_LAYERS, "llama4_text")
 # of models with windows, which keep fewer blocks of a request, and in several groups of layers
@@ -96,7 +98,7 @@ TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning
 def families(stages: int = 1) -> Iterator[tuple[str, Callable[[Path], Path]]]:
     """Yields the name of each family, and what writes a model of it. stages: over which its layers are divided."""
     for name, config in configs():
-        make = write_model if name in SHARED_KEYS else make_model
+        make = write_model if name in (*SHARED_KEYS, OWN_KEYS) else make_model
         yield name, partial(make, config=more_layers(config, stages))
     # vLLM's classes import it
     if importlib.util.find_spec("torchvision"):
@@ -110,6 +112,7 @@ def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
     yield "bloom", AutoConfig.for_model("bloom", **BLOOM)
     yield from ((name, window_config(name)) for name in WINDOWS)
     yield from ((name, smaller_config(name)) for name in SHARED_KEYS)
+    yield OWN_KEYS, smaller_config("gemma4_text", num_kv_shared_layers=0, hidden_size_per_layer_input=0)
     yield from ((name, hybrid_config(name)) for name in HYBRIDS)
 
 
@@ -309,7 +312,7 @@ def every_case(name: str) -> Iterator[Case]:
     if name not in (IN_ALL_LAYERS, "bloom"):
         chosen = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
         yield Case("all blocks chosen", chosen, {})
-    if name not in (*WINDOWS, *SHARED_KEYS, *HYBRIDS, IN_ALL_LAYERS, "bloom"):
+    if name not in (*WINDOWS, *SHARED_KEYS, *HYBRIDS, IN_ALL_LAYERS, OWN_KEYS, "bloom"):
         # refused with a number of blocks
         yield Case("slots for tokens", {"kv_cache": {"granularity": "token"}}, {"num_gpu_blocks_override": None})
 

@@ -30,7 +30,8 @@ NAMES = {
     "windows": "mistral, window",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
+    "gemma4": "gemma4, own keys",
+    "gemma4_e": "gemma4_text",
     "llama4": "llama4_text",
 }
 # cells that the script decides -> what it calls the case, and its arguments; cases without arguments run one after the

@@ -47,8 +47,10 @@ def write_model(folder: Path, config: PreTrainedConfig) -> Path:
     return folder
 
 
-def smaller_config(model_type: str) -> PreTrainedConfig:
-    """Returns a configuration of four layers, of which the last two have no keys of their own."""
+def smaller_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """Returns a configuration of four layers, of which the last two have no keys of their own unless `changes` give
+    them some.
+    """
     values = {
         **COMMON,
         **MODELS[model_type],
@@ -62,4 +64,4 @@ def smaller_config(model_type: str) -> PreTrainedConfig:
         # experts of a 26B model, keys that are shared as in a small one
         experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
         values |= {**experts, "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}}}
-    return AutoConfig.for_model(model_type, **values)
+    return AutoConfig.for_model(model_type, **{**values, **changes})
