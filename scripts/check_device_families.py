@@ -85,10 +85,7 @@ ONE_DEVICE = ("dense", "8-bit cache")
 # a logprob may be off by this if numbers of the cache are rounded the other way
 ROUNDED = 0.01
 # layers that `--quantised` quantises: of a model with pictures its decoder's
-LINEAR = (
-    r"(?!.*(vision|visual)).*\.\d+\..*"
-    r"(_proj(_\w+)?|\.w[123]|\.fc[12]|\.query_key_value|\.dense\w*|\.c_\w+)$"
-)
+LINEAR = r"(?!.*(vision|visual)).*(_proj(_\w+)?|\.w[123]|\.fc[12]|\.query_key_value|\.dense\w*|\.c_\w+)$"
 # schemes whose products round rows on a Gaudi
 ROUND_ROWS = ("fp8 per tensor", "fp8 per channel")
 # vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always
