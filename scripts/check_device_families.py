@@ -32,17 +32,16 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tests.engine.engine_group import serve_by_engines
 from tests.engine.hybrids import HYBRIDS, hybrid_config
-from tests.engine.narrowed_linears import NEAR, narrow_rows
+from tests.engine.narrowed_linears import NarrowedModel
 from tests.engine.picture_models import PictureReference
 from tests.engine.pictured_families import OPTIONS as PICTURED
 from tests.engine.pictured_families import WRITERS, pictured_prompts
 from tests.engine.quantised_models import SCHEMES, compressed_tensors, write_gpt_oss, write_quantised
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.rounded_cache import assert_follows, rounding_engine
-from tests.engine.rounded_linears import assert_rounded
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.shared_keys import MODELS as SHARED_KEYS
-from tests.engine.shared_keys import smaller_config, write_model
+from tests.engine.shared_keys import divide_gates, smaller_config, write_model
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_local_attention import BLOOM
 from tests.engine.tiny_models import FAMILIES, make_config, make_model
@@ -187,9 +186,9 @@ def assert_greedy(name: str, meant: Path, case: Case, prompts: list[Any], answer
     lengths = [len(answer.tokens) for answer in answers]
     assert lengths == [case.length] * len(prompts), f"answers of {lengths} tokens, expected {case.length} each"
     reference = PictureReference(meant) if name in WRITERS else ReferenceModel(meant, "eager")
+    divide_gates(reference.model, case.options.get("tensor_parallel_size", 1))
     if case.scheme in ROUND_ROWS and os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
-        narrow_rows(reference, LINEAR, largest_e4m3("hpu"))
-        assert_rounded(reference, prompts, answers, NEAR)
+        NarrowedModel(reference, LINEAR, largest_e4m3("hpu")).assert_greedy(prompts, answers)
     else:
         reference.assert_greedy(prompts, answers)
 

@@ -182,8 +182,8 @@ def fill(results: dict[str, Any]) -> int:
         if header in text:
             text = text.replace(header, header + lines)
         else:
-            place = text.index(f"[families.{family}.cpu]\n")
-            text = f"{text[:place]}{header}{lines}\n{text[place:]}"
+            place = text.index("\n\n", text.index(f"[families.{family}]\n"))
+            text = f"{text[:place]}\n\n{header}{lines.rstrip()}{text[place:]}"
     TABLE.write_text(text, encoding="utf-8")
     return count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors.torch import load_file
@@ -100,11 +100,9 @@ def rounded_reference(meant: Path, quantised: Path, schemes: Mapping[str, str], 
     return reference
 
 
-def assert_rounded(
-    reference: ReferenceModel, prompts: Sequence[Any], answers: Sequence[Answer], near: float = NEAR
-) -> None:
-    """Asserts greedy tokens, and but for a few the logprobs of the reference. near: see `assert_greedy`."""
-    reference.assert_greedy(prompts, answers, near=near)
+def assert_rounded(reference: ReferenceModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
+    """Asserts greedy tokens, and but for a few the logprobs of the reference."""
+    reference.assert_greedy(prompts, answers, near=NEAR)
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = reference.after(prompt, answer.tokens)

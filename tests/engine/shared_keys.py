@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB
@@ -65,3 +68,14 @@ def smaller_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
         values |= {**experts, "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}}}
     return AutoConfig.for_model(model_type, **{**values, **changes})
+
+
+def divide_gates(model: nn.Module, ranks: int) -> None:
+    """Makes Transformers' Gemma 3n keep the largest gates of each rank's part, as vLLM's does with several ranks."""
+    for layer in model.modules():
+        if hasattr(layer, "_gaussian_topk"):
+            layer._gaussian_topk = partial(_in_parts, layer._gaussian_topk, ranks)
+
+
+def _in_parts(keep_largest: Callable[[Tensor], Tensor], ranks: int, gates: Tensor) -> Tensor:
+    return torch.cat([keep_largest(part) for part in gates.chunk(ranks, -1)], -1)
