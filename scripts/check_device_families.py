@@ -32,6 +32,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tests.engine.engine_group import serve_by_engines
 from tests.engine.hybrids import HYBRIDS, hybrid_config
+from tests.engine.more_models import MORE, WITH_STATES, more_config
 from tests.engine.narrowed_linears import NarrowedModel
 from tests.engine.picture_models import PictureReference
 from tests.engine.pictured_families import OPTIONS as PICTURED
@@ -78,6 +79,7 @@ WINDOW_BLOCKS = {
     "gemma3n_text": 30,
     "gemma4_text": 20,
 }
+STATES = (*HYBRIDS, WITH_STATES)
 # prefix caching of models with states
 KEPT = {"kv_cache": {"kept_states": 8}}
 ONE_DEVICE = ("dense", "8-bit cache")
@@ -110,6 +112,7 @@ def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
     yield from ((name, smaller_config(name)) for name in SHARED_KEYS)
     yield OWN_KEYS, smaller_config("gemma4_text", num_kv_shared_layers=0, hidden_size_per_layer_input=0)
     yield from ((name, hybrid_config(name)) for name in HYBRIDS)
+    yield from ((name, more_config(name)) for name in MORE)
 
 
 def more_layers(config: PreTrainedConfig, stages: int) -> PreTrainedConfig:
@@ -142,7 +145,7 @@ class Case(NamedTuple):
 
 def sizes(name: str) -> dict[str, Any]:
     """Returns the sizes of the cache and of steps."""
-    cached = {"enable_prefix_caching": True} if name in HYBRIDS else {}
+    cached = {"enable_prefix_caching": True} if name in STATES else {}
     pictured = PICTURED if name in WRITERS else {}
     return {
         **TIGHT,
@@ -276,7 +279,7 @@ def is_off(one: Answer, other: Answer) -> bool:
 
 def cases(name: str, asked: argparse.Namespace) -> Iterator[Case]:
     """Yields the requested cases that are not refused for the family."""
-    kept = KEPT if name in HYBRIDS else {}
+    kept = KEPT if name in STATES else {}
     yield from (case._replace(ucm={**kept, **case.ucm}, scheme=asked.quantised) for case in requested(name, asked))
 
 
@@ -302,13 +305,13 @@ def every_case(name: str) -> Iterator[Case]:
     yield Case("true shapes", {"graphs": {"mode": "off"}}, {})
     swap = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
     yield Case("drafts and swaps", {**FEW_GRAPHS, **swap}, {"speculative_config": DRAFTS})
-    if name not in HYBRIDS:
+    if name not in STATES:
         yield Case("stores", FEW_GRAPHS, {}, SHORT)
     yield Case("8-bit cache", FEW_GRAPHS, {}, SHORT)
     if name not in (IN_ALL_LAYERS, "bloom"):
         chosen = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
         yield Case("all blocks chosen", chosen, {})
-    if name not in (*WINDOWS, *SHARED_KEYS, *HYBRIDS, IN_ALL_LAYERS, OWN_KEYS, "bloom"):
+    if name not in (*WINDOWS, *SHARED_KEYS, *STATES, IN_ALL_LAYERS, OWN_KEYS, "bloom"):
         # refused with a number of blocks
         yield Case("slots for tokens", {"kv_cache": {"granularity": "token"}}, {"num_gpu_blocks_override": None})
 

@@ -52,6 +52,8 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "quantised weights": ("dense, fp8 per channel", ("--features", "dense", "--quantised", "fp8 per channel")),
     "engines": ("2 engines", ("--engines", "2")),
 }
+# what the page of validated configurations shows
+OF_VALIDATED = ("buckets", "several devices", "quantised weights")
 # cases of a process at most: an unfinished one has to run again
 TOGETHER = 3
 
@@ -74,6 +76,8 @@ def runs_to_do(
     for arguments in dict.fromkeys(RUNS[feature][1] for feature in features):
         for family in families:
             known = cells(table, family, "gaudi")
+            if table["families"][family].get("for_validated"):
+                known |= dict.fromkeys(set(features) - set(OF_VALIDATED), "")
             wanted = [RUNS[one][0] for one in features if RUNS[one][1] == arguments and one not in known]
             cases = [case for case in dict.fromkeys(wanted) if not done(f"{family}: {case}")]
             yield from (

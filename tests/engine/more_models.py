@@ -10,6 +10,7 @@ from tests.engine.hybrids import HYBRIDS
 from tests.engine.tiny_models import COMMON, FAMILIES, MAX_POSITIONS
 
 _EXPERTS: dict[str, Any] = {**FAMILIES["llama"], "head_dim": 16, "num_experts_per_tok": 2}
+WITH_STATES = "qwen3_5_moe_text"
 # model type -> what its configuration needs beyond the common values
 MORE: dict[str, dict[str, Any]] = {
     # all heads share one key, Granite's code models of 20B and 34B
@@ -24,7 +25,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": {**FAMILIES["llama"], "head_dim": 16},
     "hunyuan_v1_moe": {**_EXPERTS, "num_experts": 4, "moe_topk": 2, "intermediate_size": 32},
-    "minimax_m2": {**_EXPERTS, "num_local_experts": 4, "intermediate_size": 32},
+    "minimax_m2": {**_EXPERTS, "num_local_experts": 4, "intermediate_size": 32, "rotary_dim": 8},
     "ernie4_5_moe": {
         **_EXPERTS,
         "moe_num_experts": 4,
@@ -33,9 +34,7 @@ MORE: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
     },
-}
-HYBRIDS_MORE: dict[str, dict[str, Any]] = {
-    "qwen3_5_moe_text": {
+    WITH_STATES: {
         **HYBRIDS["qwen3_5_text"],
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -46,4 +45,4 @@ HYBRIDS_MORE: dict[str, dict[str, Any]] = {
 
 
 def more_config(model_type: str) -> PreTrainedConfig:
-    return AutoConfig.for_model(model_type, **{**COMMON, **{**MORE, **HYBRIDS_MORE}[model_type]})
+    return AutoConfig.for_model(model_type, **{**COMMON, **MORE[model_type]})
