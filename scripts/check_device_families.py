@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +42,7 @@ from tests.engine.pictured_families import WRITERS, pictured_prompts
 from tests.engine.quantised_models import SCHEMES, compressed_tensors, write_gpt_oss, write_quantised
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.rounded_cache import assert_follows, rounding_engine
-from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.serving import NEAR_TIE, Answer, Engine, assert_same
 from tests.engine.shared_keys import MODELS as SHARED_KEYS
 from tests.engine.shared_keys import divide_gates, smaller_config, write_model
 from tests.engine.test_connector import file_store, transfer
@@ -80,6 +82,8 @@ WINDOW_BLOCKS = {
     "gemma4_text": 20,
 }
 STATES = (*HYBRIDS, WITH_STATES)
+# vLLM serves them by Transformers' classes, and rewrites these in the process
+REWRITTEN = ("gpt_bigcode", "hunyuan_v1_dense", "hunyuan_v1_moe")
 # prefix caching of models with states
 KEPT = {"kv_cache": {"kept_states": 8}}
 ONE_DEVICE = ("dense", "8-bit cache")
@@ -89,6 +93,8 @@ ROUNDED = 0.01
 LINEAR = r"(?!.*(vision|visual)).*(_proj(_\w+)?|\.w[123]|\.fc[12]|\.query_key_value|\.dense\w*|\.c_\w+)$"
 # schemes whose products round rows on a Gaudi
 ROUND_ROWS = ("fp8 per tensor", "fp8 per channel")
+# Transformers' own logprobs of Zamba2 are off by 1.0e-3 in float32
+NEAR = {"zamba2": 2e-3}
 # vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always
 TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning": True}}}
 
@@ -188,12 +194,20 @@ def assert_greedy(name: str, meant: Path, case: Case, prompts: list[Any], answer
     # a request whose picture cannot be encoded ends early
     lengths = [len(answer.tokens) for answer in answers]
     assert lengths == [case.length] * len(prompts), f"answers of {lengths} tokens, expected {case.length} each"
+    if name not in REWRITTEN:
+        compare(name, meant, case, prompts, answers)
+        return
+    with ProcessPoolExecutor(1, get_context("spawn")) as other:
+        other.submit(compare, name, meant, case, prompts, answers).result()
+
+
+def compare(name: str, meant: Path, case: Case, prompts: list[Any], answers: list[Answer]) -> None:
     reference = PictureReference(meant) if name in WRITERS else ReferenceModel(meant, "eager")
     divide_gates(reference.model, case.options.get("tensor_parallel_size", 1))
     if case.scheme in ROUND_ROWS and os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
         NarrowedModel(reference, LINEAR, largest_e4m3("hpu")).assert_greedy(prompts, answers)
     else:
-        reference.assert_greedy(prompts, answers)
+        reference.assert_greedy(prompts, answers, near=NEAR.get(name, NEAR_TIE))
 
 
 def serve_divided(name: str, model: Path, meant: Path, case: Case, count: int) -> str:
