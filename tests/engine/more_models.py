@@ -25,7 +25,14 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": {**FAMILIES["llama"], "head_dim": 16},
     "hunyuan_v1_moe": {**_EXPERTS, "num_experts": 4, "moe_topk": 2, "intermediate_size": 32},
-    "minimax_m2": {**_EXPERTS, "num_local_experts": 4, "intermediate_size": 32, "rotary_dim": 8},
+    "minimax_m2": {
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "intermediate_size": 32,
+        "rotary_dim": 8,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "ernie4_5_moe": {
         **_EXPERTS,
         "moe_num_experts": 4,
