@@ -33,7 +33,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from tests.engine.engine_group import serve_by_engines
-from tests.engine.hybrids import HYBRIDS, hybrid_config
+from tests.engine.hybrids import HYBRIDS, longer_hybrid
 from tests.engine.more_models import MORE, WITH_STATES, more_config
 from tests.engine.narrowed_linears import NarrowedModel
 from tests.engine.picture_models import PictureReference
@@ -101,7 +101,7 @@ TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning
 
 def families(stages: int = 1) -> Iterator[tuple[str, Callable[[Path], Path]]]:
     """Yields the name of each family, and what writes a model of it. stages: over which its layers are divided."""
-    for name, config in configs():
+    for name, config in configs(stages):
         make = write_model if name in (*SHARED_KEYS, OWN_KEYS) else make_model
         yield name, partial(make, config=more_layers(config, stages))
     # vLLM's classes import it
@@ -109,7 +109,7 @@ def families(stages: int = 1) -> Iterator[tuple[str, Callable[[Path], Path]]]:
         yield from WRITERS.items()
 
 
-def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
+def configs(stages: int) -> Iterator[tuple[str, PreTrainedConfig]]:
     """Yields every family that tests serve without pictures, one whose layers all have a window, and one with ALiBi."""
     yield from ((name, make_config(name)) for name in FAMILIES)
     yield IN_ALL_LAYERS, make_config("mistral", sliding_window=20)
@@ -117,7 +117,7 @@ def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
     yield from ((name, window_config(name)) for name in WINDOWS)
     yield from ((name, smaller_config(name)) for name in SHARED_KEYS)
     yield OWN_KEYS, smaller_config("gemma4_text", num_kv_shared_layers=0, hidden_size_per_layer_input=0)
-    yield from ((name, hybrid_config(name)) for name in HYBRIDS)
+    yield from ((name, longer_hybrid(name, stages)) for name in HYBRIDS)
     yield from ((name, more_config(name)) for name in MORE)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 # a weight [outputs, inputs] -> the tensors of a checkpoint, by the end of their names, and the weight that they mean
 Quantise = Callable[[Tensor], tuple[Tensors, Tensor]]
-_BLOCKS = r"self_attn|mlp|mlp\.experts\.\d+|mlp\.shared_experts?"
+_BLOCKS = r"self_attn|mlp|mlp\.experts\.\d+|mlp\.shared_(?:experts?|mlp)"
 _MIXTRAL = r"block_sparse_moe\.experts\.\d+\.w[123]"
 _OPT = r"model\.decoder\.layers\.\d+\.(?:self_attn\.\w+_proj|fc[12])"
 _BLOOM = r"transformer\.h\.\d+\.(?:self_attention|mlp)\.(?:query_key_value|dense\w*)"
@@ -49,12 +49,13 @@ def write_quantised(
     choose: by the name of a linear layer; None: it stays as it is.
     """
     tensors = load_file(plain / "model.safetensors")
+    turns = json.loads((plain / "config.json").read_text())["model_type"] == "gpt2"
     written: Tensors = {}
     for name, tensor in tensors.items():
         found, experts = _LINEAR.fullmatch(name), _experts_of(name)
         quantise = choose(found[1]) if found else choose(f"{experts}.0.down_proj") if experts else None
         # [inputs, outputs]
-        turned = ".c_" in name or (experts and ".feed_forward." in name)
+        turned = (turns and ".c_" in name) or (experts and ".feed_forward." in name)
         if quantise is None:
             written[name] = tensor
             continue
