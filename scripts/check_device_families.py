@@ -95,6 +95,8 @@ LINEAR = r"(?!.*(vision|visual)).*(_proj(_\w+)?|\.w[123]|\.fc[12]|\.query_key_va
 ROUND_ROWS = ("fp8 per tensor", "fp8 per channel")
 # Transformers' own logprobs of Zamba2 are off by 1.0e-3 in float32
 NEAR = {"zamba2": 2e-3}
+# states sum up in another order over a whole prompt: numbers far from a middle are rounded the other way, too
+NEAR_WITH_STATES = 0.1
 # vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always
 TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning": True}}}
 
@@ -205,7 +207,8 @@ def compare(name: str, meant: Path, case: Case, prompts: list[Any], answers: lis
     reference = PictureReference(meant) if name in WRITERS else ReferenceModel(meant, "eager")
     divide_gates(reference.model, case.options.get("tensor_parallel_size", 1))
     if case.scheme in ROUND_ROWS and os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
-        NarrowedModel(reference, LINEAR, largest_e4m3("hpu")).assert_greedy(prompts, answers)
+        near = NEAR_WITH_STATES if name in STATES else NEAR_TIE
+        NarrowedModel(reference, LINEAR, largest_e4m3("hpu")).assert_greedy(prompts, answers, near)
     else:
         reference.assert_greedy(prompts, answers, near=NEAR.get(name, NEAR_TIE))
 

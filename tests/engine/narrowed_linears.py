@@ -55,8 +55,11 @@ class NarrowedModel:
             if isinstance(layer, nn.Linear | Conv1D) and re.match(pattern, name) and not plain:
                 layer.register_forward_pre_hook(self._round)
 
-    def assert_greedy(self, prompts: Sequence[Any], answers: Sequence[Answer]) -> int:
-        """Asserts greedy tokens and logprobs. Returns how many numbers were rounded the other way for that."""
+    def assert_greedy(self, prompts: Sequence[Any], answers: Sequence[Answer], near: float = NEAR_TIE) -> int:
+        """Asserts greedy tokens and logprobs. Returns how many numbers were rounded the other way for that.
+
+        near: what logprobs may differ by after that.
+        """
         count = 0
         for prompt, answer in zip(prompts, answers, strict=True):
             self._others = set()
@@ -64,7 +67,7 @@ class NarrowedModel:
             self._follow(prompt, answer, sorted(self._ties, key=lambda tie: tie.distance)[:MOST_TRIED])
             count += len(self._others)
             self._calls = 0
-            self._reference.assert_greedy([prompt], [answer])
+            self._reference.assert_greedy([prompt], [answer], near=near)
         return count
 
     def _follow(self, prompt: Any, answer: Answer, ties: Sequence[Tie]) -> None:
