@@ -21,8 +21,10 @@ def _row(name: str, flag: str, why: str, found: Callable[[VllmConfig], object]) 
 
 def _loads_every_router(config: VllmConfig) -> str | None:
     """Returns the class of Granite 4-h with experts, if there are several stages."""
-    model, several = config.model_config, config.parallel_config.pipeline_parallel_size > 1
-    experts = several and getattr(model.hf_text_config, "num_local_experts", 0)
+    model = config.model_config
+    if model is None or config.parallel_config.pipeline_parallel_size == 1:
+        return None
+    experts = getattr(model.hf_text_config, "num_local_experts", 0)
     return model.architecture if experts and model.architecture == "GraniteMoeHybridForCausalLM" else None
 
 
