@@ -24,7 +24,7 @@ def _loads_every_router(config: VllmConfig) -> str | None:
     model = config.model_config
     if model is None or config.parallel_config.pipeline_parallel_size == 1:
         return None
-    experts = getattr(model.hf_text_config, "num_local_experts", 0)
+    experts = model.hf_text_config.to_dict().get("num_local_experts")
     return model.architecture if experts and model.architecture == "GraniteMoeHybridForCausalLM" else None
 
 
