@@ -30,7 +30,8 @@ NAMES = {
     "windows": "mistral, window",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
+    "gemma4": "gemma4, own keys",
+    "gemma4_e": "gemma4_text",
     "llama4": "llama4_text",
 }
 # cells that the script decides -> what it calls the case, and its arguments; cases without arguments run one after the
@@ -51,6 +52,10 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "quantised weights": ("dense, fp8 per channel", ("--features", "dense", "--quantised", "fp8 per channel")),
     "engines": ("2 engines", ("--engines", "2")),
 }
+# what the page of validated configurations shows
+OF_VALIDATED = ("buckets", "several devices", "quantised weights")
+# cases of a process at most: an unfinished one has to run again
+TOGETHER = 3
 
 
 class Run(NamedTuple):
@@ -71,10 +76,14 @@ def runs_to_do(
     for arguments in dict.fromkeys(RUNS[feature][1] for feature in features):
         for family in families:
             known = cells(table, family, "gaudi")
+            if table["families"][family].get("for_validated"):
+                known |= dict.fromkeys(set(features) - set(OF_VALIDATED), "")
             wanted = [RUNS[one][0] for one in features if RUNS[one][1] == arguments and one not in known]
-            cases = tuple(case for case in dict.fromkeys(wanted) if not done(f"{family}: {case}"))
-            if cases:
-                yield Run(family, cases, arguments)
+            cases = [case for case in dict.fromkeys(wanted) if not done(f"{family}: {case}")]
+            yield from (
+                Run(family, tuple(cases[begin : begin + TOGETHER]), arguments)
+                for begin in range(0, len(cases), TOGETHER)
+            )
 
 
 def run(asked: Run, seconds: float) -> dict[str, dict[str, Any]]:
@@ -135,7 +144,7 @@ def walk(args: argparse.Namespace, table: dict[str, Any]) -> None:
         if args.minutes is not None and time.perf_counter() - begin > 60 * args.minutes:
             print(f"{len(todo) - number} runs are left; run the command again")
             return
-        found = run(asked, args.timeout)
+        found = run(asked, args.timeout * len(asked.cases))
         results |= found
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(results, indent=1) + "\n")
@@ -151,7 +160,7 @@ def script_families(file: Path) -> set[str]:
     """Returns the families that the script serves, kept in a file until the script changes."""
     if file.exists() and file.stat().st_mtime > (ROOT / SCRIPT).stat().st_mtime:
         return set(file.read_text().splitlines())
-    code = "import scripts.check_device_families as s; print('\\n'.join(name for name, _ in s.configs()))"
+    code = "import scripts.check_device_families as s; print('\\n'.join(name for name, _ in s.families()))"
     env = {**os.environ, "VLLM_GAUDI_UCM_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -177,8 +186,9 @@ def fill(results: dict[str, Any]) -> int:
         if header in text:
             text = text.replace(header, header + lines)
         else:
-            place = text.index(f"[families.{family}.cpu]\n")
-            text = f"{text[:place]}{header}{lines}\n{text[place:]}"
+            # the end of the family's own lines, which may be that of the file
+            place = f"{text}\n".index("\n\n", text.index(f"[families.{family}]\n"))
+            text = f"{text[:place]}\n\n{header}{lines.rstrip()}{text[place:]}"
     TABLE.write_text(text, encoding="utf-8")
     return count
 
@@ -194,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--features", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help="columns")
     parser.add_argument("--results", type=Path, default=ROOT / ".cache" / "gaudi-column.json", metavar="FILE")
     parser.add_argument("--minutes", type=float, help="begin no run after so long; the next command goes on")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds of a run (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds of a case (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="repeat runs that were not right")
     parser.add_argument("--fill", action="store_true", help="write what was right into docs/models.toml; runs nothing")
     args = parser.parse_args(argv)

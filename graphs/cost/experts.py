@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
+CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_topk")
 SHARED_KEYS = ("shared_expert_intermediate_size", "shared_intermediate_size")
 # inputs that share a scale in gpt-oss's checkpoints; two devices never share one
 MXFP4_GROUP = 32
@@ -102,6 +102,9 @@ def _layers(config: Mapping[str, Any], layers: int) -> int:
 
 def _size(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
+    if isinstance(value, list) and value:
+        # Hunyuan has one for each layer
+        return max(_size({key: one}, key) for one in value)
     if type(value) is not int or not 1 <= value < 2**31:
         raise ValueError(f"model config: {key} is {str(value)[:40]!r}, expected an integer from 1 to {2**31 - 1}")
     return value

@@ -18,7 +18,7 @@ from tests.engine.worker_processes import CountedWorker
 def serve_by_engines(
     model: Path,
     ucm: Mapping[str, Any],
-    prompts: list[list[int]],
+    prompts: list[Any],
     length: int,
     count: int,
     counted: bool = False,
@@ -35,7 +35,7 @@ def serve_by_engines(
 
 
 async def _serve(
-    options: dict[str, Any], prompts: list[list[int]], length: int, count: int, counted: bool
+    options: dict[str, Any], prompts: list[Any], length: int, count: int, counted: bool
 ) -> list[list[Answer]]:
     engines = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 
@@ -45,7 +45,8 @@ async def _serve(
         return await client.call_utility_all_async(*called) if counted else None
 
     async def answer(index: int, engine: int, turn: int) -> Answer:
-        inputs: Any = {"prompt_token_ids": prompts[index]}
+        prompt = prompts[index]
+        inputs: Any = prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
         found: RequestOutput | None = None
         name = f"{turn}-{index}"
         async for output in engines.generate(inputs, greedy_params(length), name, data_parallel_rank=engine):

@@ -130,6 +130,15 @@ def hybrid_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **{**COMMON, **HYBRIDS[model_type], **changes})
 
 
+def longer_hybrid(model_type: str, stages: int) -> PreTrainedConfig:
+    """Returns a configuration with so many times the layers, so that each stage has layers of both kinds."""
+    values = HYBRIDS[model_type]
+    changes = {name: values[name] * stages for name in ("layer_types", "layers_block_type") if name in values}
+    if changes and "num_hidden_layers" in values:
+        changes["num_hidden_layers"] = values["num_hidden_layers"] * stages
+    return hybrid_config(model_type, **changes)
+
+
 def make_hybrid(folder: Path, model_type: str, **changes: Any) -> Path:
     return make_model(folder / model_type, hybrid_config(model_type, **changes))
 

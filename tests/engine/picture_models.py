@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast
 
-from tests.engine.serving import NEAR_TIE, Answer
+from tests.engine.reference_model import ReferenceModel
 
 VOCAB = 260
 PAD, BOS, EOS, UNKNOWN, IMAGE, BREAK, END, START, VIDEO = range(9)
@@ -314,20 +314,19 @@ def prompt(text: str, *pictures: Image.Image) -> dict[str, Any]:
     return {"prompt": text, "multi_modal_data": {"image": list(pictures)}} if pictures else {"prompt": text}
 
 
-class PictureReference:
-    """Hugging Face's model and processor of a folder; see `ReferenceModel`."""
+class PictureReference(ReferenceModel):
+    """Hugging Face's model and processor of a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    def __init__(self, folder: Path, attention: str | None = None) -> None:
+        super().__init__(folder, attention, AutoModelForImageTextToText)
         self.processor: Any = AutoProcessor.from_pretrained(folder)
 
     @torch.inference_mode()
-    def logprobs(self, asked: dict[str, Any], tokens: Sequence[int]) -> torch.Tensor:
-        """float32 [tokens, vocabulary]: after the prompt and each of the tokens but the last."""
-        media = asked.get("multi_modal_data", {})
+    def after(self, prompt: dict[str, Any], tokens: Sequence[int]) -> torch.Tensor:
+        media = prompt.get("multi_modal_data", {})
         inputs = self.processor(
             images=media.get("image"),
-            text=asked["prompt"],
+            text=prompt["prompt"],
             return_tensors="pt",
             **({"videos": media["video"]} if "video" in media else {}),
         )
@@ -338,18 +337,3 @@ class PictureReference:
             inputs[kinds] = torch.cat([inputs[kinds], torch.zeros_like(more)], 1)
         logits = self.model(**inputs).logits[0, -len(tokens) :]
         return torch.log_softmax(logits.float(), dim=-1)
-
-    def assert_greedy(self, asked: Sequence[dict[str, Any]], answers: Sequence[Answer], near_ties: int = 1) -> None:
-        """Every token is ours and theirs; at most `near_ties` prompts may part, where their two best are that close."""
-        parted = 0
-        for index, (one, answer) in enumerate(zip(asked, answers, strict=True)):
-            expected = self.logprobs(one, answer.tokens)
-            best, count = expected.argmax(-1).tolist(), len(answer.tokens)
-            end = next((i for i in range(count) if best[i] != answer.tokens[i]), count)
-            if end < count:
-                first, second = expected[end].topk(2).values.tolist()
-                assert first - second < NEAR_TIE, f"prompt {index} parts at token {end}: {answer.tokens}, {best}"
-                parted += 1
-            chosen = expected[torch.arange(end), answer.tokens[:end]]
-            torch.testing.assert_close(torch.tensor(answer.logprobs[:end]), chosen, atol=NEAR_TIE, rtol=0)
-        assert parted <= near_ties

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +16,22 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 # a weight [outputs, inputs] -> the tensors of a checkpoint, by the end of their names, and the weight that they mean
 Quantise = Callable[[Tensor], tuple[Tensors, Tensor]]
-_BLOCKS = r"self_attn|mlp|mlp\.experts\.\d+|mlp\.shared_experts?"
+_BLOCKS = r"self_attn|mlp|mlp\.experts\.\d+|mlp\.shared_(?:experts?|mlp)"
 _MIXTRAL = r"block_sparse_moe\.experts\.\d+\.w[123]"
 _OPT = r"model\.decoder\.layers\.\d+\.(?:self_attn\.\w+_proj|fc[12])"
 _BLOOM = r"transformer\.h\.\d+\.(?:self_attention|mlp)\.(?:query_key_value|dense\w*)"
-_LLAMA = rf"model\.layers\.\d+\.(?:(?:{_BLOCKS})\.\w+_proj(?:_with_mqa)?|{_MIXTRAL})"
-_FEED_FORWARD = r"feed_forward\.(?:w[123]|(?:shared_expert\.)?\w+_proj)"
-_HYBRID = rf"model\.layers\.\d+\.(?:(?:mamba|conv|linear_attn)\.(?:in|out)_proj\w*|{_FEED_FORWARD})"
-_LINEAR = re.compile(rf"({_LLAMA}|{_OPT}|{_BLOOM}|{_HYBRID})\.weight")
+_GPT2 = r"transformer\.h\.\d+\.(?:attn|mlp)\.c_\w+"
+# of models with pictures: their decoder
+_LAYER = r"(?:language_model\.)?model\.(?:language_model\.)?layers\.\d+"
+_LLAMA = rf"{_LAYER}\.(?:(?:{_BLOCKS})\.\w+_proj(?:_with_mqa)?|{_MIXTRAL})"
+_FEED_FORWARD = r"feed_forward\.(?:(?:experts\.\d+\.)?w[123]|(?:shared_expert\.)?\w+_proj)"
+_HYBRID = rf"{_LAYER}\.(?:(?:mamba|conv|linear_attn)\.(?:in|out)_proj\w*|{_FEED_FORWARD})"
+_ZAMBA = rf"{_LAYER}\.(?:mamba_decoder\.mamba|shared_transformer\.(?:self_attn|feed_forward))\.\w+_proj"
+_NEMOTRON = r"backbone\.layers\.\d+\.mixer\.\w+_proj"
+_LINEAR = re.compile(rf"({_LLAMA}|{_OPT}|{_BLOOM}|{_GPT2}|{_HYBRID}|{_ZAMBA}|{_NEMOTRON})\.weight")
+# experts in one tensor, which quantised checkpoints have one by one
+_EXPERTS = re.compile(rf"({_LAYER}\.(?:feed_forward\.)?experts)\.(gate_up|down)_proj")
+_GRANITE = re.compile(rf"({_LAYER}\.block_sparse_moe)\.(input|output)_linear\.weight")
 
 
 class Scheme(NamedTuple):
@@ -40,16 +49,48 @@ def write_quantised(
     choose: by the name of a linear layer; None: it stays as it is.
     """
     tensors = load_file(plain / "model.safetensors")
+    turns = json.loads((plain / "config.json").read_text())["model_type"] == "gpt2"
     written: Tensors = {}
     for name, tensor in tensors.items():
-        found = _LINEAR.fullmatch(name)
-        quantise = choose(found[1]) if found else None
-        if found and quantise:
-            parts, tensors[name] = quantise(tensor)
+        found, experts = _LINEAR.fullmatch(name), _experts_of(name)
+        quantise = choose(found[1]) if found else choose(f"{experts}.0.down_proj") if experts else None
+        # [inputs, outputs]
+        turned = (turns and ".c_" in name) or (experts and ".feed_forward." in name)
+        if quantise is None:
+            written[name] = tensor
+            continue
+        weight = tensor.transpose(-1, -2) if turned else tensor
+        if found:
+            parts, meant = quantise(weight)
+            if turned:
+                parts["weight"] = parts["weight"].t()
             written |= {f"{found[1]}.{end}": part.contiguous() for end, part in parts.items()}
         else:
-            written[name] = tensor
+            names = ("gate_proj", "up_proj") if "gate_up" in name or "input" in name else ("down_proj",)
+            each = [_one_expert(f"{experts}.{number}", one, names, quantise) for number, one in enumerate(weight)]
+            written |= {key: part for parts, _ in each for key, part in parts.items()}
+            meant = torch.stack([one for _, one in each])
+        tensors[name] = meant.transpose(-1, -2).contiguous() if turned else meant
     return _write(plain, folder, config, written, tensors)
+
+
+def _experts_of(name: str) -> str:
+    """Returns the name of the layer whose experts a tensor has; "" if it has none."""
+    if found := _EXPERTS.fullmatch(name):
+        return found[1]
+    found = _GRANITE.fullmatch(name)
+    return f"{found[1]}.experts" if found else ""
+
+
+def _one_expert(name: str, weight: Tensor, matrices: Sequence[str], quantise: Quantise) -> tuple[Tensors, Tensor]:
+    """Returns the tensors of an expert, and the weight that they mean. weight: its matrices, one above the other."""
+    parts: Tensors = {}
+    meant = []
+    for own, matrix in zip(matrices, weight.chunk(len(matrices)), strict=True):
+        found, exact = quantise(matrix)
+        parts |= {f"{name}.{own}.{end}": part.contiguous() for end, part in found.items()}
+        meant.append(exact)
+    return parts, torch.cat(meant)
 
 
 def write_gpt_oss(plain: Path, folder: Path) -> tuple[Path, Path]:
@@ -78,6 +119,10 @@ def _write(plain: Path, folder: Path, config: dict[str, Any], written: Tensors, 
         ("plain", tensors, {}),
     ):
         (folder / kind).mkdir(parents=True)
+        # the processor of pictures, if there is one
+        for file in plain.iterdir():
+            if file.is_file() and file.suffix != ".safetensors":
+                shutil.copy(file, folder / kind)
         save_file(content, folder / kind / "model.safetensors", {"format": "pt"})
         (folder / kind / "config.json").write_text(json.dumps(settings | extra))
     return folder / "quantised", folder / "plain"

@@ -29,6 +29,10 @@ class ReferenceModel:
         logits = self.model(torch.tensor([list(tokens)]), logits_to_keep=keep).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
 
+    def after(self, prompt: Any, tokens: Sequence[int]) -> torch.Tensor:
+        """float32 [tokens, vocabulary]: after the prompt and each of the tokens but the last."""
+        return self.logprobs([*prompt, *tokens[:-1]], keep=len(tokens))
+
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Transformers' own greedy loop, with its KV cache."""
@@ -46,7 +50,7 @@ class ReferenceModel:
 
     def assert_greedy(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Any],
         answers: Sequence[Answer],
         near_ties: int = 1,
         near: float = NEAR_TIE,
@@ -58,7 +62,7 @@ class ReferenceModel:
         parted = 0
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             count = len(answer.tokens)
-            expected = self.logprobs([*prompt, *answer.tokens[:-1]], keep=count)
+            expected = self.after(prompt, answer.tokens)
             best = expected.argmax(dim=-1).tolist()
             end = next((i for i in range(count) if best[i] != answer.tokens[i]), count)
             if end < count:

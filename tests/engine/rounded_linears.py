@@ -100,14 +100,12 @@ def rounded_reference(meant: Path, quantised: Path, schemes: Mapping[str, str], 
     return reference
 
 
-def assert_rounded(
-    reference: ReferenceModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], near: float = NEAR
-) -> None:
-    """Asserts greedy tokens, and but for a few the logprobs of the reference. near: see `assert_greedy`."""
-    reference.assert_greedy(prompts, answers, near=near)
+def assert_rounded(reference: ReferenceModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
+    """Asserts greedy tokens, and but for a few the logprobs of the reference."""
+    reference.assert_greedy(prompts, answers, near=NEAR)
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected = reference.logprobs([*prompt, *answer.tokens[:-1]], keep=len(answer.tokens))
+        expected = reference.after(prompt, answer.tokens)
         chosen = expected[torch.arange(len(answer.tokens)), answer.tokens]
         found.append((torch.tensor(answer.logprobs) - chosen).abs())
     assert torch.cat(found).median() <= USUAL

@@ -128,7 +128,7 @@ class Engine:
 
     def generate(self, prompts: Sequence[Any], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
         inputs: list[Any] = [
-            prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts
+            prompt if isinstance(prompt, str | dict) else {"prompt_token_ids": list(prompt)} for prompt in prompts
         ]
         return self.llm.generate(inputs, params, use_tqdm=False)
 

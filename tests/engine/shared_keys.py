@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB
@@ -47,8 +50,10 @@ def write_model(folder: Path, config: PreTrainedConfig) -> Path:
     return folder
 
 
-def smaller_config(model_type: str) -> PreTrainedConfig:
-    """Returns a configuration of four layers, of which the last two have no keys of their own."""
+def smaller_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """Returns a configuration of four layers, of which the last two have no keys of their own unless `changes` give
+    them some.
+    """
     values = {
         **COMMON,
         **MODELS[model_type],
@@ -62,4 +67,15 @@ def smaller_config(model_type: str) -> PreTrainedConfig:
         # experts of a 26B model, keys that are shared as in a small one
         experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
         values |= {**experts, "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}}}
-    return AutoConfig.for_model(model_type, **values)
+    return AutoConfig.for_model(model_type, **{**values, **changes})
+
+
+def divide_gates(model: nn.Module, ranks: int) -> None:
+    """Makes Transformers' Gemma 3n keep the largest gates of each rank's part, as vLLM's does with several ranks."""
+    for layer in model.modules():
+        if hasattr(layer, "_gaussian_topk"):
+            layer._gaussian_topk = partial(_in_parts, layer._gaussian_topk, ranks)
+
+
+def _in_parts(keep_largest: Callable[[Tensor], Tensor], ranks: int, gates: Tensor) -> Tensor:
+    return torch.cat([keep_largest(part) for part in gates.chunk(ranks, -1)], -1)

@@ -81,3 +81,15 @@ def test_no_picture_compiles_anything(tmp_path: Path, family: str, lazy: bool) -
     if not lazy:
         regions = found.result["regions"]
         assert regions["buckets"] <= regions["graphs"] <= regions["buckets"] + BEFORE_BUCKETS
+
+
+def test_mistral_3_at_true_shapes(tmp_path: Path) -> None:
+    """Its own encoder merges patches by an operator that a Gaudi is not known to have."""
+    pytest.importorskip("torchvision", reason="vLLM's classes of models with pictures import it")
+    model = make_picture_model(tmp_path / "mistral3", "mistral3")
+    ucm = {"graphs": {"mode": "off"}}
+    found = run_on_card(serve, tmp_path, model=str(model), ucm=ucm, in_regions=False, max_model_len=256)
+    reference = PictureReference(model)
+    for answers in found.result["rounds"]:
+        reference.assert_greedy(asked(), [Answer(**answer) for answer in answers])
+    assert found.result["broken"] == {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.hpu_process import run_on_card
-from tests.engine.narrowed_linears import narrow_rows
+from tests.engine.narrowed_linears import NarrowedModel
 from tests.engine.quantised_models import (
     Quantise,
     awq,
@@ -190,9 +190,8 @@ def test_floats_of_eight_bits_on_a_card(on_card: dict[str, OnCard]) -> None:
     """
     found, meant = on_card["floats of eight bits"]
     assert found["dtypes"] == ["torch.float32", "torch.float8_e4m3fn"]
-    reference = ReferenceModel(meant)
-    narrow_rows(reference, r".*_proj", LARGEST)
-    assert_rounded(reference, PROMPTS, [Answer(**answer) for answer in found["answers"]])
+    answers = [Answer(**answer) for answer in found["answers"]]
+    NarrowedModel(ReferenceModel(meant), r".*_proj", LARGEST).assert_greedy(PROMPTS, answers)
 
 
 def test_experts_of_eight_bits_on_a_card(on_card: dict[str, OnCard]) -> None:

@@ -343,6 +343,8 @@ def test_codes_on_a_gaudi(device: str, quantised: dict[str, Any] | None, found: 
         ({"decoder_sparse_step": None, "interleave_moe_layer_step": 2, "model_type": "llama4_text"}, 24, 768),
         # every layer has a plain MLP, too
         ({"num_experts_per_tok": None, "top_k_experts": 8, "model_type": "gemma4_text"}, 48, 6144),
+        # Hunyuan has a number for each layer
+        ({"num_experts_per_tok": None, "moe_topk": [8] * 48, "moe_intermediate_size": [768] * 48}, 48, 0),
     ],
 )
 def test_which_layers_have_experts(change: dict[str, Any], layers: int, shared: int) -> None:

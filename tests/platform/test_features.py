@@ -236,6 +236,22 @@ def test_mixture_of_experts(tmp_path: Path, architecture: str, model_type: str, 
     start(tmp_path, enable_expert_parallel=True, tensor_parallel_size=2)
 
 
+def test_stages_of_layers_that_share_keys_and_values(tmp_path: Path) -> None:
+    """covers: A18"""
+    save_foreign_config(tmp_path, "Gemma4ForCausalLM", "gemma4_text", num_hidden_layers=4, num_kv_shared_layers=2)
+    with pytest.raises(UnsupportedFeatureError, match=r"stages with a model whose last 2 layers .*--pipeline-parallel"):
+        start(tmp_path, pipeline_parallel_size=2)
+    start(tmp_path, tensor_parallel_size=2)
+
+
+def test_stages_of_a_hybrid_with_experts(tmp_path: Path) -> None:
+    """covers: A18"""
+    architecture = "GraniteMoeHybridForCausalLM"
+    save_foreign_config(tmp_path, architecture, "granitemoehybrid", num_hidden_layers=2, num_local_experts=4)
+    with pytest.raises(UnsupportedFeatureError, match=rf"pipeline stages of {architecture} with experts"):
+        start(tmp_path, pipeline_parallel_size=2)
+
+
 def test_what_mixtures_of_experts_lack(tmp_path: Path) -> None:
     """covers: A18"""
     save_foreign_config(tmp_path, "MixtralForCausalLM", "mixtral", **NO_WINDOW)

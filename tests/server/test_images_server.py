@@ -79,7 +79,7 @@ def test_chats_with_pictures(server: Server, model: Path) -> None:
     for pictures in ((first,), (second,), (first, second), ()):
         found = tokens(chat(server, *(data_url(png(one)) for one in pictures)))
         text = "<image> " * len(pictures) + "w20 w30"
-        best = reference.logprobs(prompt(text, *pictures), found).argmax(-1).tolist()
+        best = reference.after(prompt(text, *pictures), found).argmax(-1).tolist()
         assert found == best
 
 
@@ -117,7 +117,7 @@ def test_odd_pictures_are_answered(server: Server, model: Path) -> None:
     moving = encoded(COLOURS.convert("P"), "GIF", save_all=True, append_images=[picture(2, 32, 32).convert("P")])
     for name, (image, part) in {**ODD, "moving": (COLOURS.convert("P").convert("RGB"), moving)}.items():
         found = tokens(chat(server, part))
-        best = reference.logprobs(prompt("<image> w20 w30", image), found).argmax(-1).tolist()
+        best = reference.after(prompt("<image> w20 w30", image), found).argmax(-1).tolist()
         assert found == best, name
 
 

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig, cache
 from vllm.platforms import Platform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -25,7 +26,7 @@ from tests.vllm_versions import kv_cache_configs
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend
 from vllm_gaudi_ucm.attention.latent import LatentAttentionBackend
 from vllm_gaudi_ucm.vllm_api.cache_options import FLOAT_KV_DTYPES, float_kv_dtype, register_float_kv_dtypes
-from vllm_gaudi_ucm.vllm_api.kv_cache import expected_groups, groups_of
+from vllm_gaudi_ucm.vllm_api.kv_cache import expected_groups, groups_of, layer_specs
 
 SIZES = {"block_size": 4, "num_kv_heads": 1, "head_size": 8}
 
@@ -57,6 +58,19 @@ def test_the_groups_are_those_that_the_engine_makes(config: VllmConfig, windows:
     assert names(groups_of(config, layers(windows))) == names(made.kv_cache_groups)
     assert names(expected_groups(layers(windows))) == names(made.kv_cache_groups)
     assert len(made.kv_cache_groups) == 1 + windows // 2
+
+
+def test_the_scheduler_knows_the_bytes_of_layers_that_differ(config: VllmConfig) -> None:
+    """Its copy of the configuration has the heads of the first layer alone; a store's blocks need them all."""
+    config.cache_config.kv_cache_layout = "LBNHC"
+    wide = FullAttentionSpec(**{**SIZES, "num_kv_heads": 2, "head_size": 16}, dtype=torch.float32)
+    specs = {**layers(0), "wide": wide}
+    (made,) = kv_cache_configs(config, [specs], [1 << 22])
+    assert layer_specs(made) == specs
+    found = layer_specs(generate_scheduler_kv_cache_config([made]))
+    assert {name: spec.page_size_bytes for name, spec in found.items()} == {
+        name: spec.page_size_bytes for name, spec in specs.items()
+    }
 
 
 def apart() -> type:

@@ -37,9 +37,12 @@ class SizedEncoder(Protocol):
         """Returns the embeddings [tokens, width]; the picture's are first."""
 
 
-def replaces_encoder(encoder: SizedEncoder) -> bool:
-    """Returns whether an encoder takes the place of the model's on every device."""
-    return isinstance(encoder, SoftTokenEncoder)
+def replaces_encoder(encoder: SizedEncoder, device: torch.device) -> bool:
+    """Returns whether an encoder takes the place of the model's, even if pictures keep their sizes."""
+    # a Gaudi does not know how Mistral 3 merges the patches of a token
+    return isinstance(encoder, SoftTokenEncoder) or (
+        device.type == "hpu" and isinstance(encoder, PatchEncoder) and encoder.merges
+    )
 
 
 class PaddedEmbeddings(NamedTuple):
@@ -69,10 +72,10 @@ class PaddedEncoder:
     def of(cls, model: nn.Module, longest: int, device: torch.device, *, pads: bool = True) -> PaddedEncoder | None:
         """Returns the padded encoder of a model; None if its encoder takes no pads.
 
-        pads: if false, only for a model whose own encoder does not run on every device, and without pads.
+        pads: if false, only for a model whose own encoder does not run on this device or others, and without pads.
         """
         encoder = next((found for kind in KINDS if (found := kind.of(model)) is not None), None)
-        if encoder is None or not (pads or replaces_encoder(encoder)):
+        if encoder is None or not (pads or replaces_encoder(encoder, device)):
             return None
         return cls(encoder, longest, device, exact=not pads)
 
@@ -87,7 +90,7 @@ class PaddedEncoder:
         """
         count = self._encoder.count(inputs)
         size = next((count if self._exact else size for size in self.sizes if size >= count), None)
-        if size is None and replaces_encoder(self._encoder):
+        if size is None and replaces_encoder(self._encoder, self._device):
             raise ValueError(
                 f"it has {count} tokens, expected at most {self.sizes[-1]}; start the server with the largest number "
                 "in --mm-processor-kwargs"

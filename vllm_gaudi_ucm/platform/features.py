@@ -93,6 +93,12 @@ def _engines_of_experts(config: VllmConfig) -> int | None:
     return _above_one(config.parallel_config.data_parallel_size) if _has_experts(config) else None
 
 
+def _readers_in_stages(config: VllmConfig) -> int | None:
+    """Returns how many layers read the keys and values of earlier layers, if there are several pipeline stages."""
+    several = config.parallel_config.pipeline_parallel_size > 1 and config.model_config is not None
+    return getattr(config.model_config.hf_text_config, "num_kv_shared_layers", None) or None if several else None
+
+
 OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
     _parallel("decode context", _ONE_DEVICE),
     _parallel("prefill context", _ONE_DEVICE),
@@ -116,6 +122,12 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         "--pipeline-parallel-size",
         "batches in flight would have to be in step in all engines",
         lambda c: _engines_of_experts(c) if c.parallel_config.pipeline_parallel_size > 1 else None,
+    ),
+    Feature(
+        "pipeline stages with a model whose last {found} layers read keys and values of earlier ones",
+        "--pipeline-parallel-size",
+        "these would be in another stage; take --tensor-parallel-size",
+        _readers_in_stages,
     ),
     Feature(
         "whole experts on each device with {found} engines of several devices (leave the flag out, or take "

@@ -19,6 +19,15 @@ def _row(name: str, flag: str, why: str, found: Callable[[VllmConfig], object]) 
     return Feature(f"{name} with layers that keep a state", flag, why, where(keeps_states, found))
 
 
+def _loads_every_router(config: VllmConfig) -> str | None:
+    """Returns the class of Granite 4-h with experts, if there are several stages."""
+    model = config.model_config
+    if model is None or config.parallel_config.pipeline_parallel_size == 1:
+        return None
+    experts = model.hf_text_config.to_dict().get("num_local_experts")
+    return model.architecture if experts and model.architecture == "GraniteMoeHybridForCausalLM" else None
+
+
 OF_STATES: tuple[Feature[VllmConfig], ...] = (
     _row(
         "a history of inputs in place of states",
@@ -31,6 +40,12 @@ OF_STATES: tuple[Feature[VllmConfig], ...] = (
         "--enable-mamba-cache-stochastic-rounding",
         "states are rounded to the nearest; take --mamba-ssm-cache-dtype float32",
         lambda c: c.mamba_config.enable_stochastic_rounding,
+    ),
+    Feature(
+        "pipeline stages of {found} with experts",
+        "--pipeline-parallel-size",
+        "its loader does not leave out the routers of other stages; take --tensor-parallel-size",
+        _loads_every_router,
     ),
 )
 

@@ -84,17 +84,40 @@ class IndexedLatentSpec(MLAAttentionSpec):
 
 
 def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
-    """Returns the specification of each layer by name; layers of a group may differ in their sizes.
+    """Returns the specification of each layer by name; layers of a group may differ in their sizes. In the scheduler
+    such a layer has the heads of the first one, of sizes that make up its own bytes.
 
-    Reason: `KVCacheConfig` has a specification for each group, which is a mapping if its layers differ.
+    Reason: `KVCacheConfig` has a specification for each group, which is a mapping if its layers differ. The scheduler's
+    has that of the first layer in place of the mapping; what is left of the others are the bytes of their pages.
     Remove when: `KVCacheConfig` can be asked for the specification of a layer.
     """
     specs: dict[str, KVCacheSpec] = {}
+    pages = _page_bytes(config)
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
         for name in group.layer_names:
-            specs[name] = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                specs[name] = spec.kv_cache_specs[name]
+            elif isinstance(spec, FullAttentionSpec) and pages:
+                specs[name] = _scaled(spec, pages[name], pages[group.layer_names[0]])
+            else:
+                specs[name] = spec
     return specs
+
+
+def _page_bytes(config: KVCacheConfig) -> dict[str, int]:
+    """Returns the bytes of each layer's page: the shorter of the ways to the next block and to the next layer."""
+    return {
+        name: min(tensor.block_stride, tensor.layer_stride)
+        for tensor in config.kv_cache_tensors
+        for name in tensor.layers
+    }
+
+
+def _scaled(spec: FullAttentionSpec, page: int, first: int) -> FullAttentionSpec:
+    if page == first:
+        return spec
+    return replace(spec, head_size=spec.head_size * page // first, head_size_v=spec.head_size_v * page // first)
 
 
 def in_blocks_of(specs: Mapping[str, KVCacheSpec], size: int) -> dict[str, KVCacheSpec]:

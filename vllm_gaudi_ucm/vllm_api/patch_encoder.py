@@ -26,7 +26,7 @@ class PatchEncoder:
     Reason: the encoder's forward takes pictures in their own sizes.
     Remove when: it implements `SupportsEncoderCudaGraph`, whose buffers are filled from the host.
 
-    unit: sizes are multiples of so many tokens.
+    unit: sizes are multiples of so many tokens. merges: several patches make a token, as in Mistral 3.
     """
 
     unit = 1
@@ -34,7 +34,7 @@ class PatchEncoder:
     def __init__(self, tower: nn.Module, projector: nn.Module) -> None:
         self._tower, self._projector = cast(Any, tower), cast(Any, projector)
         merger = getattr(projector, "patch_merger", None)
-        self._merges = merger is not None
+        self.merges = merger is not None
         self._side: int = merger.spatial_merge_size if merger is not None else 1
         self._rotary = deepcopy(self._tower.patch_positional_embedding).to("cpu")
         self._patch: int = self._tower.config.patch_size
@@ -47,7 +47,7 @@ class PatchEncoder:
             return None
         found = cls(tower, projector)
         chosen = getattr(cast(Any, model).config, "vision_feature_select_strategy", "full")
-        return found if found._merges or chosen == "full" else None
+        return found if found.merges or chosen == "full" else None
 
     def count(self, inputs: Mapping[str, object]) -> int:
         """Returns the tokens of a picture."""
@@ -95,7 +95,7 @@ class PatchEncoder:
         hidden = tower.transformer(
             hidden, places, inputs["cu_seqlens"], longest, None, return_all_hidden_states=False
         ).squeeze(0)
-        if not self._merges:
+        if not self.merges:
             projected: torch.Tensor = self._projector(hidden)
             return projected
         return self._merged(hidden)

@@ -26,7 +26,8 @@ def is_on_card(tensor: Any) -> bool:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta
+    # vmap's tensors have none to show
+    return tensor.layout == torch.strided and not tensor.is_meta and not torch._C._functorch.is_batchedtensor(tensor)
 
 
 def move(tensor: torch.Tensor, place: Place, func: Any, *, from_card: bool) -> torch.Tensor:
