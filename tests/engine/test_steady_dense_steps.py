@@ -119,6 +119,7 @@ def test_choices_after_dense_steps(tiny_llama: Path, method: str) -> None:
             assert sparse.state is not None
             if not steady:
                 sparse.state._steady.go_on = lambda request_ids, batch: False  # type: ignore[method-assign]
+                sparse.state._choices.go_on = lambda *step: None  # type: ignore[method-assign]
             counts.append(counted(engine))
             found.append(engine.staggered(PROMPTS, [0, 3, 40, 60], 70))
             found[-1] += engine.greedy(PROMPTS, 50)
