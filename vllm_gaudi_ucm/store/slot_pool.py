@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -25,14 +27,8 @@ class SlotPool:
         self._slabs: list[np.ndarray] = []
         self._free: list[int] = []
         self._allocated = 0
-        while pinned and self._allocated < self._most:
-            try:
-                self._grow()
-            except (MemoryError, RuntimeError) as error:
-                taken = self._allocated * block_bytes / 2**30
-                logger.warning("memory store: %.2f GiB of page-locked memory were taken at start: %s", taken, error)
-                break
-        self._free.sort(reverse=True)
+        if pinned:
+            self._grow_at_start()
 
     @property
     def allocated(self) -> int:
@@ -56,6 +52,17 @@ class SlotPool:
         """Returns the memory of a slot, uint8 [block_bytes]."""
         slab, place = divmod(slot, self._slab_slots)
         return self._slabs[slab][place * self._block_bytes : (place + 1) * self._block_bytes]
+
+    def _grow_at_start(self) -> None:
+        begin, log, reason = time.perf_counter(), logger.info, "all that it may use"
+        try:
+            while self._allocated < self._most:
+                self._grow()
+        except (MemoryError, RuntimeError) as error:
+            log, reason = logger.warning, f"the system has no more: {error}"
+        self._free.sort(reverse=True)
+        taken, seconds = self._allocated * self._block_bytes / 2**30, time.perf_counter() - begin
+        log("memory store: %.2f GiB of page-locked memory in %.1f s, %s", taken, seconds, reason)
 
     def _grow(self) -> None:
         count = min(self._slab_slots, self._most - self._allocated)
