@@ -5,7 +5,7 @@
 
 Sides are our stores, partial hits, memory mode, vLLM's offloading, and LMCache if its package is installed. The trace
 is in Mooncake's format; `gaudi-ucm store agent-trace` writes such. Each block id becomes random tokens of its own. The
-model has random weights (`--shape`), or those of a folder (`--model`). Each side is an engine in a process of its own,
+model has random weights (`--shape`), or a folder's (`--model`). Each side is an engine in a process of its own,
 whose prefix cache holds `--device-tokens`. `--together` sides start at the same time; then they take turns, and a side
 is stopped while another one works. Each round begins with another side. Figures are medians of the rounds, with the
 least and the most. At low load requests come one by one, at high load `--at-once` of them are always in the engine. A

@@ -186,7 +186,7 @@ def fill(results: dict[str, Any]) -> int:
         if header in text:
             text = text.replace(header, header + lines)
         else:
-            # the end of the family's own lines, which may be that of the file
+            # the end of the family's own lines, which may be the file's end
             place = f"{text}\n".index("\n\n", text.index(f"[families.{family}]\n"))
             text = f"{text[:place]}\n\n{header}{lines.rstrip()}{text[place:]}"
     TABLE.write_text(text, encoding="utf-8")

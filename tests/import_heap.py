@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
 REAL = {"freeze": _freeze, "unfreeze": _unfreeze}
-"""What `gc` has in an engine that is not a test's."""
+"""The functions that `gc` has in an engine outside of tests."""
 
 
 def freeze_imports() -> None:

@@ -23,11 +23,11 @@ MOST_TRIED = 64
 """Numbers in the middle that are rounded the other way on trial, the nearest ones first."""
 
 SMALLER = 0.9
-"""What the mean difference is multiplied with, at most, by a number that was rounded the other way."""
+"""A number stays rounded the other way if the mean difference is then at most so many times as large."""
 
 
 class Tie(NamedTuple):
-    """A number near the middle of two 8-bit floats: of which call, at which place, and how near."""
+    """Holds the call, the place and the distance of a number near the middle of two 8-bit floats."""
 
     call: int
     place: int

@@ -132,7 +132,7 @@ def test_the_prefix_cache_loses_the_end_of_a_context_first(tmp_path: Path) -> No
     while scheduler.requests:
         run_step(scheduler, worker)
     _, found, _ = scheduler.kv_cache_manager.get_computed_blocks(request("c", 160))
-    # b's 25 blocks were the 16 that nobody had used, and others from the end of a's 42
+    # b's 25 blocks were the 16 unused ones, and others from the end of a's 42
     assert found // BLOCK_SIZE >= 40 - 10
 
 

@@ -1,4 +1,4 @@
-"""As many drafts as are wanted, of which some are wrong."""
+"""Proposes as many drafts as are wanted, some of them wrong."""
 
 from __future__ import annotations
 

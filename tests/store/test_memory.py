@@ -98,7 +98,7 @@ def test_memory_is_taken_as_it_fills() -> None:
 def test_page_locked_memory_is_taken_at_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As far as the system has it; a later block tries again."""
+    """The pool takes what the system has, and a later block tries again."""
     sizes: list[int] = []
 
     def slab(pool: SlotPool, size: int) -> np.ndarray:

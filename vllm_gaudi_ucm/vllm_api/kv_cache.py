@@ -88,7 +88,7 @@ def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
     such a layer has the heads of the first one, of sizes that make up its own bytes.
 
     Reason: `KVCacheConfig` has a specification for each group, which is a mapping if its layers differ. The scheduler's
-    has that of the first layer in place of the mapping; what is left of the others are the bytes of their pages.
+    has the first layer's in place of the mapping; what is left of the others are the bytes of their pages.
     Remove when: `KVCacheConfig` can be asked for the specification of a layer.
     """
     specs: dict[str, KVCacheSpec] = {}

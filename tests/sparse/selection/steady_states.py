@@ -33,7 +33,7 @@ def state_of(*, bounded: bool = False, counts: list[int] | None = None, steady: 
 
 
 class Requests:
-    """Some requests with blocks of their own, which all states are told of."""
+    """Some requests with blocks of their own, which all states follow."""
 
     def __init__(self) -> None:
         self.computed: dict[str, int] = {}

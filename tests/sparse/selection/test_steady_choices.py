@@ -107,7 +107,7 @@ def test_a_lock_is_looked_at_once() -> None:
 
 @pytest.mark.parametrize("change", ["forgotten", "loaded", "bounds", "mode", "dense", "rewound", "block"])
 def test_a_change_is_seen(change: str) -> None:
-    """The result equals that of a state that looks at every block."""
+    """A state that looks at every block gives the same result."""
     looks: list[int] = []
     fast, slow = state_of(counts=looks), state_of(steady=False)
     requests = Requests()

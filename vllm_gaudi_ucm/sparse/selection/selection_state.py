@@ -166,7 +166,7 @@ class SelectionState:
         told: NDArray[np.int64],
     ) -> StepSelection | None:
         """Returns the choices of the previous step if they are made again, or None."""
-        if not asked or self._some_offloaded or self.summaries.waits or self.summaries.changes != self._changes:
+        if not asked or self._has_changed():
             self._choices.forget()
             return None
         found = self._choices.go_on(request_ids, batch, num_drafts, asked, told)
@@ -189,27 +189,25 @@ class SelectionState:
         self._changes = self.summaries.changes
         return blocks
 
+    def _has_changed(self) -> bool:
+        """Returns whether blocks or summaries may have changed since the last step."""
+        return self._some_offloaded or self.summaries.waits or self.summaries.changes != self._changes
+
     def _is_steady(self, request_ids: Sequence[str], batch: BatchInput) -> bool:
         """Returns whether all blocks are as the previous step left them, except for one more token in each last one."""
-        if self._some_offloaded or self.summaries.waits or self.summaries.changes != self._changes:
+        if self._has_changed():
             self._steady.forget()
             return False
         return self._steady.go_on(request_ids, batch)
 
     def _count(self, batch: BatchInput, num_drafts: NDArray[np.int64], choice: Choice) -> None:
         """Records which requests have chosen, in `chosen` and in the totals."""
-        asked, index, slots, counts, selection = (
-            choice.asked,
-            choice.index,
-            choice.slots,
-            choice.counts,
-            choice.selection,
-        )
+        index, slots, counts, selection = choice.index, choice.slots, choice.counts, choice.selection
         block_size = self._limits.block_size
         end = (batch.num_computed + batch.num_scheduled)[index].astype(np.int64)
         num_full, context_blocks = (end - num_drafts[index]) // block_size, -(-end // block_size)
         chose, keeps = counts > 0, slots < self._limits.max_num_seqs
-        entries = zip(asked, slots.tolist(), num_full.tolist(), (chose & keeps).tolist(), strict=True)
+        entries = zip(choice.asked, slots.tolist(), num_full.tolist(), (chose & keeps).tolist(), strict=True)
         self.chosen.update({one: (slot, full) for one, slot, full, has_chosen in entries if has_chosen})
         if selection.tile_rows is not None:
             # a tile counts as a request; few steps have one, and a repeat costs more than the counting
